@@ -1,0 +1,48 @@
+# `make demo` and `make test` need Python 3.10+ and make; they set everything up in .venv on first use.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint format bench clean
+
+help:  ## Show the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+# uv resolves ms-swift with torch in seconds, plain pip in minutes; torch and torchvision come from one resolution,
+# so they are of the same build. Touching pyproject.toml installs again into the same .venv.
+$(READY): pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
+	  echo "cannot create $(VENV): $(PYTHON) needs its venv module (Debian: apt-get install python3-venv)"; exit 1; }
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv 2>/dev/null || echo "uv cannot be had; using pip"
+	@if $(BIN)/python -m uv --version >/dev/null 2>&1; then \
+	  $(BIN)/python -m uv pip install --python $(BIN)/python -e '.[test]'; \
+	else \
+	  $(BIN)/python -m pip install --disable-pip-version-check -e '.[test]'; \
+	fi
+	@touch $@
+
+demo: $(READY)  ## Plan an epoch of real lengths and show what packing saves
+	$(BIN)/vlpack plan --lengths configs/example_lengths.json --packing_length 8192 --packing_strategy exact --num_ranks 8
+
+test: $(READY)  ## Run the test suite (a few minutes)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(READY)  ## Run the long tests
+	$(BIN)/python -m pytest -m slow
+
+lint: $(READY)  ## ruff check, ruff format --check, mypy strict on core
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)  ## Let ruff format and mend
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)  ## Measure the strategies; prints the tables of benchmarks/RESULTS.md
+	$(BIN)/python benchmarks/strategies.py
+
+clean:  ## Remove what the targets made
+	rm -rf $(VENV) demo_output .pytest_cache .ruff_cache .mypy_cache *.egg-info

@@ -1,0 +1,218 @@
+"""The packing options: one frozen object, checked once.
+
+>>> PackingConfig(packing_length=8192, packing_strategy="sequential").packing_strategy
+'greedy'
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any, get_type_hints
+
+from swift_vlpack.core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+ENV_PREFIX = "VLPACK_"
+STRATEGIES = ("binpack", "greedy", "first_fit", "best_fit", "exact")
+STRATEGY_ALIASES = {"sequential": "greedy"}  # ms-swift's name
+MODES = ("auto", "plan", "buffer")
+LEAST_FILL_RATIO = 0.6
+_TRUE = ("true", "1", "yes", "on")
+_FALSE = ("false", "0", "no", "off")
+_NONE = ("none", "null", "")
+
+
+def _option(default: Any, text: str) -> Any:
+    """Declare a field whose help text is where the command line and the documentation find it."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackingConfig:
+    """Every packing option, under the name of its YAML key and flag; in the environment upper-case behind `VLPACK_`."""
+
+    packing: bool = _option(False, "ms-swift's own flag; turns packing on")
+    packing_length: int = _option(
+        MISSING, "capacity of a pack in tokens, after images are expanded; in training the default is max_length"
+    )
+    packing_mode: str = _option("auto", "'plan' packs sized data ahead of time, 'buffer' packs a stream as it comes")
+    packing_strategy: str = _option(
+        "binpack", "binpack (ms-swift's own), greedy (keeps the order), first_fit, best_fit or exact (tightest)"
+    )
+    packing_buffer: int = _option(512, "window: samples the packer may choose from at a time")
+    packing_min_fill_ratio: float = _option(
+        0.65, "packs at least this full leave at once; a value below 0.6 is accepted with a warning"
+    )
+    packing_max_carry: int = _option(4, "windows a sample may wait for a better pack")
+    packing_drop_last: bool = _option(True, "drop the underfilled remainder of an epoch (at most one pack)")
+    packing_allow_single_long: bool = _option(
+        True, "a sample of packing_length tokens or more becomes a pack of its own; false: it is skipped"
+    )
+    packing_max_samples: int | None = _option(None, "most samples in a pack")
+    packing_max_images: int | None = _option(None, "most images in a pack")
+    packing_max_patches: int | None = _option(None, "most vision patches in a pack")
+    packing_balance: bool = _option(True, "match the cost of the packs that ranks consume in the same step")
+    packing_verify: bool = _option(True, "prove before step 1 that samples of a pack do not see each other")
+    packing_max_failures: int = _option(100, "consecutive unreadable rows before the run stops")
+    eval_packing: bool = _option(False, "pack the evaluation data too")
+    fusion_config: str | None = _option(None, "YAML of sources and ratios; default: --dataset, ratio 1 each")
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            object.__setattr__(self, spec.name, _typed(spec.name, getattr(self, spec.name), _TYPES[spec.name]))
+        alias = STRATEGY_ALIASES.get(self.packing_strategy, self.packing_strategy)
+        object.__setattr__(self, "packing_strategy", alias)
+        _check_choices(self)
+        _check_numbers(self)
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any], **defaults: Any) -> PackingConfig:
+        """Build from option names; `defaults` stand in for those that are absent. Unknown keys are refused."""
+        known = option_names()
+        for key in options:
+            if key not in known:
+                raise ConfigError(_unknown(key, known))
+        merged = {**defaults, **options}
+        if "packing_length" not in merged:
+            raise ConfigError(
+                "packing_length is not set: give the capacity of a pack in tokens, e.g. packing_length=8192"
+            )
+        return cls(**merged)
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ, **defaults: Any) -> PackingConfig:
+        """Build from `VLPACK_*` variables; `defaults` stand in for those that are absent."""
+        return cls.from_mapping(options_in_env(environ), **defaults)
+
+    def digest(self) -> str:
+        """16 hexadecimal digits that are equal exactly when all options are equal, on every machine and Python."""
+        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def pack_options(self) -> dict[str, Any]:
+        """The options that decide which items share a pack; a saved state is only good under the same ones."""
+        return {name: getattr(self, name) for name in _PACK_OPTIONS}
+
+    @property
+    def has_caps(self) -> bool:
+        """Whether a pack has a capacity other than tokens."""
+        return any(
+            cap is not None for cap in (self.packing_max_samples, self.packing_max_images, self.packing_max_patches)
+        )
+
+
+_PACK_OPTIONS = (
+    "packing_length",
+    "packing_strategy",
+    "packing_buffer",
+    "packing_min_fill_ratio",
+    "packing_max_carry",
+    "packing_drop_last",
+    "packing_allow_single_long",
+    "packing_max_samples",
+    "packing_max_images",
+    "packing_max_patches",
+)
+_TYPES: dict[str, Any] = get_type_hints(PackingConfig)
+
+
+def option_names() -> tuple[str, ...]:
+    """All option names, in the order of declaration."""
+    return tuple(spec.name for spec in fields(PackingConfig))
+
+
+def options_in_env(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The options that `VLPACK_*` variables set, by option name; a variable that names no option is refused."""
+    known = {ENV_PREFIX + name.upper(): name for name in option_names()}
+    found = {key: value for key, value in environ.items() if key.startswith(ENV_PREFIX)}
+    for key in found:
+        if key not in known:
+            raise ConfigError(_unknown(key, tuple(known)))
+    return {known[key]: value for key, value in found.items()}
+
+
+def _unknown(key: str, known: tuple[str, ...]) -> str:
+    close = get_close_matches(key, known, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return f"unknown packing option {key!r}{hint} Known: {', '.join(known)}"
+
+
+def _typed(name: str, value: Any, kind: Any) -> Any:
+    """Turn a value from YAML, a flag or the environment into the option's type, or say what is wrong with it."""
+    optional = type(None) in getattr(kind, "__args__", ())
+    if optional:
+        if value is None or (isinstance(value, str) and value.strip().lower() in _NONE):
+            return None
+        kind = next(arg for arg in kind.__args__ if arg is not type(None))
+    convert = {bool: _as_bool, int: _as_int, float: _as_float, str: _as_str}[kind]
+    try:
+        return convert(value)
+    except (TypeError, ValueError):
+        wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[kind]
+        raise ConfigError(f"{name} must be {wanted}{' or none' if optional else ''}, got {value!r}") from None
+
+
+def _as_bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    text = str(value).strip().lower()
+    if text not in _TRUE + _FALSE:
+        raise ValueError(text)
+    return text in _TRUE
+
+
+def _as_int(value: Any) -> int:
+    if isinstance(value, bool) or (not isinstance(value, str) and int(value) != value):
+        raise ValueError(value)
+    return int(value)
+
+
+def _as_float(value: Any) -> float:
+    if isinstance(value, bool):
+        raise ValueError(value)
+    return float(value)
+
+
+def _as_str(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(value)
+    return value
+
+
+def _check_choices(config: PackingConfig) -> None:
+    if config.packing_mode not in MODES:
+        raise ConfigError(f"packing_mode must be one of {', '.join(MODES)}, got {config.packing_mode!r}")
+    if config.packing_strategy not in STRATEGIES:
+        names = ", ".join((*STRATEGIES, *STRATEGY_ALIASES))
+        raise ConfigError(f"packing_strategy must be one of {names}, got {config.packing_strategy!r}")
+    if config.packing_strategy == "binpack" and config.has_caps:
+        caps = ("packing_max_samples", "packing_max_images", "packing_max_patches")
+        given = ", ".join(f"{name}={getattr(config, name)}" for name in caps if getattr(config, name) is not None)
+        raise ConfigError(
+            f"packing_strategy=binpack knows no cap but tokens and would ignore {given}; "
+            "set packing_strategy=exact (or best_fit, first_fit, greedy), or remove the cap"
+        )
+
+
+def _check_numbers(config: PackingConfig) -> None:
+    caps = ("packing_max_samples", "packing_max_images", "packing_max_patches")
+    for name in ("packing_length", "packing_buffer", "packing_max_failures", *caps):
+        value = getattr(config, name)
+        if value is not None and value <= 0:
+            way_out = ", or leave it out for no cap" if name in caps else ""
+            raise ConfigError(f"{name} must be at least 1, got {value}; give a positive number{way_out}")
+    if config.packing_max_carry < 0:
+        raise ConfigError(f"packing_max_carry must be at least 0, got {config.packing_max_carry}; 0 means: never wait")
+    ratio = config.packing_min_fill_ratio
+    if not 0 <= ratio <= 1:
+        raise ConfigError(f"packing_min_fill_ratio must be between 0 and 1, got {ratio}")
+    if ratio < LEAST_FILL_RATIO:
+        # Lowering it is a choice that has to be made by hand (the default is above), so it is honoured, not refused.
+        logger.warning("packing_min_fill_ratio=%s is below %s: packs may leave half empty", ratio, LEAST_FILL_RATIO)

@@ -1,0 +1,33 @@
+"""Everything this package raises on purpose.
+
+VLPackError
+|-- ConfigError        an option is unknown, impossible, or contradicts another one
+|-- DataError          an item, a length file or a source cannot be what it claims to be
+|-- PlanError          a plan cannot be given the shape that was asked for
+|-- BoundaryError      positions or tokens disagree with where samples start
+`-- StateMismatch      a saved state belongs to other data, another config or another version
+"""
+
+
+class VLPackError(Exception):
+    """Root of the tree: catch this to catch everything above."""
+
+
+class ConfigError(VLPackError, ValueError):
+    """An option is unknown, impossible, or contradicts another one."""
+
+
+class DataError(VLPackError, ValueError):
+    """An item, a length file or a source cannot be what it claims to be."""
+
+
+class PlanError(VLPackError, ValueError):
+    """A plan cannot be given the shape that was asked for."""
+
+
+class BoundaryError(VLPackError, ValueError):
+    """Positions or tokens disagree with where samples start."""
+
+
+class StateMismatch(VLPackError, ValueError):
+    """A saved state belongs to other data, another config or another version."""

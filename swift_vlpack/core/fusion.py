@@ -1,0 +1,100 @@
+"""Mix sources by ratio: the order of one epoch as a pure function of (seed, epoch, sizes, ratios).
+
+>>> order = schedule([Source("captions", 4, 0.5), Source("ocr", 2, 1.5)], seed=0, epoch=0)
+>>> order.num_rows_per_source
+(2, 3)
+
+Every row of every source draws a random key from the stream that belongs to (seed, source name, epoch). The keys
+decide which rows are drawn and where they stand, so adding a source changes neither the draws of the others nor
+their order among themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swift_vlpack.core.errors import DataError
+from swift_vlpack.core.shuffle import permutation, sort_keys
+
+
+class Source(NamedTuple):
+    """A data set in the mix: `round(num_rows * ratio)` of its rows are delivered in every epoch."""
+
+    name: str
+    num_rows: int
+    ratio: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Schedule:
+    """The order of one epoch: entry i is row `row[i]` of source number `source[i]`."""
+
+    names: tuple[str, ...]
+    source: NDArray[np.int32]  # (num_entries,)
+    row: NDArray[np.int64]  # (num_entries,)
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return int(self.source[index]), int(self.row[index])
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return zip(self.source.tolist(), self.row.tolist(), strict=True)
+
+    @property
+    def num_rows_per_source(self) -> tuple[int, ...]:
+        """Rows delivered, per source in the order of `names`."""
+        return tuple(np.bincount(self.source, minlength=len(self.names)).tolist())
+
+
+def schedule(
+    sources: Sequence[Source | tuple[str, int] | tuple[str, int, float]], *, seed: int, epoch: int
+) -> Schedule:
+    """Draw `round(num_rows * ratio)` rows of each source and mix them.
+
+    Up to ratio 1 the draw is without replacement. Beyond it every row comes floor(ratio) times, and the rest is drawn
+    without replacement. Ratio 0 leaves a source out.
+    """
+    checked = [Source(*source) for source in sources]
+    _check(checked)
+    rows, keys = [], []
+    for source in checked:
+        drawn = _draw(source, seed, epoch)
+        rows.append(drawn)
+        keys.append(sort_keys(len(drawn), seed, source.name, epoch, "order"))
+    order = np.argsort(np.concatenate(keys), kind="stable") if keys else np.empty(0, dtype=np.int64)
+    numbers = np.repeat(np.arange(len(checked), dtype=np.int32), [len(drawn) for drawn in rows])
+    merged = np.concatenate(rows) if rows else np.empty(0, dtype=np.int64)
+    return Schedule(tuple(source.name for source in checked), numbers[order], merged[order])
+
+
+def num_rows_drawn(source: Source) -> int:
+    """Rows of the source in one epoch."""
+    return round(source.num_rows * source.ratio)
+
+
+def _draw(source: Source, seed: int, epoch: int) -> NDArray[np.int64]:
+    num_rows = num_rows_drawn(source)
+    if num_rows == 0:
+        return np.empty(0, dtype=np.int64)
+    num_times, num_more = divmod(num_rows, source.num_rows)
+    more = permutation(source.num_rows, seed, source.name, epoch, "draw")[:num_more]
+    return np.concatenate((np.tile(np.arange(source.num_rows, dtype=np.int64), num_times), more))
+
+
+def _check(sources: Sequence[Source]) -> None:
+    names = [source.name for source in sources]
+    if duplicates := sorted({name for name in names if names.count(name) > 1}):
+        raise DataError(f"two sources are named {duplicates[0]!r}; give each a name of its own")
+    for name, num_rows, ratio in sources:
+        if not math.isfinite(ratio) or ratio < 0:
+            raise DataError(f"source {name!r}: ratio must be 0 or more, got {ratio}")
+        if num_rows < 0 or (num_rows == 0 and ratio > 0):
+            raise DataError(f"source {name!r} has no rows; remove it or set its ratio to 0")

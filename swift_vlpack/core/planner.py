@@ -1,0 +1,179 @@
+"""Plan an epoch: run the packer over known lengths.
+
+>>> config = PackingConfig(packing_length=10, packing_strategy="exact", packing_drop_last=False)
+>>> packs = plan([6, 5, 4, 5, 7, 3], config)
+>>> sorted(packs)
+[[0, 2], [1, 3], [4, 5]]
+>>> packs.lower_bound, packs.mean_fill
+(3, 1.0)
+
+Same config, same order, same packs as pushing the items one by one. One exception: `exact` takes best fit over
+the whole epoch where that needs fewer packs than its window did; `Plan.method` says which one it was.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from swift_vlpack.core.config import PackingConfig
+from swift_vlpack.core.errors import DataError
+from swift_vlpack.core.packer import Packer, remainder_to_drop
+from swift_vlpack.core.plan import Plan
+from swift_vlpack.core.records import Dropped, Item, Pack
+from swift_vlpack.core.shuffle import permutation
+from swift_vlpack.core.steps import CostModel
+from swift_vlpack.core.strategies import best_fit_assignment
+
+_CHUNK = 1 << 16  # items turned into Python objects at a time, so that memory stays flat
+
+
+def plan(
+    lengths: ArrayLike,
+    config: PackingConfig,
+    *,
+    images: ArrayLike | None = None,
+    patches: ArrayLike | None = None,
+    seed: int = 0,
+    cost: CostModel | None = None,
+) -> Plan:
+    """Pack a whole epoch of known lengths; `images` and `patches` are counts per item, for caps and costs."""
+    sizes = _whole_numbers(lengths, "length", least=1)
+    counts = [
+        None if column is None else _whole_numbers(column, name, least=0)
+        for column, name in ((images, "images"), (patches, "patches"))
+    ]
+    for column, name in zip(counts, ("images", "patches"), strict=True):
+        if column is not None and len(column) != len(sizes):
+            raise DataError(f"{len(column)} values of {name} for {len(sizes)} lengths")
+        if column is None and getattr(config, f"packing_max_{name}") is not None:
+            raise DataError(f"packing_max_{name} is set, but the plan was given no {name} per item")
+    facts = {
+        "config": config,
+        "lengths": sizes,
+        "images": counts[0],
+        "patches": counts[1],
+        "cost": cost or CostModel(),
+        "seed": seed,
+    }
+    planned = _packed_in_windows(facts)
+    if config.packing_strategy == "exact" and not config.has_caps and len(planned) > planned.lower_bound:
+        whole = _packed_at_once(facts)
+        if len(whole) < len(planned) and len(whole.members) >= len(planned.members):
+            return whole
+    return planned
+
+
+def _packed_in_windows(facts: dict[str, Any]) -> Plan:
+    """Run the packer over the lengths, in chunks."""
+    members, counts = array("i"), array("i")
+    dropped: dict[str, array[int]] = {}
+
+    def on_drop(item: Item, reason: Dropped) -> None:
+        dropped.setdefault(reason.value, array("i")).append(item.id)  # type: ignore[arg-type]
+
+    def keep(packs: list[Pack]) -> None:
+        for pack in packs:
+            members.extend([item.id for item in pack.items])  # type: ignore[misc]
+            counts.append(len(pack.items))
+
+    packer = Packer(facts["config"], seed=facts["seed"], on_drop=on_drop)
+    for item in _items(facts["lengths"], facts["images"], facts["patches"]):
+        if packs := packer.push_checked(item):
+            keep(packs)
+    keep(packer.flush())
+    return Plan(
+        **facts,
+        members=_int32(members),
+        offsets=_offsets(_int32(counts)),
+        dropped={reason: _int32(items) for reason, items in dropped.items()},
+        method=facts["config"].packing_strategy,
+    )
+
+
+def _packed_at_once(facts: dict[str, Any]) -> Plan:
+    """Best fit over all the lengths, in an order that owes nothing to size."""
+    config, lengths = facts["config"], facts["lengths"]
+    alone = lengths >= config.packing_length
+    shared = np.flatnonzero(~alone)
+    pack_of, num_packs = best_fit_assignment(lengths[shared], config.packing_length)
+    dropped = {}
+    if config.packing_allow_single_long:
+        singles = np.flatnonzero(alone)
+    else:
+        singles = np.empty(0, dtype=np.int64)
+        dropped[Dropped.OVERSIZE.value] = np.flatnonzero(alone).astype(np.int32)
+    owner = np.concatenate((pack_of, num_packs + np.arange(len(singles), dtype=np.int32)))
+    items = np.concatenate((shared, singles)).astype(np.int32)
+    counts = np.bincount(owner, minlength=num_packs + len(singles))
+    whole = Plan(
+        **facts,
+        members=items[np.argsort(owner, kind="stable")],
+        offsets=_offsets(counts),
+        dropped={reason: items for reason, items in dropped.items() if len(items)},
+        method="best_fit over the epoch",
+    )
+    kept = _without_remainder(whole, num_packs)
+    return kept.reordered(permutation(len(kept), kept.seed, "epoch"))
+
+
+def _without_remainder(whole: Plan, num_shared: int) -> Plan:
+    tokens = whole.num_tokens_per_pack[:num_shared]
+    config = whole.config
+    remainder = remainder_to_drop(
+        (tokens / config.packing_length).tolist(),
+        (config.packing_length - tokens).tolist(),
+        int(whole.lengths.min(initial=config.packing_length)),
+        config,
+    )
+    if remainder is None:
+        return whole
+    first, last = whole.offsets[remainder], whole.offsets[remainder + 1]
+    counts = np.delete(whole.num_samples_per_pack, remainder)
+    dropped = {**whole.dropped, Dropped.UNDERFILLED.value: whole.members[first:last]}
+    return replace(
+        whole, members=np.delete(whole.members, slice(first, last)), offsets=_offsets(counts), dropped=dropped
+    )
+
+
+def _items(
+    lengths: NDArray[np.int32], images: NDArray[np.int32] | None, patches: NDArray[np.int32] | None
+) -> Iterator[Item]:
+    for start in range(0, len(lengths), _CHUNK):
+        chunk = slice(start, start + _CHUNK)
+        columns = [repeat(0) if column is None else column[chunk].tolist() for column in (images, patches)]
+        yield from map(Item, range(start, len(lengths)), lengths[chunk].tolist(), *columns)
+
+
+def _whole_numbers(values: ArrayLike, name: str, *, least: int) -> NDArray[np.int32]:
+    """Check a column at once; the error names the first item that is wrong."""
+    try:
+        numbers = np.asarray(values)
+    except ValueError:
+        raise DataError(f"{name}: not a flat list of numbers") from None
+    if numbers.ndim != 1:
+        raise DataError(f"{name}: expected a flat list of numbers, got {numbers.ndim} dimensions")
+    if len(numbers) and numbers.dtype.kind not in "iu":
+        at, value = next(
+            ((i, v) for i, v in enumerate(numbers.tolist()) if isinstance(v, bool) or not isinstance(v, int)),
+            (0, numbers[0]),
+        )
+        raise DataError(f"item {at}: {name} must be an integer, got {value!r} ({type(value).__name__})")
+    wrong = np.flatnonzero((numbers < least) | (numbers > np.iinfo(np.int32).max))
+    if len(wrong):
+        raise DataError(f"item {wrong[0]}: {name} must be at least {least} and fit 32 bits, got {numbers[wrong[0]]}")
+    return numbers.astype(np.int32)
+
+
+def _int32(values: array[int]) -> NDArray[np.int32]:
+    return np.array(values, dtype=np.int32)
+
+
+def _offsets(counts: NDArray[Any]) -> NDArray[np.int64]:
+    return np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))

@@ -1,0 +1,336 @@
+"""Who shares a pack: each strategy is a pure function `(lengths, capacity) -> groups of indices`.
+
+>>> best_fit([5, 7, 5, 3], 10)
+[[1, 3], [0, 2]]
+>>> greedy([5, 7, 5, 3], 10)
+[[0], [1], [2, 3]]
+>>> exact([5, 7, 3, 2], 10)
+[[0, 2, 3], [1]]
+
+Equal input gives equal groups everywhere: ties go to the lower index. Indices inside a group ascend, which keeps
+arrival order. Every length must be at most the capacity; what exceeds it never reaches a strategy (see packer.py).
+When to choose which is in docs/strategies.md.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Groups = list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Caps:
+    """Capacities of a pack besides tokens, and what every item uses of them."""
+
+    limits: tuple[int, ...]
+    uses: Sequence[tuple[int, ...]]  # per item, as many numbers as there are limits
+
+    @property
+    def nothing_used(self) -> tuple[int, ...]:
+        """What an empty pack uses."""
+        return (0,) * len(self.limits)
+
+    def after(self, used: tuple[int, ...], index: int) -> tuple[int, ...] | None:
+        """What is used once item `index` has joined, or None when it does not fit."""
+        total = tuple(a + b for a, b in zip(used, self.uses[index], strict=True))
+        return total if all(a <= b for a, b in zip(total, self.limits, strict=True)) else None
+
+    def fit(self, group: Sequence[int]) -> bool:
+        """Whether the items of `group` fit together."""
+        return all(sum(self.uses[i][k] for i in group) <= limit for k, limit in enumerate(self.limits))
+
+    def shares(self) -> list[float]:
+        """How much of each cap all the items together use, 1.0 being all of it."""
+        return [sum(use[k] for use in self.uses) / limit for k, limit in enumerate(self.limits)]
+
+    def subset(self, indices: Sequence[int]) -> Caps:
+        """The same limits over some of the items."""
+        return Caps(self.limits, [self.uses[i] for i in indices])
+
+
+class Strategy(Protocol):
+    """The shape all strategies share."""
+
+    def __call__(self, lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> Groups:
+        """Group the indices of `lengths` so that no group exceeds `capacity` or a cap."""
+
+
+def binpack(lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> Groups:
+    """ms-swift's `calculate_matched_group`: largest first, each into the emptiest pack that has room."""
+    if caps is not None:
+        raise ValueError("binpack knows no caps; PackingConfig refuses the combination")
+    packs = _matched_group()(list(enumerate(lengths)), capacity)
+    return [sorted(index for index, _ in pack) for pack in packs if pack]
+
+
+@cache
+def _matched_group() -> Callable[[list[tuple[int, int]], int], list[list[tuple[int, int]]]]:
+    """Find the host's own function, so that what we plan is what it would pack; without the host, what it calls."""
+    try:
+        # The only place below the host layer that asks for ms-swift, and only once the strategy is used.
+        matched = import_module("swift.dataset.packing").calculate_matched_group
+    except ImportError:
+        to_constant_volume: Any = import_module("binpacking").to_constant_volume
+        return lambda pairs, capacity: to_constant_volume(pairs, capacity, weight_pos=1)
+    return lambda pairs, capacity: matched(pairs, capacity)[0]
+
+
+def greedy(lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> Groups:
+    """Next fit: fill one pack in order, open the next when an item does not fit. Keeps the order of everything."""
+    groups: Groups = []
+    free, used = -1, None
+    for index, length in enumerate(lengths):
+        used = caps.after(used, index) if caps and used is not None else None
+        if length > free or (caps and used is None):
+            groups.append([])
+            free = capacity
+            used = caps.uses[index] if caps else None
+        groups[-1].append(index)
+        free -= length
+    return groups
+
+
+def first_fit(lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> Groups:
+    """Largest first, each into the first pack that has room; O(n log n) by a tree over the packs' room."""
+    order = _largest_first(lengths)
+    if caps is not None:
+        return _any_fit(lengths, order, capacity, caps, best=False)
+    groups: Groups = []
+    num_leaves = 1 << max(0, len(lengths) - 1).bit_length()
+    room = [capacity] * (2 * num_leaves)  # a node holds the most room below it; unopened packs are empty ones
+    for index in order:
+        length = lengths[index]
+        node = 1
+        while node < num_leaves:
+            node *= 2
+            if room[node] < length:
+                node += 1
+        if node - num_leaves == len(groups):
+            groups.append([])
+        groups[node - num_leaves].append(index)
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            left, right = room[2 * node], room[2 * node + 1]
+            room[node] = left if left > right else right
+    return _sorted_groups(groups)
+
+
+def best_fit(lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> Groups:
+    """Largest first, each into the fullest pack that has room; O(n log n), equal lengths are placed together."""
+    if caps is not None:
+        return _any_fit(lengths, _largest_first(lengths), capacity, caps, best=True)
+    if not len(lengths):
+        return []
+    pack_of, num_packs = best_fit_assignment(np.asarray(lengths, dtype=np.int64), capacity)
+    groups: Groups = [[] for _ in range(num_packs)]
+    for index, pack in enumerate(pack_of.tolist()):
+        groups[pack].append(index)
+    return groups
+
+
+def best_fit_assignment(lengths: NDArray[Any], capacity: int) -> tuple[NDArray[np.int32], int]:
+    """Best-fit decreasing over arrays: the pack of every item, and the number of packs.
+
+    Items of one length are placed together: the fullest packs that have room, all of them equally full, take
+    as many each as fit. So the work is in the distinct (length, room) pairs that meet, not in the items.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    distinct, firsts = np.unique(-lengths[order], return_index=True)
+    ends = [*firsts[1:].tolist(), len(order)]
+    pack_of_rank = np.empty(len(order), dtype=np.int32)
+    packs = _PacksByRoom()
+    num_packs = 0
+    for length, first, end in zip((-distinct).tolist(), firsts.tolist(), ends, strict=True):
+        while first < end:
+            room = packs.least_room_for(length)
+            if room is None:
+                room = capacity
+                each = capacity // length
+                num_new = -(-(end - first) // each)
+                chosen = list(range(num_packs, num_packs + num_new))
+                num_packs += num_new
+            else:
+                each = room // length
+                chosen = packs.take(room, -(-(end - first) // each))
+            last_each = min(each, end - first - each * (len(chosen) - 1))
+            stop = first + each * (len(chosen) - 1) + last_each
+            pack_of_rank[first:stop] = np.repeat(np.array(chosen, dtype=np.int32), each)[: stop - first]
+            if last_each < each:
+                packs.add(room - last_each * length, [chosen.pop()])
+            if chosen:
+                packs.add(room - each * length, chosen)
+            first = stop
+    pack_of = np.empty_like(pack_of_rank)
+    pack_of[order] = pack_of_rank
+    return pack_of, num_packs
+
+
+class _PacksByRoom:
+    """Packs in classes of equal room.
+
+    A class is only added to while items are larger than its room, or while it is empty (best fit drains the
+    smallest class that fits), so it needs sorting once, when it is first taken from.
+    """
+
+    def __init__(self) -> None:
+        self._rooms: list[int] = []  # ascending, of the classes that hold packs
+        self._packs: dict[int, list[int]] = {}  # descending once sorted: the lowest pack is taken first
+        self._is_sorted: set[int] = set()
+
+    def least_room_for(self, length: int) -> int | None:
+        at = bisect_left(self._rooms, length)
+        return self._rooms[at] if at < len(self._rooms) else None
+
+    def take(self, room: int, num_packs: int) -> list[int]:
+        packs = self._packs[room]
+        if room not in self._is_sorted:
+            packs.sort(reverse=True)
+            self._is_sorted.add(room)
+        taken = packs[-num_packs:]
+        del packs[-num_packs:]
+        if not packs:
+            del self._packs[room]
+            self._rooms.remove(room)
+            self._is_sorted.discard(room)
+        taken.reverse()
+        return taken
+
+    def add(self, room: int, packs: list[int]) -> None:
+        if room == 0:
+            return
+        if room not in self._packs:
+            self._packs[room] = []
+            insort(self._rooms, room)
+        self._packs[room].extend(packs)
+        self._is_sorted.discard(room)
+
+
+def exact(lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> Groups:
+    """Seed each pack with the oldest item left and fill it to the token where some subset of the others can."""
+    left = list(range(len(lengths)))
+    sizes = list(lengths)
+    groups: Groups = []
+    while left:
+        inside = fill_oldest(sizes, capacity, caps.subset(left) if caps else None)
+        groups.append([left[i] for i in inside])
+        for i in reversed(inside):
+            del left[i], sizes[i]
+    return groups
+
+
+def fill_oldest(lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> list[int]:
+    """Indices, ascending, of the fullest pack that item 0 can be in; among equally full ones, of older items.
+
+    The reachable sums are one integer used as a bit set: bit r is set when some subset leaves r tokens free. One
+    shift adds an item to all subsets at once, and what does not fit falls off the end.
+
+    With caps the result is the fullest pack when that obeys them, else the largest items that do.
+
+    >>> fill_oldest([6, 3, 5, 4], 10)
+    [0, 3]
+    """
+    room = capacity - lengths[0]
+    if room < 2 * (capacity // 3) and room < 2 * min(lengths):
+        inside = _with_longest(lengths, room)
+    else:
+        inside = _with_subset(lengths, room)
+    if caps is None or caps.fit(inside):
+        return inside
+    return _fill_capped(lengths, capacity, caps)
+
+
+def _with_longest(lengths: Sequence[int], room: int) -> list[int]:
+    """Item 0 and the longest other one that fits: all there is to choose where no two others fit."""
+    longest = max((length for length in islice(lengths, 1, None) if length <= room), default=0)
+    return [0, lengths.index(longest, 1)] if longest else [0]
+
+
+def _with_subset(lengths: Sequence[int], room: int) -> list[int]:
+    """Item 0 and the subset of the others that leaves least of `room`."""
+    reachable = 1 << room
+    trail = [reachable]
+    append = trail.append
+    for length in islice(lengths, 1, None):
+        reachable |= reachable >> length
+        append(reachable)
+        if reachable & 1:
+            break
+    free = (trail[-1] & -trail[-1]).bit_length() - 1
+    inside = []
+    for index in range(len(trail) - 1, 0, -1):
+        if not (trail[index - 1] >> free) & 1:  # only with this item
+            inside.append(index)
+            free += lengths[index]
+    inside.append(0)
+    inside.reverse()
+    return inside
+
+
+def _fill_capped(lengths: Sequence[int], capacity: int, caps: Caps) -> list[int]:
+    inside = [0]
+    free = capacity - lengths[0]
+    used = caps.uses[0]
+    for index in _largest_first(lengths):
+        if index == 0 or lengths[index] > free:
+            continue
+        total = caps.after(used, index)
+        if total is not None:
+            inside.append(index)
+            free -= lengths[index]
+            used = total
+    return sorted(inside)
+
+
+def _any_fit(lengths: Sequence[int], order: Sequence[int], capacity: int, caps: Caps, *, best: bool) -> Groups:
+    """First or best fit under caps: a scan over the open packs, O(window x packs)."""
+    groups: Groups = []
+    rooms: list[tuple[int, int]] = []  # (free, pack): by pack, or for best fit ascending by free
+    used: list[tuple[int, ...]] = []
+    for index in order:
+        length = lengths[index]
+        for at in range(bisect_left(rooms, (length, -1)) if best else 0, len(rooms)):
+            free, pack = rooms[at]
+            total = caps.after(used[pack], index) if free >= length else None
+            if total is not None:
+                break
+        else:
+            at, free, pack, total = len(rooms), capacity, len(groups), caps.uses[index]
+            groups.append([])
+            used.append(total)
+            rooms.append((free, pack))
+        groups[pack].append(index)
+        used[pack] = total
+        rooms[at] = (free - length, pack)
+        if best:
+            rooms.sort()
+    return _sorted_groups(groups)
+
+
+def _largest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+
+
+def _sorted_groups(groups: Groups) -> Groups:
+    for group in groups:
+        group.sort()
+    return groups
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "binpack": binpack,
+    "greedy": greedy,
+    "first_fit": first_fit,
+    "best_fit": best_fit,
+    "exact": exact,
+}
