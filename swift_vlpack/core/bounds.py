@@ -21,7 +21,7 @@ def lower_bound(lengths: Sequence[int] | NDArray[Any], capacity: int) -> int:
 
 
 def _martello_toth(count: NDArray[Any], capacity: int) -> int:
-    """L2 over all thresholds at once; `count[w]` items have length w. Threshold 0 gives at least ceil(sum / capacity)."""
+    """L2 over all thresholds at once; `count[w]` items have length w. Threshold 0 gives ceil(sum / capacity)."""
     num_up_to = np.concatenate(([0], np.cumsum(count)))  # [w]: items shorter than w
     sum_up_to = np.concatenate(([0], np.cumsum(count * np.arange(capacity + 1))))
     half = capacity // 2

@@ -165,7 +165,8 @@ class Packer:
         is_behind = self.config.packing_strategy == "greedy" and self._held
         before = self._part_with([list(range(self.num_held))]) if is_behind else []
         self.num_emitted += 1
-        is_long = is_over(item, self.config)
+        # An item that fills the capacity exactly is simply a full pack.
+        is_long = item.length > self._capacity or exceeds_a_cap(item, self.config)
         if is_long:
             self.num_single_long += 1
             self._log(self.num_single_long, "alone in its pack", item, reason)
@@ -239,14 +240,13 @@ def why_alone(item: Item, config: PackingConfig) -> Dropped | None:
     """Why an item cannot share a pack, if it cannot."""
     if item.length >= config.packing_length:
         return Dropped.OVERSIZE
-    over_images = config.packing_max_images is not None and item.images > config.packing_max_images
-    over_patches = config.packing_max_patches is not None and item.patches > config.packing_max_patches
-    return Dropped.OVER_CAP if over_images or over_patches else None
+    return Dropped.OVER_CAP if exceeds_a_cap(item, config) else None
 
 
-def is_over(item: Item, config: PackingConfig) -> bool:
-    """Whether an item that is alone exceeds a capacity; one that fills it exactly is simply a full pack."""
-    return item.length > config.packing_length or why_alone(item, config) is Dropped.OVER_CAP
+def exceeds_a_cap(item: Item, config: PackingConfig) -> bool:
+    """Whether an item has more images or patches than a whole pack may hold."""
+    uses = ((item.images, config.packing_max_images), (item.patches, config.packing_max_patches))
+    return any(cap is not None and used > cap for used, cap in uses)
 
 
 def remainder_to_drop(fills: Sequence[float], rooms: Sequence[int], shortest: int, config: PackingConfig) -> int | None:

@@ -17,6 +17,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import repeat
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -160,10 +161,8 @@ def _whole_numbers(values: ArrayLike, name: str, *, least: int) -> NDArray[np.in
     if numbers.ndim != 1:
         raise DataError(f"{name}: expected a flat list of numbers, got {numbers.ndim} dimensions")
     if len(numbers) and numbers.dtype.kind not in "iu":
-        at, value = next(
-            ((i, v) for i, v in enumerate(numbers.tolist()) if isinstance(v, bool) or not isinstance(v, int)),
-            (0, numbers[0]),
-        )
+        objects = np.asarray(values, dtype=object).tolist()
+        at, value = next((i, v) for i, v in enumerate(objects) if isinstance(v, bool) or not isinstance(v, Integral))
         raise DataError(f"item {at}: {name} must be an integer, got {value!r} ({type(value).__name__})")
     wrong = np.flatnonzero((numbers < least) | (numbers > np.iinfo(np.int32).max))
     if len(wrong):

@@ -1,0 +1,186 @@
+import os
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+
+from swift_vlpack import PackingConfig
+from swift_vlpack.core.config import option_names
+from swift_vlpack.core.errors import ConfigError
+
+DESIGN_OPTIONS = {
+    "packing": False,
+    "packing_mode": "auto",
+    "packing_strategy": "binpack",
+    "packing_buffer": 512,
+    "packing_min_fill_ratio": 0.65,
+    "packing_max_carry": 4,
+    "packing_drop_last": True,
+    "packing_allow_single_long": True,
+    "packing_max_samples": None,
+    "packing_max_images": None,
+    "packing_max_patches": None,
+    "packing_balance": True,
+    "packing_verify": True,
+    "packing_max_failures": 100,
+    "eval_packing": False,
+    "fusion_config": None,
+}
+
+
+def test_every_option_is_there_with_its_default():
+    """CONF-1"""
+    config = PackingConfig(packing_length=8192)
+    assert {name: getattr(config, name) for name in DESIGN_OPTIONS} == DESIGN_OPTIONS
+    assert set(option_names()) == {*DESIGN_OPTIONS, "packing_length"}
+    assert all(spec.metadata["help"] for spec in fields(PackingConfig))
+
+
+def test_config_is_frozen_and_keyword_only():
+    """CONF-1"""
+    config = PackingConfig(packing_length=8)
+    with pytest.raises(FrozenInstanceError):
+        config.packing_length = 9
+    with pytest.raises(TypeError):
+        PackingConfig(True)
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"packing_length": 0}, ["packing_length", "0", "at least 1"]),
+        ({"packing_length": "many"}, ["packing_length", "'many'", "whole number"]),
+        ({"packing_length": True}, ["packing_length", "True", "whole number"]),
+        ({"packing_length": 8.5}, ["packing_length", "8.5", "whole number"]),
+        ({"packing_buffer": -1}, ["packing_buffer", "-1", "at least 1"]),
+        ({"packing_mode": "magic"}, ["packing_mode", "'magic'", "auto, plan, buffer"]),
+        ({"packing_strategy": "bfd"}, ["packing_strategy", "'bfd'", "best_fit", "sequential"]),
+        ({"packing_min_fill_ratio": 1.5}, ["packing_min_fill_ratio", "1.5", "between 0 and 1"]),
+        ({"packing_max_carry": -1}, ["packing_max_carry", "-1", "at least 0"]),
+        ({"packing_drop_last": "perhaps"}, ["packing_drop_last", "'perhaps'", "true or false"]),
+        ({"packing_max_failures": 0}, ["packing_max_failures", "0", "at least 1"]),
+        ({"packing_max_images": 0, "packing_strategy": "exact"}, ["packing_max_images", "0", "no cap"]),
+        ({"fusion_config": 3}, ["fusion_config", "3", "text"]),
+    ],
+)
+def test_impossible_value_is_refused_by_name(options, parts):
+    """CONF-1"""
+    with pytest.raises(ConfigError) as refused:
+        PackingConfig(**{"packing_length": 8192, **options})
+    for part in parts:
+        assert part in str(refused.value)
+
+
+def test_unknown_key_is_refused_and_the_known_are_listed():
+    """CONF-2"""
+    with pytest.raises(ConfigError) as refused:
+        PackingConfig.from_mapping({"packing_bufer": 3}, packing_length=8)
+    message = str(refused.value)
+    assert "'packing_bufer'" in message
+    assert "did you mean packing_buffer?" in message
+    for name in option_names():
+        assert name in message
+
+
+def test_defaults_of_the_caller_give_way_to_options():
+    """CONF-2"""
+    assert PackingConfig.from_mapping({}, packing_length=8).packing_length == 8
+    assert PackingConfig.from_mapping({"packing_length": 16}, packing_length=8).packing_length == 16
+    with pytest.raises(ConfigError, match="packing_length is not set"):
+        PackingConfig.from_mapping({})
+
+
+def test_environment_sets_options_and_stray_variables_are_refused():
+    """CONF-3"""
+    environ = {"VLPACK_PACKING_BUFFER": "256", "VLPACK_PACKING_DROP_LAST": "False", "PATH": "/bin"}
+    config = PackingConfig.from_env(environ, packing_length=8)
+    assert (config.packing_buffer, config.packing_drop_last) == (256, False)
+    with pytest.raises(ConfigError, match=r"VLPACK_PACKING_WINDOW.*VLPACK_PACKING_BUFFER"):
+        PackingConfig.from_env({"VLPACK_PACKING_WINDOW": "1"}, packing_length=8)
+
+
+def test_text_and_typed_values_give_the_same_config():
+    """CONF-4"""
+    text = {
+        "packing_length": "4096",
+        "packing_min_fill_ratio": "0.7",
+        "packing_strategy": "exact",
+        "packing_max_images": "none",
+        "packing_max_samples": "5",
+        "eval_packing": "true",
+    }
+    typed = {
+        "packing_length": 4096.0,
+        "packing_min_fill_ratio": 0.7,
+        "packing_strategy": "exact",
+        "packing_max_images": None,
+        "packing_max_samples": 5,
+        "eval_packing": True,
+    }
+    assert PackingConfig.from_mapping(text) == PackingConfig.from_mapping(typed)
+    assert PackingConfig.from_mapping(text).digest() == PackingConfig.from_mapping(typed).digest()
+
+
+OTHER_VALUES = {
+    "packing": True,
+    "packing_length": 9,
+    "packing_mode": "buffer",
+    "packing_strategy": "greedy",
+    "packing_buffer": 3,
+    "packing_min_fill_ratio": 0.9,
+    "packing_max_carry": 0,
+    "packing_drop_last": False,
+    "packing_allow_single_long": False,
+    "packing_max_samples": 4,
+    "packing_max_images": 4,
+    "packing_max_patches": 4,
+    "packing_balance": False,
+    "packing_verify": False,
+    "packing_max_failures": 1,
+    "eval_packing": True,
+    "fusion_config": "mix.yaml",
+}
+
+
+@pytest.mark.parametrize("name", option_names())
+def test_digest_changes_with_every_option(name):
+    """CONF-5"""
+    base = {"packing_length": 8, "packing_strategy": "exact"}
+    assert PackingConfig(**base).digest() != PackingConfig(**{**base, name: OTHER_VALUES[name]}).digest()
+
+
+def test_digest_is_the_same_in_another_process_with_another_hash_seed():
+    """CONF-5"""
+    code = "from swift_vlpack import PackingConfig; print(PackingConfig(packing_length=8192).digest())"
+    runs = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for seed in ("1", "2")
+    }
+    assert runs == {PackingConfig(packing_length=8192).digest()}
+
+
+def test_sequential_is_greedy():
+    """CONF-6"""
+    assert PackingConfig(packing_length=8, packing_strategy="sequential") == PackingConfig(
+        packing_length=8, packing_strategy="greedy"
+    )
+
+
+@pytest.mark.parametrize("cap", ["packing_max_samples", "packing_max_images", "packing_max_patches"])
+def test_binpack_with_a_cap_is_refused_with_the_remedy(cap):
+    """CONF-7"""
+    with pytest.raises(ConfigError, match=f"{cap}=3.*packing_strategy=exact"):
+        PackingConfig(packing_length=8, **{cap: 3})
+
+
+def test_low_fill_ratio_is_accepted_with_a_warning(caplog):
+    """CONF-8"""
+    assert PackingConfig(packing_length=8, packing_min_fill_ratio=0.5).packing_min_fill_ratio == 0.5
+    assert "packing_min_fill_ratio=0.5 is below 0.6" in caplog.text

@@ -1,0 +1,83 @@
+import json
+import random
+
+from swift_vlpack.core.telemetry import Telemetry
+
+
+def random_counts(seed):
+    rng = random.Random(seed)
+    stats = Telemetry(packing_length=100)
+    for _ in range(rng.randint(1, 20)):
+        samples = [(rng.choice("ab"), rng.randint(1, 40)) for _ in range(rng.randint(1, 3))]
+        for source, _ in samples:
+            stats.read(source)
+        stats.packed(samples, num_images=rng.randint(0, 3), single_long=rng.random() < 0.1)
+        if rng.random() < 0.5:
+            stats.read("a")
+            stats.dropped("a", rng.choice(["oversize", "encode_failed"]))
+    return stats
+
+
+def merged(parts):
+    total = Telemetry(packing_length=100)
+    for part in parts:
+        total.merge(part)
+    return total.as_json()
+
+
+def test_merge_is_addition_in_any_order():
+    """STAT-1"""
+    parts = [random_counts(seed) for seed in range(5)]
+    assert merged(parts) == merged(reversed(parts))
+    assert merged(parts)["num_packs"] == sum(part.num_packs for part in parts)
+    nested = Telemetry(packing_length=100)
+    nested.merge(parts[0])
+    nested.merge(parts[1])
+    assert merged([nested, *parts[2:]]) == merged(parts)
+
+
+def test_accounting_closes_only_when_nothing_is_held():
+    """STAT-2"""
+    stats = Telemetry(packing_length=100)
+    stats.read("a", 3)
+    stats.packed([("a", 60), ("a", 30)])
+    assert (stats.num_held, stats.is_closed) == (1, False)
+    stats.dropped("a", "underfilled")
+    assert (stats.num_held, stats.is_closed) == (0, True)
+    for seed in range(20):
+        counts = random_counts(seed)
+        assert counts.num_read == counts.num_packed + counts.num_held + sum(counts.num_dropped.values())
+
+
+def test_fill_leaves_single_long_packs_out():
+    """STAT-3"""
+    stats = Telemetry(packing_length=100)
+    for length in (100, 90, 80, 70):
+        stats.read("a")
+        stats.packed([("a", length)])
+    stats.read("a")
+    stats.packed([("a", 900)], single_long=True)
+    assert stats.fill_mean == 0.85
+    assert [stats.fill_percentile(p) for p in (5, 50, 95)] == [70, 80, 100]
+    assert stats.num_single_long == 1
+    assert sum(stats.fill_histogram) == 4
+
+
+def test_report_is_one_json_line_and_one_readable_line():
+    """STAT-4"""
+    stats = random_counts(1)
+    line = stats.json_line(epoch=2)
+    report = json.loads(line)
+    assert "\n" not in line
+    assert report["epoch"] == 2
+    for name in ("num_packs", "num_samples", "num_tokens", "fill_mean", "fill_p5", "num_single_long", "num_dropped"):
+        assert name in report
+    assert report["sources"]["a"]["num_read"] > 0
+    assert "\n" not in stats.line(epoch=2)
+    assert stats.line(epoch=2).startswith("epoch 2: ")
+
+
+def test_nothing_read_is_a_report_too():
+    """STAT-4"""
+    assert Telemetry(packing_length=8).as_json()["fill_mean"] == 0.0
+    assert "0 packs" in Telemetry(packing_length=8).line(epoch=0)

@@ -1,0 +1,99 @@
+"""The shape of the project: layers, names, and specs that tests keep."""
+
+import ast
+import importlib.metadata
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "swift_vlpack"
+FORBIDDEN = {
+    "core": ("swift", "torch", "transformers", "swift_vlpack.data", "swift_vlpack.host", "swift_vlpack.cli"),
+    "data": ("swift", "swift_vlpack.host", "swift_vlpack.cli"),
+    "host": ("swift_vlpack.cli",),
+}
+CLAUSE = re.compile(r"\b([A-Z]+-\d+)\b")
+
+
+def imported(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names.add(node.module or "")
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in (
+            "import_module",
+            "__import__",
+        ):
+            names.update(arg.value for arg in node.args if isinstance(arg, ast.Constant))
+    return names
+
+
+def is_below(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+@pytest.mark.parametrize("layer", FORBIDDEN)
+def test_imports_go_one_way(layer):
+    """ARCH-1"""
+    exempt = {(PACKAGE / "core" / "strategies.py", "swift.dataset.packing")}
+    wrong = [
+        (str(path.relative_to(ROOT)), name)
+        for path in (PACKAGE / layer).rglob("*.py")
+        for name in imported(path)
+        for package in FORBIDDEN[layer]
+        if is_below(name, package) and (path, name) not in exempt
+    ]
+    assert wrong == []
+
+
+def test_core_has_modules_to_check():
+    """ARCH-1"""
+    assert len(list((PACKAGE / "core").glob("*.py"))) > 10
+    assert "swift.dataset.packing" in imported(PACKAGE / "core" / "strategies.py")
+
+
+def test_importing_the_package_loads_neither_torch_nor_swift():
+    """ARCH-2"""
+    code = (
+        "import sys, swift_vlpack, swift_vlpack.cli; "
+        "print([name for name in ('torch', 'swift', 'transformers', 'datasets') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_no_module_shadows_an_installed_package():
+    """ARCH-3"""
+    installed = {name.lower() for name in importlib.metadata.packages_distributions()} | set(sys.stdlib_module_names)
+    ours = {path.stem for path in PACKAGE.rglob("*.py")} | {path.parent.name for path in PACKAGE.rglob("*.py")}
+    ours -= {"swift_vlpack"}  # installed under this very name
+    assert ours & installed == set()
+
+
+def clauses_defined() -> set[str]:
+    text = "\n".join(path.read_text() for path in (ROOT / "specs").glob("*.md"))
+    return set(re.findall(r"\*\*([A-Z]+-\d+)\*\*", text))
+
+
+def clauses_cited() -> set[str]:
+    cited = set()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                cited |= set(CLAUSE.findall(ast.get_docstring(node) or ""))
+    return cited
+
+
+def test_every_clause_is_cited_by_a_test_and_exists():
+    """ARCH-4"""
+    defined, cited = clauses_defined(), clauses_cited()
+    assert defined
+    assert defined - cited == set(), "clauses without a test"
+    assert cited - defined == set(), "citations of clauses that are not in specs/"

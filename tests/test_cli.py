@@ -1,0 +1,174 @@
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from swift_vlpack import PackingConfig, plan
+from swift_vlpack.cli import main
+from swift_vlpack.core.config import option_names
+
+LENGTHS = [600, 500, 400, 500, 700, 250, 1500]
+
+
+@pytest.fixture
+def length_file(tmp_path):
+    path = tmp_path / "lengths.json"
+    path.write_text(json.dumps(LENGTHS))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def no_packing_variables(monkeypatch):
+    for key in [key for key in os.environ if key.startswith("VLPACK_")]:
+        monkeypatch.delenv(key)
+
+
+def report(capsys, *argv):
+    assert main(["plan", *map(str, argv), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def write(path, form):
+    if form == "npy":
+        np.save(path, np.array(LENGTHS))
+    elif form == "list":
+        path.write_text(json.dumps(LENGTHS))
+    elif form == "numbers":
+        path.write_text("\n".join(map(str, LENGTHS)) + "\n\n")
+    elif form == "objects":
+        path.write_text("\n".join(json.dumps({"length": n, "images": 1}) for n in LENGTHS))
+    elif form == "lists":
+        path.write_text("\n".join(json.dumps({"lengths": [n - 1, 1]}) for n in LENGTHS))
+
+
+@pytest.mark.parametrize("form", ["npy", "list", "numbers", "objects", "lists"])
+def test_every_form_of_lengths_gives_the_same_plan(form, tmp_path, capsys):
+    """CLI-1"""
+    path = tmp_path / ("lengths.npy" if form == "npy" else "lengths.jsonl")
+    write(path, form)
+    result = report(capsys, "--lengths", path, "--packing_length", 1000, "--packing_strategy", "exact")
+    made = plan(LENGTHS, PackingConfig(packing_length=1000, packing_strategy="exact"))
+    assert result["plan_digest"] == made.align(1).digest()
+    assert result["num_packs"] == len(made) == 4
+
+
+def test_json_has_the_promised_keys_and_true_values(length_file, capsys):
+    """CLI-2 CLI-3"""
+    result = report(
+        capsys, "--lengths", length_file, "--packing_length", 1000, "--packing_strategy", "exact",
+        "--packing_drop_last", "false", "--num_ranks", 2,
+    )  # fmt: skip
+    assert result["num_packs"] == 4  # 600+400, 500+500, 700+250, 1500
+    assert result["lower_bound"] == 4  # ceil(2950 / 1000) and one for 1500
+    assert result["mean_fill"] == pytest.approx((1000 + 1000 + 950) / 3000, abs=1e-4)
+    assert (result["num_samples"], result["num_dropped"], result["single_long"]) == (7, 0, 1)
+    assert result["packs_per_rank"] == 2
+    assert result["balance"] >= 1
+    assert 0 <= result["seconds"] < 60
+
+
+def test_readable_report_has_the_same_facts(length_file, capsys):
+    """CLI-2"""
+    argv = ["plan", "--lengths", str(length_file), "--packing_length", "1000", "--packing_strategy", "exact"]
+    assert main([*argv, "--packing_allow_single_long", "false"]) == 0
+    out = capsys.readouterr().out
+    for part in (
+        "3 packs of 1000 tokens",
+        "98.33% mean",
+        "1 (oversize 1)",
+        "lower bound  3 packs",
+        "7 rows, 6 samples",
+    ):
+        assert part in out
+
+
+def test_skipped_items_are_counted_by_reason(length_file, capsys):
+    """CLI-2"""
+    result = report(
+        capsys, "--lengths", length_file, "--packing_length", 600, "--packing_strategy", "best_fit",
+        "--packing_allow_single_long", "false",
+    )  # fmt: skip
+    assert result["dropped"]["oversize"] == 3
+    assert result["num_samples"] + result["num_dropped"] == len(LENGTHS)
+
+
+def test_every_packing_option_is_a_flag(capsys):
+    """CLI-4"""
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", "--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    for name in option_names():
+        assert f"--{name} " in text
+    assert "default: 512" in text
+
+
+def test_flag_wins_over_variable(length_file, capsys, monkeypatch):
+    """CLI-4"""
+    monkeypatch.setenv("VLPACK_PACKING_LENGTH", "1000")
+    monkeypatch.setenv("VLPACK_PACKING_STRATEGY", "greedy")
+    assert report(capsys, "--lengths", length_file)["packing_strategy"] == "greedy"
+    result = report(capsys, "--lengths", length_file, "--packing_strategy", "best_fit")
+    assert (result["packing_strategy"], result["packing_length"]) == ("best_fit", 1000)
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "parts"),
+    [
+        (None, [], ["no such file"]),
+        ("", [], ["no lengths in it"]),
+        ("[1, 2", [], ["line 1", "not JSON"]),
+        ("12\nx\n", [], ["line 2", "not JSON"]),
+        ('{"tokens": 3}', [], ["row 0", "neither length nor lengths"]),
+        ("[1, 2.5]", [], ["row 1", "integer", "2.5"]),
+        ('[1, "a"]', [], ["row 1", "integer", "'a'"]),
+        ("[1, true]", [], ["row 1", "integer", "True"]),
+        ('[1, {"lengths": []}]', [], ["row 1", "lengths"]),
+        ("[1, -4]", [], ["item 1", "at least 1", "-4"]),
+        ("[1, 4]", ["--packing_buffer", "no"], ["packing_buffer", "'no'", "whole number"]),
+        ("[1, 4]", ["--num_ranks", "0"], ["num_ranks", "0"]),
+    ],
+)
+def test_mistake_is_one_line_and_exit_code_two(content, flags, parts, tmp_path, capsys):
+    """CLI-5"""
+    path = tmp_path / "lengths.json"
+    if content is not None:
+        path.write_text(content)
+    argv = ["plan", "--lengths", str(path), "--packing_length", "100", "--packing_strategy", "greedy", *flags]
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    for part in parts:
+        assert part in err
+
+
+@pytest.mark.parametrize("kind", ["directory", "not numpy", "matrix", "binary"])
+def test_file_of_another_kind_is_refused(kind, tmp_path, capsys):
+    """CLI-5"""
+    path = tmp_path / ("lengths.json" if kind in ("directory", "binary") else "lengths.npy")
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "matrix":
+        np.save(path, np.ones((2, 2), dtype=int))
+    else:
+        path.write_bytes(b"\xff\xfe\x00\x81 not a text")
+    assert main(["plan", "--lengths", str(path), "--packing_length", "100"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_installed_command_runs_and_stays_light(length_file):
+    """CLI-2 ARCH-2"""
+    argv = ["plan", "--lengths", str(length_file), "--packing_length", "1000", "--packing_strategy", "exact", "--json"]
+    script = f"import sys; from swift_vlpack.cli import main; main({argv!r}); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["num_packs"] == 4
+    missing = subprocess.run(
+        [sys.executable, "-m", "swift_vlpack.cli", "plan", "--lengths", "nowhere.json", "--packing_length", "9"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert missing.returncode == 2
+    assert "Traceback" not in missing.stderr

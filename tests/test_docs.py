@@ -1,0 +1,54 @@
+"""What the documentation shows is run."""
+
+import doctest
+import importlib
+import pkgutil
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import swift_vlpack
+from swift_vlpack.cli import main
+
+ROOT = Path(__file__).parent.parent
+CORE = [f"swift_vlpack.core.{module.name}" for module in pkgutil.iter_modules([str(ROOT / "swift_vlpack" / "core")])]
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_doctests_of_the_core(name):
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/strategies.md", "docs/core.md"])
+def test_examples_of_a_page(page):
+    text = (ROOT / page).read_text()
+    parser, runner = doctest.DocTestParser(), doctest.DocTestRunner()
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.S)
+    assert blocks, f"{page} has no example"
+    names = {}
+    for number, block in enumerate(blocks):
+        test = parser.get_doctest(block, names, f"{page} block {number}", page, 0)
+        names = test.globs
+        assert runner.run(test, clear_globs=False).failed == 0
+
+
+def test_plan_commands_in_the_readme_run(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    commands = re.findall(r"^vlpack plan --lengths .*$", (ROOT / "README.md").read_text(), flags=re.M)
+    assert commands
+    for command in commands:
+        assert main(shlex.split(command)[1:]) == 0
+        assert "lower bound" in capsys.readouterr().out
+
+
+def test_changelog_begins_with_this_version():
+    versions = re.findall(r"^## \[([^\]]+)\]", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)
+    assert versions[0] == swift_vlpack.__version__
+
+
+def test_public_names_are_sorted_and_there():
+    names = swift_vlpack.__all__
+    assert names == sorted(names)
+    assert all(hasattr(swift_vlpack, name) for name in names)
