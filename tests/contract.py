@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterable
 
 from swift_vlpack import Item, Pack, Packer, PackingConfig
@@ -23,14 +22,31 @@ def assert_pack_is_legal(pack: Pack, config: PackingConfig) -> None:
         assert cap is None or used <= cap
 
 
-def assert_conserved(packer: Packer, pushed: Iterable[Item], emitted: Iterable[Pack], dropped: Iterable[Item]) -> None:
-    """Pushed = emitted + held + dropped, by identity and by count (PACK-2)."""
-    pushed, dropped = list(pushed), list(dropped)
-    out = [item for pack in emitted for item in pack.items]
-    assert Counter(pushed) == Counter(out) + Counter(packer.held) + Counter(dropped)
-    assert packer.num_pushed == len(pushed)
-    assert packer.num_emitted == len(out)
-    assert packer.num_pushed == packer.num_emitted + packer.num_held + sum(packer.num_dropped.values())
+class Ledger:
+    """Follows every item through a packer: in once, out once, held in between (PACK-2)."""
+
+    def __init__(self, config: PackingConfig, *, seed: int = 0) -> None:
+        self.packer = Packer(config, seed=seed, on_drop=lambda item, _: self.inside.remove(item))
+        self.inside: set[Item] = set()
+        self.packs: list[Pack] = []
+
+    def push(self, item: Item) -> None:
+        self.inside.add(item)
+        self._account(self.packer.push(item))
+
+    def flush(self) -> None:
+        self._account(self.packer.flush())
+
+    def _account(self, packs: list[Pack]) -> None:
+        for pack in packs:
+            assert_pack_is_legal(pack, self.packer.config)
+            self.inside.difference_update(pack.items)
+        self.packs += packs
+        packer = self.packer
+        assert self.inside == set(packer.held)
+        assert packer.num_held == len(packer.held)
+        assert packer.num_emitted == sum(len(pack.items) for pack in self.packs)
+        assert packer.num_pushed == packer.num_emitted + packer.num_held + sum(packer.num_dropped.values())
 
 
 def run(packer: Packer, items: Iterable[Item]) -> list[Pack]:

@@ -5,7 +5,11 @@ VLPackError
 |-- DataError          an item, a length file or a source cannot be what it claims to be
 |-- PlanError          a plan cannot be given the shape that was asked for
 |-- BoundaryError      positions or tokens disagree with where samples start
-`-- StateMismatch      a saved state belongs to other data, another config or another version
+|-- StateMismatch      a saved state belongs to other data, another config or another version
+|-- SampleError        a row cannot be encoded (data/samples.py); becomes a counted reason
+|-- TooManyFailures    so many rows in a row that the data must be broken (data/samples.py)
+|-- IsolationError     samples of a pack see each other, or the proof cannot be made (data/isolation.py)
+`-- UnsupportedSwift   this ms-swift has moved something that packing holds on to (host/seam.py)
 """
 
 

@@ -12,7 +12,7 @@ their order among themselves.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,21 +55,29 @@ class Schedule:
 
 
 def schedule(
-    sources: Sequence[Source | tuple[str, int] | tuple[str, int, float]], *, seed: int, epoch: int
+    sources: Sequence[Source | tuple[str, int] | tuple[str, int, float]],
+    *,
+    seed: int,
+    epoch: int,
+    seeds: Mapping[str, int] | None = None,
+    shuffle: bool = True,
 ) -> Schedule:
     """Draw `round(num_rows * ratio)` rows of each source and mix them.
 
     Up to ratio 1 the draw is without replacement. Beyond it every row comes floor(ratio) times, and the rest is drawn
-    without replacement. Ratio 0 leaves a source out.
+    without replacement. Ratio 0 leaves a source out. `seeds` gives single sources a seed of their own.
+    Without `shuffle` the sources follow one another, each in the order of its rows.
     """
     checked = [Source(*source) for source in sources]
     _check(checked)
     rows, keys = [], []
     for source in checked:
-        drawn = _draw(source, seed, epoch)
+        own_seed = (seeds or {}).get(source.name, seed)
+        drawn = _draw(source, own_seed, epoch)
+        drawn = drawn if shuffle else np.sort(drawn, kind="stable")
         rows.append(drawn)
-        keys.append(sort_keys(len(drawn), seed, source.name, epoch, "order"))
-    order = np.argsort(np.concatenate(keys), kind="stable") if keys else np.empty(0, dtype=np.int64)
+        keys.append(sort_keys(len(drawn), own_seed, source.name, epoch, "order"))
+    order = np.argsort(np.concatenate(keys), kind="stable") if keys and shuffle else slice(None)
     numbers = np.repeat(np.arange(len(checked), dtype=np.int32), [len(drawn) for drawn in rows])
     merged = np.concatenate(rows) if rows else np.empty(0, dtype=np.int64)
     return Schedule(tuple(source.name for source in checked), numbers[order], merged[order])

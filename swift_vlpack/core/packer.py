@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 NUM_LOUD = 20  # warnings of one kind before the rest goes to the info level
 DropReport = Callable[[Item, Dropped], None]
+Label = Callable[[Any], str]
 
 
 class _Held(NamedTuple):
@@ -42,10 +43,18 @@ class _Held(NamedTuple):
 class Packer:
     """Groups items into packs; holds at most `packing_buffer` items; never loses one without a reason and a count.
 
-    `on_drop` hears of every item that is left out, with its reason. `seed` orders the packs of a window.
+    `on_drop` hears of every item that is left out, with its reason. `seed` orders the packs of a window. `label` is
+    what the log calls an item; None keeps the log quiet, for callers that report by themselves.
     """
 
-    def __init__(self, config: PackingConfig, *, seed: int = 0, on_drop: DropReport | None = None) -> None:
+    def __init__(
+        self,
+        config: PackingConfig,
+        *,
+        seed: int = 0,
+        on_drop: DropReport | None = None,
+        label: Label | None = "item {!r}".format,
+    ) -> None:
         self.config = config
         self.num_pushed = 0
         self.num_emitted = 0
@@ -53,6 +62,7 @@ class Packer:
         self.num_dropped: dict[str, int] = {}
         self._seed = seed
         self._on_drop = on_drop
+        self._label = label
         self._strategy = STRATEGIES[config.packing_strategy]
         self._step = {"greedy": self._step_in_order, "exact": self._slide_window}.get(
             config.packing_strategy, self._pack_window
@@ -200,8 +210,10 @@ class Packer:
             self._on_drop(item, reason)
 
     def _log(self, num_so_far: int, what: str, item: Item, reason: Dropped) -> None:
+        if self._label is None:
+            return
         level = logging.WARNING if num_so_far <= NUM_LOUD else logging.INFO
-        logger.log(level, "%s: item %r, %d tokens (%s)", what, item.id, item.length, reason.value)
+        logger.log(level, "%s: %s, %d tokens (%s)", what, self._label(item.id), item.length, reason.value)
         if num_so_far == NUM_LOUD:
             logger.warning("further items that are %s (%s) are logged at the info level", what, reason.value)
 

@@ -189,6 +189,22 @@ class Plan(Sequence[list[int]]):
         where = np.arange(len(self.members)) + np.repeat(self.offsets[order] - offsets[:-1], counts)
         return replace(self, members=self.members[where], offsets=offsets)
 
+    def renumbered(self, numbers: NDArray[np.int64], columns: NDArray[np.int64]) -> Plan:
+        """The same packs over a longer list of items, in which item i of this plan is number `numbers[i]`.
+
+        `columns` are length, images and patches of the longer list.
+        """
+        lengths, images, patches = columns.astype(np.int32)
+        renumber = numbers.astype(np.int32)
+        return replace(
+            self,
+            lengths=lengths,
+            images=images,
+            patches=patches,
+            members=renumber[self.members],
+            dropped={reason: renumber[items] for reason, items in self.dropped.items()},
+        )
+
     def _sample_costs(self) -> NDArray[np.float64]:
         return self.cost.of_samples(self.lengths, self.patches)
 

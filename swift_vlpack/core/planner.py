@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.errors import DataError
-from swift_vlpack.core.packer import Packer, remainder_to_drop
+from swift_vlpack.core.packer import Label, Packer, remainder_to_drop
 from swift_vlpack.core.plan import Plan
 from swift_vlpack.core.records import Dropped, Item, Pack
 from swift_vlpack.core.shuffle import permutation
@@ -35,7 +35,7 @@ from swift_vlpack.core.strategies import best_fit_assignment
 _CHUNK = 1 << 16  # items turned into Python objects at a time, so that memory stays flat
 
 
-def plan(
+def plan(  # noqa: PLR0913 - columns of the data, then options with defaults
     lengths: ArrayLike,
     config: PackingConfig,
     *,
@@ -43,8 +43,12 @@ def plan(
     patches: ArrayLike | None = None,
     seed: int = 0,
     cost: CostModel | None = None,
+    label: Label | None = "item {!r}".format,
 ) -> Plan:
-    """Pack a whole epoch of known lengths; `images` and `patches` are counts per item, for caps and costs."""
+    """Pack a whole epoch of known lengths; `images` and `patches` are counts per item, for caps and costs.
+
+    `label` is what the log calls an item that is left out or alone; None keeps the log quiet.
+    """
     sizes = _whole_numbers(lengths, "length", least=1)
     counts = [
         None if column is None else _whole_numbers(column, name, least=0)
@@ -63,7 +67,7 @@ def plan(
         "cost": cost or CostModel(),
         "seed": seed,
     }
-    planned = _packed_in_windows(facts)
+    planned = _packed_in_windows(facts, label)
     if config.packing_strategy == "exact" and not config.has_caps and len(planned) > planned.lower_bound:
         whole = _packed_at_once(facts)
         if len(whole) < len(planned) and len(whole.members) >= len(planned.members):
@@ -71,7 +75,7 @@ def plan(
     return planned
 
 
-def _packed_in_windows(facts: dict[str, Any]) -> Plan:
+def _packed_in_windows(facts: dict[str, Any], label: Label | None) -> Plan:
     """Run the packer over the lengths, in chunks."""
     members, counts = array("i"), array("i")
     dropped: dict[str, array[int]] = {}
@@ -84,7 +88,7 @@ def _packed_in_windows(facts: dict[str, Any]) -> Plan:
             members.extend([item.id for item in pack.items])  # type: ignore[misc]
             counts.append(len(pack.items))
 
-    packer = Packer(facts["config"], seed=facts["seed"], on_drop=on_drop)
+    packer = Packer(facts["config"], seed=facts["seed"], on_drop=on_drop, label=label)
     for item in _items(facts["lengths"], facts["images"], facts["patches"]):
         if packs := packer.push_checked(item):
             keep(packs)

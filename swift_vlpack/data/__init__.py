@@ -1,0 +1,1 @@
+"""Tensors and rows; torch allowed, ms-swift not."""

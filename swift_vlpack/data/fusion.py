@@ -1,0 +1,265 @@
+"""FusionCaptionDataset: several sources as one epoch, each row encoded when it is asked for."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+from tqdm import tqdm
+
+from swift_vlpack.core.errors import ConfigError, DataError
+from swift_vlpack.core.fusion import Schedule, Source, schedule
+from swift_vlpack.core.shuffle import permutation
+from swift_vlpack.data.lengths import RowSize, RowSizes, size_of
+from swift_vlpack.data.samples import Address, Encoded, SampleError, SampleId
+
+logger = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+
+
+class Template(Protocol):
+    """What is asked of the host's template."""
+
+    packing: bool
+    padding_free: bool
+
+    def encode(self, inputs: Any, return_length: bool = False) -> Any:
+        """Tokens, labels and tensors of one row."""
+
+    def data_collator(self, batch: list[Any]) -> dict[str, Any]:
+        """One batch of encoded rows."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowSource:
+    """One data set of the mix, loaded: its rows, what they are called, and how they take part."""
+
+    name: str
+    rows: Sequence[Row]
+    ratio: float = 1.0
+    sample_limit: int | None = None
+    """At most so many rows of the source, the same ones in every epoch."""
+    system: str | None = None
+    """System prompt of the rows that bring none."""
+    max_pixels: int | None = None
+    """Pixel limit of this source's images, in place of the template's."""
+    seed: int | None = None
+    """Seed of this source's draws, in place of the run's."""
+    row_numbers: Sequence[int] | None = None
+    """Number of each row in its file; None where all rows of the file are there."""
+    sizes: RowSizes | None = None
+    """Length of each row; None until a length pass has run."""
+    num_lost: int = 0
+    """Rows of the file that never became rows, because the loader deleted them."""
+
+    def __post_init__(self) -> None:
+        if self.sample_limit is not None and self.sample_limit < 1:
+            raise ConfigError(f"source {self.name!r}: sample_limit must be at least 1, got {self.sample_limit}")
+        if self.sizes is not None and len(self.sizes) != len(self.rows):
+            raise DataError(f"source {self.name!r}: {len(self.sizes)} lengths for {len(self.rows)} rows")
+
+    @property
+    def num_used(self) -> int:
+        """Rows that take part."""
+        return len(self.rows) if self.sample_limit is None else min(self.sample_limit, len(self.rows))
+
+    def sample_id(self, index: int) -> SampleId:
+        """The name of a row, which stays right when the loader dropped others."""
+        return SampleId(self.name, index if self.row_numbers is None else int(self.row_numbers[index]))
+
+
+class FusionCaptionDataset(Dataset[Encoded]):
+    """The scheduled rows of one epoch; `dataset[i]` encodes the i-th and adds `length`, `source` and `sample_id`.
+
+    `set_epoch` draws and mixes anew. With `strict`, a row that cannot be encoded raises; otherwise it raises
+    `SampleError`, which the packing data set turns into a counted reason.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[RowSource],
+        template: Template,
+        *,
+        seed: int = 0,
+        strict: bool = False,
+        shuffle: bool = True,
+    ) -> None:
+        if not sources:
+            raise DataError("no source of data; give at least one")
+        self.sources = tuple(sources)
+        self.template = template
+        self.strict = strict
+        self.seed = seed
+        self.shuffle = shuffle
+        self.epoch = -1
+        self.schedule: Schedule
+        self._limited = [
+            None if source.num_used == len(source.rows) else _limited_rows(source, seed) for source in self.sources
+        ]
+        self._templates = [self._template_for(source) for source in self.sources]
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw and mix the rows of this epoch."""
+        if epoch == self.epoch:
+            return
+        self.epoch = epoch
+        entries = [Source(source.name, source.num_used, source.ratio) for source in self.sources]
+        seeds = {source.name: source.seed for source in self.sources if source.seed is not None}
+        self.schedule = schedule(entries, seed=self.seed, epoch=epoch, seeds=seeds, shuffle=self.shuffle)
+
+    def __len__(self) -> int:
+        return len(self.schedule)
+
+    def __getitem__(self, position: int) -> Encoded:
+        return self.encode(self.address(position))
+
+    def address(self, position: int) -> Address:
+        """Where the row at a position of the schedule is to be found."""
+        source, row = self.schedule[position]
+        limited = self._limited[source]
+        return Address(source, row if limited is None else int(limited[row]))
+
+    def addresses(self) -> Iterator[Address]:
+        """All of the epoch, in order."""
+        return (self.address(position) for position in range(len(self)))
+
+    def sample_id(self, address: Address) -> SampleId:
+        """The name of a row."""
+        return self.sources[address.source].sample_id(address.row_index)
+
+    def encode(self, address: Address) -> Encoded:
+        """Encode one row with the template."""
+        source = self.sources[address.source]
+        row = with_system(source.rows[address.row_index], source.system)
+        return encode_row(self._templates[address.source], row, source.sample_id(address.row_index), strict=self.strict)
+
+    def encoded(self, number: int = 0, num_shares: int = 1) -> Iterator[Encoded | SampleError]:
+        """One share of the epoch in order, every n-th row: the sample, or why it cannot be encoded."""
+        for position in range(number, len(self), num_shares):
+            yield self.tried(self.address(position))
+
+    def tried(self, address: Address) -> Encoded | SampleError:
+        """Encode one row, or say why it cannot be."""
+        return _tried(self.encode, address)
+
+    def measure(self) -> None:
+        """Give every source that has none its lengths, by encoding each row once."""
+        self.sources = tuple(
+            source if source.sizes is not None else replace(source, sizes=self._measured(number, source))
+            for number, source in enumerate(self.sources)
+        )
+
+    def _measured(self, number: int, source: RowSource) -> RowSizes:
+        sizes, failures = [], {}
+        for index in tqdm(range(len(source.rows)), desc=f"Lengths of {source.name}", dynamic_ncols=True):
+            sample = self.tried(Address(number, index))
+            if isinstance(sample, SampleError):
+                failures[index] = sample.reason
+                logger.warning("%s: cannot be encoded: %s", sample.sample_id, sample.detail)
+            sizes.append(RowSize(0) if isinstance(sample, SampleError) else size_of(sample))
+        return RowSizes.of(sizes, failures)
+
+    def scheduled_sizes(self) -> RowSizes:
+        """The sizes of every position of the schedule."""
+        columns = np.zeros((3, len(self)), dtype=np.int64)
+        for number, source in enumerate(self.sources):
+            assert source.sizes is not None
+            here = self.schedule.source == number
+            rows = self.schedule.row[here]
+            limited = self._limited[number]
+            columns[:, here] = source.sizes.columns[:, rows if limited is None else limited[rows]]
+        return RowSizes(columns, {})
+
+    def failure(self, address: Address) -> str:
+        """Why a row without a length cannot be encoded."""
+        sizes = self.sources[address.source].sizes
+        return "encode_failed" if sizes is None else sizes.failures.get(address.row_index, "encode_failed")
+
+    def _template_for(self, source: RowSource) -> Any:
+        if source.max_pixels is None:
+            return self.template
+        own = copy.copy(self.template)  # shares the processor; only the limit is its own
+        own.max_pixels = source.max_pixels  # type: ignore[attr-defined]
+        return own
+
+
+def with_system(row: Row, system: str | None) -> Row:
+    """Give a row the source's system prompt, unless it brings one."""
+    row = dict(row)
+    messages = row.get("messages")
+    if system is not None and messages and messages[0].get("role") != "system":
+        row["messages"] = [{"role": "system", "content": system}, *messages]
+    return row
+
+
+def encode_row(template: Template, row: Row, sample_id: SampleId, *, strict: bool = False) -> Encoded:
+    """Encode a row; a failure is a `SampleError` that names it, or, with `strict`, an end of the run that names it."""
+    try:
+        encoded = template.encode(row, return_length=True)
+    except Exception as error:
+        detail = f"{type(error).__name__}: {error}"
+        if strict:
+            raise DataError(f"{sample_id}: {detail}") from error
+        raise SampleError(sample_id, reason_for(error), detail) from error
+    if isinstance(encoded, list):
+        raise ConfigError(
+            f"{sample_id}: the template made {len(encoded)} samples of one row; packing needs one sample a row, "
+            "so truncation_strategy=split cannot be used with it"
+        )
+    encoded["length"] = int(encoded.get("length") or len(encoded["input_ids"]))
+    encoded["source"] = sample_id.source
+    encoded["sample_id"] = sample_id
+    return encoded  # type: ignore[no-any-return]
+
+
+def reason_for(error: Exception) -> str:
+    """The counted reason of a failure: one word, stable over messages."""
+    if type(error).__name__ == "MaxLengthError":
+        return "over_max_length"
+    if isinstance(error, FileNotFoundError):
+        return "file_missing"
+    return "encode_failed"
+
+
+def _limited_rows(source: RowSource, seed: int) -> NDArray[np.int64]:
+    drawn = permutation(len(source.rows), source.seed if source.seed is not None else seed, source.name, "limit")
+    return np.sort(drawn[: source.num_used])
+
+
+def _tried(encode: Callable[..., Encoded], *args: Any) -> Encoded | SampleError:
+    try:
+        return encode(*args)
+    except SampleError as error:
+        return error
+
+
+class StreamedRows:
+    """Rows without a length, encoded in the order in which they come."""
+
+    def __init__(self, rows: Iterable[Row], template: Template, *, name: str = "stream", strict: bool = False) -> None:
+        self.rows = rows
+        self.template = template
+        self.name = name
+        self.strict = strict
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the stream, if it wants to know."""
+        if hasattr(self.rows, "set_epoch"):
+            self.rows.set_epoch(epoch)
+
+    def encoded(self, number: int = 0, num_shares: int = 1) -> Iterator[Encoded | SampleError]:
+        """One share of the stream in order, every n-th row: the sample, or why it cannot be encoded."""
+        for row_number, row in islice(enumerate(self.rows), number, None, num_shares):
+            yield _tried(self._encode, row, SampleId(self.name, row_number))
+
+    def _encode(self, row: Row, sample_id: SampleId) -> Encoded:
+        return encode_row(self.template, row, sample_id, strict=self.strict)

@@ -1,0 +1,61 @@
+"""Sizes of rows: what the plan needs to know of every row before any is trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swift_vlpack.data.samples import Encoded, num_images
+
+
+class RowSize(NamedTuple):
+    """Tokens, images and vision patches of one row; all 0 where it cannot be encoded."""
+
+    length: int
+    images: int = 0
+    patches: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowSizes:
+    """The sizes of many rows, as columns, and why some have none."""
+
+    columns: NDArray[np.int64]  # (3, num_rows): length, images, patches
+    failures: Mapping[int, str]
+    """The reason, for every row of length 0."""
+
+    @classmethod
+    def of(cls, sizes: Iterable[RowSize], failures: Mapping[int, str] | None = None) -> RowSizes:
+        """From one size a row."""
+        rows = np.array(list(sizes), dtype=np.int64).reshape(-1, 3)
+        return cls(rows.T.copy(), failures or {})
+
+    def __len__(self) -> int:
+        return self.columns.shape[1]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each row, after its images are expanded."""
+        return self.columns[0]
+
+    @property
+    def images(self) -> NDArray[np.int64]:
+        """Images of each row."""
+        return self.columns[1]
+
+    @property
+    def patches(self) -> NDArray[np.int64]:
+        """Vision patches of each row, of images and videos."""
+        return self.columns[2]
+
+
+def size_of(sample: Encoded) -> RowSize:
+    """The size of an encoded sample."""
+    length = int(sample.get("length") or len(sample["input_ids"]))
+    grids = (sample.get("image_grid_thw"), sample.get("video_grid_thw"))
+    patches = sum(int(grid.prod(-1).sum()) for grid in grids if grid is not None and len(grid))
+    return RowSize(length, num_images(sample), patches)

@@ -1,0 +1,1 @@
+"""The only code that names ms-swift: where packing holds on to it, and what it puts there."""

@@ -1,0 +1,88 @@
+"""ms-swift's arguments: which runs are ours, what they ask for, and what cannot go together."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+from swift.arguments import SftArguments
+from swift.utils import get_logger
+
+from swift_vlpack.core.config import PackingConfig
+from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.data import attention
+from swift_vlpack.host.fusion_config import read_fusion_config
+from swift_vlpack.host.install import CALLBACK
+
+logger = get_logger()
+
+OWN_ATTENTION = (None, "sdpa", "eager", attention.NAME)
+
+
+def is_ours(args: Any) -> bool:
+    """Exactly `swift sft --packing true`; the arguments of pt, rlhf, infer, export and Megatron are other classes."""
+    return type(args) is SftArguments and bool(args.packing)
+
+
+def packing_config(args: Any) -> PackingConfig:
+    """The options of the run: ms-swift's own flags, and over them the `VLPACK_*` variables."""
+    return PackingConfig.from_env(
+        os.environ, packing=True, packing_length=args.packing_length, packing_strategy=args.packing_strategy
+    )
+
+
+def prepare_args(args: Any, *, flash_check: Callable[[Any], None]) -> None:
+    """Check a packed run before anything is loaded, and bring its arguments into the shape packing needs."""
+    config = packing_config(args)
+    _refuse_what_cannot_be(args, config)
+    if config.fusion_config is not None:
+        args.dataset = [spec.dataset for spec in read_fusion_config(config.fusion_config)]
+    if args.attn_impl not in OWN_ATTENTION:
+        flash_check(args)  # ms-swift's own check of the name
+    args.padding_free = True
+    _fold_batch_size(args)
+    if CALLBACK not in args.callbacks:
+        args.callbacks = [*args.callbacks, CALLBACK]
+
+
+def _refuse_what_cannot_be(args: Any, config: PackingConfig) -> None:
+    if config.fusion_config is not None and args.dataset:
+        raise ConfigError(
+            f"both --dataset ({', '.join(args.dataset)}) and fusion_config ({config.fusion_config}) name the data; "
+            "give one of them"
+        )
+    for is_so, what, way_out in (
+        (args.task_type != "causal_lm", f"--task_type {args.task_type}", "it is for causal_lm"),
+        (args.truncation_strategy == "split", "--truncation_strategy split", "use delete, left or right"),
+        (args.group_by_length, "--group_by_length true", "packs are matched in cost already"),
+        (args.interleave_prob, "--interleave_prob", "give ratios in a fusion_config"),
+        (args.cached_dataset or args.cached_val_dataset, "--cached_dataset", "use --dataset"),
+        (args.tuner_backend == "unsloth", "--tuner_backend unsloth", "use peft"),
+        (args.sequence_parallel_size > 1, "--sequence_parallel_size above 1", "set it to 1"),
+        (args.streaming and config.packing_mode == "plan", "--streaming true with packing_mode=plan", "use buffer"),
+    ):
+        if is_so:
+            raise ConfigError(f"{what} cannot be used with packing: {way_out}")
+    if (args.streaming or config.packing_mode == "buffer") and not args.max_steps > 0:
+        raise ConfigError(
+            "buffer mode does not know how many packs there will be: set --max_steps, "
+            "or use packing_mode=plan without --streaming, which knows"
+        )
+
+
+def _fold_batch_size(args: Any) -> None:
+    """One row is one pack: a larger batch becomes accumulation, so that the effective batch stays."""
+    per_device = args.per_device_train_batch_size
+    if per_device <= 1:
+        return
+    accumulation = args.gradient_accumulation_steps
+    if accumulation is None:  # ms-swift's own default
+        accumulation = max(1, math.ceil(16 / per_device / args.global_world_size))
+    args.per_device_train_batch_size = 1
+    args.gradient_accumulation_steps = accumulation * per_device
+    logger.warning(
+        f"packing: per_device_train_batch_size {per_device} becomes 1 (one row is one pack) and "
+        f"gradient_accumulation_steps {accumulation} becomes {accumulation * per_device}, so the effective batch stays"
+    )

@@ -1,0 +1,115 @@
+"""The `fusion_config` file: sources of data and how they take part.
+
+sources:
+  - dataset: data/captions.jsonl   # anything ms-swift's --dataset takes
+    name: captions                 # default: the data set's own name
+    ratio: 0.5                     # share of its rows in every epoch; above 1 repeats
+    sample_limit: 10000            # at most so many of its rows
+    system: You describe images.   # for rows without a system prompt
+    max_pixels: 602112             # pixel limit of its images
+    seed: 7                        # seed of its draws
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from swift_vlpack.core.errors import ConfigError
+
+_KINDS = {
+    "dataset": (str,),
+    "name": (str,),
+    "ratio": (int, float),
+    "sample_limit": (int,),
+    "system": (str,),
+    "max_pixels": (int,),
+    "seed": (int,),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceSpec:
+    """One source as the file asks for it."""
+
+    dataset: str
+    name: str
+    ratio: float = 1.0
+    sample_limit: int | None = None
+    system: str | None = None
+    max_pixels: int | None = None
+    seed: int | None = None
+
+
+def read_fusion_config(path: str) -> list[SourceSpec]:
+    """Read and check the file; an error names the file, the source and the key."""
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"fusion_config {path}: cannot be read ({error.strerror})") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"fusion_config {path}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict) or set(content) != {"sources"} or not isinstance(content["sources"], list):
+        raise ConfigError(f"fusion_config {path}: expected one key, sources, with a list of sources")
+    specs = [
+        _spec(entry, f"fusion_config {path}: source {n}", Path(path).parent)
+        for n, entry in enumerate(content["sources"])
+    ]
+    return _named_apart(specs, f"fusion_config {path}")
+
+
+def specs_of(datasets: list[str]) -> list[SourceSpec]:
+    """The sources that `--dataset` names, ratio 1 each."""
+    return _named_apart(
+        [SourceSpec(dataset=dataset, name=_name_of(dataset)) for dataset in datasets], "--dataset", number=True
+    )
+
+
+def _spec(entry: Any, where: str, folder: Path) -> SourceSpec:
+    if isinstance(entry, str):
+        entry = {"dataset": entry}
+    if not isinstance(entry, dict) or "dataset" not in entry:
+        raise ConfigError(f"{where}: expected a mapping with the key dataset, got {entry!r}")
+    known = [spec.name for spec in fields(SourceSpec)]
+    for key, value in entry.items():
+        if key not in known:
+            raise ConfigError(f"{where}: unknown key {key!r}; known: {', '.join(known)}")
+        if not isinstance(value, _KINDS[key]) or isinstance(value, bool):
+            raise ConfigError(
+                f"{where}: {key} must be {' or '.join(kind.__name__ for kind in _KINDS[key])}, got {value!r}"
+            )
+    if entry.get("ratio", 1) < 0:
+        raise ConfigError(f"{where}: ratio must be 0 or more, got {entry['ratio']}")
+    for key in ("sample_limit", "max_pixels"):
+        if entry.get(key, 1) < 1:
+            raise ConfigError(f"{where}: {key} must be at least 1, got {entry[key]}")
+    dataset = entry["dataset"]
+    if not Path(dataset).exists() and (folder / dataset).exists():  # beside the file is a good place too
+        dataset = str(folder / dataset)
+    return SourceSpec(**{"name": _name_of(dataset), **entry, "dataset": dataset})
+
+
+def _name_of(dataset: str) -> str:
+    """`data/captions.jsonl#500` is called captions; a hub name keeps its owner."""
+    path = dataset.rsplit("#", 1)[0]
+    return Path(path).stem if Path(path).exists() else path
+
+
+def _named_apart(specs: list[SourceSpec], where: str, *, number: bool = False) -> list[SourceSpec]:
+    """Names are how reports and seeds tell sources apart."""
+    names = [spec.name for spec in specs]
+    if not number:
+        if duplicates := sorted({name for name in names if names.count(name) > 1}):
+            raise ConfigError(f"{where}: two sources are named {duplicates[0]!r}; give each a name")
+        return specs
+    return [
+        spec if names.count(spec.name) == 1 else _renamed(spec, f"{spec.name}-{names[:at].count(spec.name)}")
+        for at, spec in enumerate(specs)
+    ]
+
+
+def _renamed(spec: SourceSpec, name: str) -> SourceSpec:
+    return SourceSpec(dataset=spec.dataset, name=name)

@@ -1,0 +1,89 @@
+"""Put packing into ms-swift. Two stages, so that nothing changes for a run that does not pack.
+
+`install()` runs when `--external_plugins` loads the plugin: it registers the attention function and wraps one method,
+the check that ms-swift makes of `--packing`. Only when that check meets `swift sft --packing true` is the rest put in.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+from typing import Any
+
+from swift_vlpack.data import attention
+from swift_vlpack.host.seam import SEAM, UnsupportedSwift, check_seam
+
+TRAINER = "swift_vlpack.host.trainer.PackingTrainer"
+CALLBACK = "vlpack"
+
+
+def install() -> None:
+    """Let `swift sft --packing true` pack with this package. Calling it again changes nothing."""
+    if multiprocessing.parent_process() is not None:
+        return  # a dataloader worker that replays the plugin; it only unpickles our data set
+    attention.register()
+    from swift.arguments import SftArguments
+
+    check = getattr(SftArguments, "_check_padding_free", None)
+    if check is None:
+        check_seam()
+        raise UnsupportedSwift(f"{SEAM[0][0]}.{SEAM[0][1]} is gone")
+    if hasattr(check, "_vlpack_original"):
+        return
+
+    @functools.wraps(check)
+    def _check_padding_free(self: Any) -> None:
+        from swift_vlpack.host.args import is_ours, prepare_args
+
+        if not is_ours(self):
+            deactivate()
+            check(self)
+            return
+        check_seam()
+        prepare_args(self, flash_check=check)
+        activate()
+
+    _check_padding_free._vlpack_original = check  # type: ignore[attr-defined]
+    SftArguments._check_padding_free = _check_padding_free
+
+
+def activate() -> None:
+    """Put the trainer, the callback and the data set of packing in place."""
+    from swift.callbacks import callbacks_map
+    from swift.pipelines.train.sft import SwiftSft
+    from swift.trainers import TrainerFactory
+
+    from swift_vlpack.host.callback import PackingCallback
+
+    _original_trainer()
+    TrainerFactory.TRAINER_MAPPING["causal_lm"] = TRAINER
+    callbacks_map[CALLBACK] = PackingCallback
+    prepare = SwiftSft._prepare_dataset
+    if hasattr(prepare, "_vlpack_original"):
+        return
+
+    @functools.wraps(prepare)
+    def _prepare_dataset(self: Any) -> Any:
+        from swift_vlpack.host.args import is_ours
+        from swift_vlpack.host.pipeline import prepare_dataset
+
+        return prepare_dataset(self) if type(self) is SwiftSft and is_ours(self.args) else prepare(self)
+
+    _prepare_dataset._vlpack_original = prepare  # type: ignore[attr-defined]
+    SwiftSft._prepare_dataset = _prepare_dataset
+
+
+def deactivate() -> None:
+    """A run without packing in the same process gets ms-swift's own trainer back."""
+    from swift.trainers import TrainerFactory
+
+    TrainerFactory.TRAINER_MAPPING["causal_lm"] = _original_trainer()
+
+
+@functools.cache
+def _original_trainer() -> str:
+    """Remember, on first use, what the registry held before us."""
+    from swift.trainers import TrainerFactory
+
+    name: str = TrainerFactory.TRAINER_MAPPING["causal_lm"]
+    return name

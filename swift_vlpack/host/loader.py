@@ -1,0 +1,54 @@
+"""The training dataloader: the sampler knows the plan and hands out addresses, the workers only encode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from swift.dataloader import DataLoaderShard
+
+from swift_vlpack.data.dataset import BufferedPackingDataset, PlannedPackingDataset
+from swift_vlpack.data.samples import PackAddress
+
+
+class PackSampler:
+    """The packs of one rank in order, as addresses, so that workers that live on need not know the epoch's plan."""
+
+    def __init__(self, packs: PlannedPackingDataset, *, rank: int, num_skipped: int = 0) -> None:
+        self.packs = packs
+        self.rank = rank
+        self.num_skipped = num_skipped
+
+    @property
+    def epoch(self) -> int:
+        """The epoch the packs are of; ms-swift reads it when it rebuilds a loader on resume."""
+        return self.packs.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Mix and plan anew."""
+        self.packs.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.packs) // self.packs.num_ranks - self.num_skipped
+
+    def __iter__(self) -> Iterator[list[PackAddress]]:
+        for index in self.packs.plan.for_rank(self.rank)[self.num_skipped :]:
+            yield [self.packs.address(index)]
+
+
+class PackLoader(DataLoaderShard):
+    """A dataloader over packs; ms-swift recognises its base class when it resumes."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Reach the sources, in the sampler's process or in the workers."""
+        self.dataset.set_epoch(epoch)
+
+
+def pack_loader(
+    packs: PlannedPackingDataset | BufferedPackingDataset, device: Any, *, rank: int, num_skipped: int, **options: Any
+) -> PackLoader:
+    """The loader of one rank."""
+    if isinstance(packs, PlannedPackingDataset):
+        sampler = PackSampler(packs, rank=rank, num_skipped=num_skipped)
+        return PackLoader(packs, device=device, batch_sampler=sampler, **options)
+    return PackLoader(packs, device=device, batch_size=1, **options)

@@ -1,0 +1,119 @@
+"""Build the data of a packed `swift sft`: sources, lengths, packs, and an evaluation set that is not packed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from swift.dataset import LazyLLMDataset
+from swift.utils import get_dist_setting, get_logger, is_master, stat_array
+
+from swift_vlpack.core.config import PackingConfig
+from swift_vlpack.data import attention
+from swift_vlpack.data.dataset import BufferedPackingDataset, PackingDataset, PlannedPackingDataset
+from swift_vlpack.data.fusion import FusionCaptionDataset, RowSource, StreamedRows
+from swift_vlpack.host.args import OWN_ATTENTION, packing_config
+from swift_vlpack.host.sources import load_sources, load_stream, measured
+
+logger = get_logger()
+
+
+def prepare_dataset(pipeline: Any) -> list[Any]:
+    """What `SwiftSft._prepare_dataset` is for a packed run: the training packs and the validation rows."""
+    args, template = pipeline.args, pipeline.template
+    config = packing_config(args)
+    logger.info(f"packing: {config}")
+    use_attention(pipeline.model, args.attn_impl)
+    if args.streaming:
+        train_dataset, val_rows = load_stream(args, template), None
+    else:
+        sources, val_rows = load_sources(args, config)
+        train_dataset = fused(sources, template, args, config)
+    packs = packed(train_dataset, template, args, config)
+    pipeline._save_val_dataset(val_rows)
+    _show(pipeline, packs)
+    return [packs, _validation(val_rows, template, args, config)]
+
+
+def use_attention(model: Any, asked_for: str | None) -> None:
+    """Switch the model to the attention that knows boundaries, unless flash-attn was asked for.
+
+    On the model and not in the arguments: what is saved beside the weights stays loadable without this package.
+    """
+    if asked_for in OWN_ATTENTION:
+        model.set_attn_implementation(attention.NAME)
+
+
+def fused(sources: list[RowSource], template: Any, args: Any, config: PackingConfig) -> FusionCaptionDataset:
+    """One epoch of all sources; with their lengths where a plan will need them."""
+    if config.packing_mode != "buffer":
+        with without_model(template):
+            sources = [measured(source, template, args) for source in sources]
+    shuffle = args.train_dataloader_shuffle
+    return FusionCaptionDataset(sources, template, seed=data_seed(args), strict=args.strict, shuffle=shuffle)
+
+
+def packed(
+    dataset: FusionCaptionDataset | StreamedRows, template: Any, args: Any, config: PackingConfig
+) -> PackingDataset:
+    """The packs, planned or buffered."""
+    if config.packing_mode == "buffer" or not hasattr(dataset, "__len__"):
+        return BufferedPackingDataset(dataset, template, config, seed=data_seed(args))
+    _, _, num_ranks, _ = get_dist_setting()
+    num_epochs = 1 if args.max_steps > 0 else math.ceil(args.num_train_epochs)
+    return PlannedPackingDataset(
+        dataset, template, config, seed=data_seed(args), num_ranks=max(1, num_ranks), num_epochs=num_epochs
+    )
+
+
+def data_seed(args: Any) -> int:
+    """Seed of draws and orders."""
+    return int(args.data_seed if args.data_seed is not None else args.seed)
+
+
+@contextmanager
+def without_model(template: Any) -> Iterator[None]:
+    """The processes of the length pass get a copy of the template; the weights need not travel with it."""
+    model, template.model = template.model, None
+    try:
+        yield
+    finally:
+        template.model = model
+
+
+def _validation(rows: Any, template: Any, args: Any, config: PackingConfig) -> Any:
+    if rows is None or (args.predict_with_generate and not config.eval_packing):
+        return rows
+    if not config.eval_packing:
+        return LazyLLMDataset(rows, template.encode, strict=args.strict, random_state=args.data_seed)
+    if args.per_device_eval_batch_size > 1:
+        logger.warning("eval_packing: per_device_eval_batch_size becomes 1, one row is one pack")
+        args.training_args.per_device_eval_batch_size = 1
+    source = RowSource(name="validation", rows=rows)
+    with without_model(template):
+        sized = measured(source, template, args)
+    everything = dataclasses.replace(config, packing_drop_last=False)
+    return PlannedPackingDataset(FusionCaptionDataset([sized], template, shuffle=False), template, everything)
+
+
+def _show(pipeline: Any, packs: PackingDataset) -> None:
+    """Print one sample as ms-swift does, and what the plan of the first epoch is."""
+    first = packs[0] if isinstance(packs, PlannedPackingDataset) else next(iter(packs))
+    if not is_master():
+        return
+    if first:
+        pipeline.template.print_inputs(first[0])
+    if not isinstance(packs, PlannedPackingDataset):
+        return
+    _, statistics = stat_array(packs.packed_length)
+    pipeline.train_msg["train_dataset"] = statistics
+    plan = packs.plan
+    logger.info(f"pack lengths: {statistics}")
+    logger.info(
+        f"plan of epoch 0: {len(plan)} packs of {packs.config.packing_length} tokens from {len(plan.members)} samples "
+        f"by {plan.method}, mean fill {100 * plan.mean_fill:.1f}%, {int(plan.is_single_long.sum())} single-long, "
+        f"lower bound {plan.lower_bound} packs"
+    )

@@ -1,0 +1,64 @@
+"""What of ms-swift packing holds on to; checked before anything is changed, so that a moved part is one clear error."""
+
+from __future__ import annotations
+
+import inspect
+from functools import reduce
+from importlib import import_module
+
+from swift_vlpack.core.errors import VLPackError
+
+TESTED = "4.5.3 to 4.6.0"
+
+# Module, name, and the parameters it must take.
+SEAM: tuple[tuple[str, str, frozenset[str]], ...] = tuple(
+    (module, name, frozenset(parameters.split()))
+    for module, name, parameters in (
+        ("swift.arguments", "SftArguments._check_padding_free", "self"),
+        ("swift.arguments", "SftArguments.get_dataset_kwargs", "self"),
+        ("swift.callbacks", "callbacks_map", ""),
+        ("swift.callbacks", "TrainerCallback", "args trainer"),
+        ("swift.dataloader", "DataLoaderShard", "dataset device"),
+        ("swift.dataset", "AddLengthPreprocessor", "template"),
+        ("swift.dataset", "LazyLLMDataset", "dataset encode_func strict random_state"),
+        ("swift.dataset", "RowPreprocessor.batched_preprocess", "self batched_row strict ignore_max_length_error"),
+        ("swift.dataset", "RowPreprocessor.standard_keys", ""),
+        ("swift.dataset", "load_dataset", "datasets split_dataset_ratio shuffle"),
+        ("swift.pipelines.train.sft", "SwiftSft._prepare_dataset", "self"),
+        ("swift.pipelines.train.sft", "SwiftSft._save_val_dataset", "self val_dataset"),
+        ("swift.template", "Template.data_collator", "self batch padding_to"),
+        ("swift.template", "Template.encode", "self inputs return_length"),
+        ("swift.template", "Template.packing_row", "self row"),
+        ("swift.trainers", "Seq2SeqTrainer._get_data_collator", "self args template"),
+        ("swift.trainers", "Seq2SeqTrainer.get_train_dataloader", "self skip_batches"),
+        ("swift.trainers", "TrainerFactory.TRAINER_MAPPING", ""),
+    )
+)
+
+
+class UnsupportedSwift(VLPackError):
+    """This ms-swift has moved something that packing holds on to."""
+
+
+def check_seam() -> None:
+    """Raise one error that names the version of ms-swift and everything that is missing."""
+    missing = [problem for module, name, wanted in SEAM if (problem := _problem(module, name, wanted))]
+    if missing:
+        import swift
+
+        raise UnsupportedSwift(
+            f"ms-swift {swift.__version__} has moved what packing holds on to: {'; '.join(missing)}. "
+            f"Tested with {TESTED}; install one of these, or run with --packing false"
+        )
+
+
+def _problem(module: str, name: str, wanted: frozenset[str]) -> str | None:
+    try:
+        found = reduce(getattr, name.split("."), import_module(module))
+    except (ImportError, AttributeError):
+        return f"{module}.{name} is gone"
+    if not wanted:
+        return None
+    lost = wanted - set(inspect.signature(found).parameters)
+    lost -= {"self"} if inspect.isclass(found) else set()
+    return f"{module}.{name} lost {', '.join(sorted(lost))}" if lost else None

@@ -1,0 +1,167 @@
+"""Rows by ms-swift's own loader, one source at a time, with the number that each row has in its file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from datasets import Dataset as HfDataset
+from swift.dataset import AddLengthPreprocessor, RowPreprocessor, load_dataset
+from swift.utils import get_logger
+
+from swift_vlpack.core.config import PackingConfig
+from swift_vlpack.core.errors import DataError
+from swift_vlpack.data.fusion import RowSource, StreamedRows, reason_for, with_system
+from swift_vlpack.data.lengths import RowSize, RowSizes, size_of
+from swift_vlpack.host.fusion_config import SourceSpec, read_fusion_config, specs_of
+
+logger = get_logger()
+
+ROW = "vlpack_row"
+SIZE = "vlpack_size"
+FAILURE = "vlpack_failure"
+NUM_SHOWN = 20
+
+
+def load_sources(args: Any, config: PackingConfig) -> tuple[list[RowSource], HfDataset | None]:
+    """The training sources, and the validation rows if there are any."""
+    specs = read_fusion_config(config.fusion_config) if config.fusion_config else specs_of(args.dataset)
+    loaded = [_load(spec, args) for spec in specs]
+    parts = [part for _, part in loaded if part is not None]
+    val_dataset = _validation(args) if args.val_dataset else _joined(parts)
+    return [source for source, _ in loaded], val_dataset
+
+
+def measured(source: RowSource, template: Any, args: Any) -> RowSource:
+    """Take the lengths from ms-swift's length pass: every row encoded once, in `dataset_num_proc` processes."""
+    preprocessor = SizePreprocessor(template=template, source=source, strict=args.strict)
+    rows = source.rows
+    if ROW not in rows.column_names:  # type: ignore[attr-defined]
+        rows = rows.add_column(ROW, np.arange(len(rows)))  # type: ignore[attr-defined]
+    # Never from the map cache: its key does not see MAX_PIXELS and the like.
+    sized = preprocessor(rows, num_proc=args.dataset_num_proc, load_from_cache_file=False, strict=True, batch_size=100)
+    failures = {index: reason for index, reason in enumerate(sized[FAILURE]) if reason}
+    return replace(source, sizes=RowSizes.of(sized[SIZE], failures))
+
+
+class SizePreprocessor(AddLengthPreprocessor):
+    """ms-swift's length pass, which keeps the rows that fail, with the reason, instead of deleting them."""
+
+    def __init__(self, template: Any, source: RowSource, *, strict: bool) -> None:
+        super().__init__(template=template)
+        self.source_name = source.name
+        self.row_numbers = source.row_numbers
+        self.system = source.system
+        self.fail_on_error = strict
+
+    def preprocess(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Add size and failure to the row."""
+        index = row[ROW]
+        try:
+            encoded = self.template.encode(with_system(row, self.system), return_length=True)
+        except Exception as error:
+            number = index if self.row_numbers is None else self.row_numbers[index]
+            where = f"{self.source_name}:{number}: {type(error).__name__}: {error}"
+            if self.fail_on_error:
+                raise DataError(where) from error
+            logger.warning(f"{where}; left out")
+            return {**row, SIZE: list(RowSize(0)), FAILURE: reason_for(error)}
+        return {**row, SIZE: list(size_of(encoded)), FAILURE: ""}
+
+
+def _load(spec: SourceSpec, args: Any) -> tuple[RowSource, HfDataset | None]:
+    with numbered_rows() as counts:
+        rows, val_dataset = load_dataset(
+            [spec.dataset], split_dataset_ratio=args.split_dataset_ratio, shuffle=False, **args.get_dataset_kwargs()
+        )
+    if rows is None or len(rows) == 0:
+        raise DataError(f"source {spec.name!r} ({spec.dataset}): no usable row in it")
+    row_numbers = None
+    if ROW in rows.column_names:
+        row_numbers = np.asarray(rows[ROW], dtype=np.int64)
+        rows = rows.remove_columns(ROW)
+    num_lost = _report_lost(spec.name, counts)
+    if val_dataset is not None and ROW in val_dataset.column_names:
+        val_dataset = val_dataset.remove_columns(ROW)
+    source = RowSource(
+        name=spec.name,
+        rows=rows,
+        ratio=spec.ratio,
+        sample_limit=spec.sample_limit,
+        system=spec.system,
+        max_pixels=spec.max_pixels,
+        seed=spec.seed,
+        row_numbers=row_numbers,
+        num_lost=num_lost,
+    )
+    return source, val_dataset
+
+
+def load_stream(args: Any, template: Any) -> StreamedRows:
+    """The rows of `--streaming true`, one after the other, by ms-swift's own loader."""
+    rows, _ = load_dataset(args.dataset, shuffle=args.dataset_shuffle, **args.get_dataset_kwargs())
+    return StreamedRows(rows, template, strict=args.strict)
+
+
+def _validation(args: Any) -> HfDataset | None:
+    _, val_dataset = load_dataset(
+        args.val_dataset, split_dataset_ratio=1.0, shuffle=args.val_dataset_shuffle, **args.get_dataset_kwargs()
+    )
+    return val_dataset
+
+
+def _joined(parts: list[HfDataset]) -> HfDataset | None:
+    from datasets import concatenate_datasets
+
+    return concatenate_datasets(parts) if parts else None
+
+
+@contextmanager
+def numbered_rows() -> Iterator[list[tuple[int, set[int]]]]:
+    """While ms-swift loads, give every row its number in the file before rows are deleted.
+
+    Yields a list that gets, for every data set that is preprocessed, its number of rows and the numbers deleted.
+    """
+    call, batched = RowPreprocessor.__call__, RowPreprocessor.batched_preprocess
+    counts: list[tuple[int, set[int]]] = []
+
+    def numbered_call(self: Any, dataset: Any, **kwargs: Any) -> Any:
+        if not isinstance(dataset, HfDataset) or ROW in dataset.column_names:
+            return call(self, dataset, **kwargs)
+        first = sum(num_rows for num_rows, _ in counts)
+        numbers = np.arange(first, first + len(dataset))
+        mapped = call(self, dataset.add_column(ROW, numbers), **kwargs)
+        kept = set(mapped[ROW]) if ROW in mapped.column_names else set(numbers.tolist())
+        counts.append((len(dataset), set(numbers.tolist()) - kept if self.dataset_sample is None else set()))
+        return mapped
+
+    def numbered_batch(self: Any, batched_row: Any, **kwargs: Any) -> Any:
+        columns = dict(batched_row)
+        numbers = columns.pop(ROW, None)
+        if numbers is None:
+            return batched(self, columns, **kwargs)
+        rows: list[dict[str, Any]] = []
+        for at, number in enumerate(numbers):  # one at a time: a row may be deleted, or become several
+            result = batched(self, {key: values[at : at + 1] for key, values in columns.items()}, **kwargs)
+            rows += [{**row, ROW: number} for row in self.batched_to_rows(result)]
+        return self.rows_to_batched(rows) if rows else {"messages": [], ROW: []}
+
+    RowPreprocessor.__call__, RowPreprocessor.batched_preprocess = numbered_call, numbered_batch
+    RowPreprocessor.standard_keys.append(ROW)
+    try:
+        yield counts
+    finally:
+        RowPreprocessor.__call__, RowPreprocessor.batched_preprocess = call, batched
+        RowPreprocessor.standard_keys.remove(ROW)
+
+
+def _report_lost(name: str, counts: list[tuple[int, set[int]]]) -> int:
+    lost = sorted(number for _, numbers in counts for number in numbers)
+    if lost:
+        shown = ", ".join(map(str, lost[:NUM_SHOWN])) + (", ..." if len(lost) > NUM_SHOWN else "")
+        total = sum(num_rows for num_rows, _ in counts)
+        logger.warning(f"source {name}: ms-swift's loader deleted {len(lost)} of {total} rows: {shown}")
+    return len(lost)

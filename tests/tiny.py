@@ -1,0 +1,201 @@
+"""Tiny real models with the real Qwen vocabulary, and images to feed them; no network.
+
+`python -m tests.tiny FOLDER [FAMILY]` writes one that `swift` and `transformers` load.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
+QWEN_SPECIALS = (  # in Qwen's order, 151643 ... 151656
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>"),
+    *("<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>"),
+    *("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
+)
+FIRST_SPECIAL_ID = {"qwen3_5": 248044}  # the others: 151643
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@cache
+def _ranks() -> dict[bytes, int]:
+    import dashscope
+
+    text = (Path(dashscope.__file__).parent / "resources" / "qwen.tiktoken").read_bytes()
+    return {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in text.splitlines() if line)}
+
+
+def _merge_of(token: bytes, rank: int, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
+    """The pair that byte-pair encoding joined last to make `token`: encode it with the merges that came before."""
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        joins = [(ranks.get(a + b, rank), i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False))]
+        _, at = min(joins)
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts[0], parts[1]
+
+
+def _byte_alphabet() -> dict[int, str]:
+    """GPT-2's printable stand-in for every byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = (byte for byte in range(256) if byte not in printable)
+    return {**{byte: chr(byte) for byte in printable}, **{byte: chr(256 + n) for n, byte in enumerate(others)}}
+
+
+def build_tokenizer(family: str = "qwen2_5_vl") -> Any:
+    """Rebuild Qwen's tokenizer from the ranks that PyPI's dashscope ships."""
+    from transformers import AddedToken, Qwen2Tokenizer
+
+    ranks, letters = _ranks(), _byte_alphabet()
+    text = {token: "".join(letters[byte] for byte in token) for token in ranks}
+    merges = [
+        tuple(text.get(part) or "".join(letters[byte] for byte in part) for part in _merge_of(token, rank, ranks))
+        for token, rank in ranks.items()
+        if len(token) > 1
+    ]
+    vocab = {text[token]: rank for token, rank in ranks.items()}
+    first = FIRST_SPECIAL_ID.get(family, len(ranks))
+    vocab |= {token: first + n for n, token in enumerate(QWEN_SPECIALS)}
+    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=merges, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": [AddedToken(token, special=True, normalized=False) for token in QWEN_SPECIALS]}
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def build_processor(tokenizer: Any, family: str) -> Any:
+    """Join the tokenizer with the family's own image and video processors at their default settings."""
+    import transformers
+
+    if family == "qwen2_vl":
+        image, video, processor = "Qwen2VLImageProcessor", "Qwen2VLVideoProcessor", "Qwen2VLProcessor"
+    elif family == "qwen2_5_vl":
+        image, video, processor = "Qwen2VLImageProcessor", "Qwen2VLVideoProcessor", "Qwen2_5_VLProcessor"
+    else:
+        image, video, processor = "Qwen2VLImageProcessor", "Qwen3VLVideoProcessor", "Qwen3VLProcessor"
+    patch_size = 14 if family in ("qwen2_vl", "qwen2_5_vl") else 16
+    image_processor = getattr(transformers, image)(patch_size=patch_size)
+    video_processor = getattr(transformers, video)(patch_size=patch_size)
+    return getattr(transformers, processor)(
+        image_processor=image_processor,
+        tokenizer=tokenizer,
+        video_processor=video_processor,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def build_config(family: str) -> Any:
+    """Two layers, hidden 64: 10M parameters, nearly all of them embedding."""
+    import transformers
+
+    first = FIRST_SPECIAL_ID.get(family, 151643)
+    text = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": first + 293,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+        "bos_token_id": first,
+        "eos_token_id": first + 2,
+        "pad_token_id": first,
+    }
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    tokens = {
+        "image_token_id": first + 12,
+        "video_token_id": first + 13,
+        "vision_start_token_id": first + 9,
+        "vision_end_token_id": first + 10,
+        "tie_word_embeddings": True,
+    }
+    vision = {"depth": 2, "num_heads": 2, "in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    if family == "qwen2_vl":
+        text["rope_parameters"] = {**rope, "mrope_section": [2, 3, 3]}
+        vision |= {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2, "patch_size": 14}
+        return transformers.Qwen2VLConfig(text_config=text, vision_config=vision, **tokens)
+    if family == "qwen2_5_vl":
+        text["rope_parameters"] = {**rope, "mrope_section": [2, 3, 3]}
+        vision |= {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "out_hidden_size": 64,
+            "patch_size": 14,
+            "fullatt_block_indexes": [1],
+            "window_size": 112,
+        }
+        return transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **tokens)
+    vision |= {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "out_hidden_size": 64,
+        "patch_size": 16,
+        "num_position_embeddings": 256,
+        "deepstack_visual_indexes": [0],
+    }
+    if family == "qwen3_vl":
+        text |= {"head_dim": 16, "rope_parameters": {**rope, "mrope_section": [4, 2, 2], "mrope_interleaved": True}}
+        return transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **tokens)
+    if family == "qwen3_5":
+        vision.pop("deepstack_visual_indexes")
+        text |= {
+            "head_dim": 16,
+            "rope_parameters": {
+                **rope,
+                "mrope_section": [4, 2, 2],
+                "mrope_interleaved": True,
+                "partial_rotary_factor": 1.0,
+            },
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        }
+        return transformers.Qwen3_5Config(text_config=text, vision_config=vision, **tokens)
+    raise ValueError(f"unknown family {family!r}; known: {', '.join(FAMILIES)}")
+
+
+MODEL_CLASSES = {
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+}
+
+
+def build_model(family: str, *, seed: int = 0) -> Any:
+    """Random weights from a seed, large enough that attention matters."""
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    config = build_config(family)
+    config.text_config.initializer_range = 0.1
+    model = getattr(transformers, MODEL_CLASSES[family])(config)
+    return model.eval()
+
+
+def save_model(folder: Path, family: str = "qwen2_5_vl", *, seed: int = 0) -> Path:
+    """Write model, tokenizer and processor the way a hub repository has them; once."""
+    done = folder / "ready.json"
+    if not done.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        build_model(family, seed=seed).save_pretrained(folder)
+        build_processor(build_tokenizer(family), family).save_pretrained(folder)
+        done.write_text(json.dumps({"family": family, "seed": seed}))
+    return folder
+
+
+if __name__ == "__main__":
+    print(save_model(Path(sys.argv[1]), *sys.argv[2:3]))
