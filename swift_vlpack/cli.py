@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -17,17 +19,22 @@ from swift_vlpack.core.errors import VLPackError
 from swift_vlpack.core.length_files import Lengths, read_lengths
 from swift_vlpack.core.plan import Plan
 from swift_vlpack.core.planner import plan
+from swift_vlpack.launch import plugin_path, sft_launch
 
 EXIT_USAGE = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; a mistake of the user is one line on stderr and exit code 2."""
-    args = _parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else list(argv)
+    command = argv[0] if argv else ""
     try:
+        if command == "sft" and not {"-h", "--help"} & set(argv):
+            return _sft(argv[1:])  # most of its flags are ms-swift's, which argparse does not know
+        args = _parser().parse_args(argv)
         return int(args.run(args))
     except VLPackError as error:
-        print(f"vlpack {args.command}: {error}", file=sys.stderr)
+        print(f"vlpack {command}: {error}", file=sys.stderr)
         return EXIT_USAGE
 
 
@@ -36,6 +43,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"vlpack {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_plan(commands)
+    _add_sft(commands)
+    path = commands.add_parser("plugin-path", help="print the file for swift's --external_plugins")
+    path.set_defaults(run=_plugin_path)
     return parser
 
 
@@ -59,6 +69,20 @@ def _add_plan(commands: Any) -> None:
     command.set_defaults(run=_plan)
 
 
+def _add_sft(commands: Any) -> None:
+    command = commands.add_parser(
+        "sft",
+        usage="vlpack sft [CONFIG.yaml] [packing options] [any option of swift sft]",
+        help="swift sft with packing, and with the packing options as flags and YAML keys",
+        description=(
+            "Train packed: the command of `swift sft`, with the packing options as flags and YAML keys. Everything "
+            "else is handed to ms-swift unchanged (`swift sft --help` lists it); NPROC_PER_NODE and friends start "
+            "torchrun as there."
+        ),
+    )
+    add_packing_flags(command)
+
+
 def add_packing_flags(parser: argparse.ArgumentParser) -> None:
     """One flag for every packing option, with its help and default."""
     group = parser.add_argument_group(
@@ -73,6 +97,16 @@ def add_packing_flags(parser: argparse.ArgumentParser) -> None:
 
 def _shown(default: Any) -> str:
     return {True: "true", False: "false", None: "none"}.get(default, str(default))
+
+
+def _plugin_path(args: argparse.Namespace) -> int:
+    print(plugin_path())
+    return 0
+
+
+def _sft(argv: Sequence[str]) -> int:
+    launch = sft_launch(argv, os.environ)
+    return subprocess.run(launch.command, env=launch.environ, check=False).returncode
 
 
 def _config(args: argparse.Namespace) -> PackingConfig:

@@ -9,6 +9,7 @@ import base64
 import json
 import sys
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def _merge_of(token: bytes, rank: int, ranks: dict[bytes, int]) -> tuple[bytes, 
     """The pair that byte-pair encoding joined last to make `token`: encode it with the merges that came before."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
-        joins = [(ranks.get(a + b, rank), i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False))]
+        joins = [(ranks.get(a + b, rank), i) for i, (a, b) in enumerate(pairwise(parts))]
         _, at = min(joins)
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
     return parts[0], parts[1]

@@ -15,7 +15,7 @@ When to choose which is in docs/strategies.md.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -70,7 +70,17 @@ def binpack(lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> 
     if caps is not None:
         raise ValueError("binpack knows no caps; PackingConfig refuses the combination")
     packs = _matched_group()(list(enumerate(lengths)), capacity)
-    return [sorted(index for index, _ in pack) for pack in packs if pack]
+    return _indices(packs)
+
+
+def constant_volume(lengths: Sequence[int], capacity: int) -> Groups:
+    """What `binpack` gives, straight from the function that ms-swift calls, without loading ms-swift."""
+    to_constant_volume = import_module("binpacking").to_constant_volume
+    return _indices(to_constant_volume(list(enumerate(lengths)), capacity, weight_pos=1))
+
+
+def _indices(packs: Iterable[Iterable[tuple[int, int]]]) -> Groups:
+    return [group for pack in packs if (group := sorted(index for index, _ in pack))]
 
 
 @cache
@@ -132,7 +142,7 @@ def best_fit(lengths: Sequence[int], capacity: int, caps: Caps | None = None) ->
         return _any_fit(lengths, _largest_first(lengths), capacity, caps, best=True)
     if not len(lengths):
         return []
-    pack_of, num_packs = best_fit_assignment(np.asarray(lengths, dtype=np.int64), capacity)
+    pack_of, num_packs = best_fit_assignment(np.asarray(lengths, dtype=np.int32), capacity)
     groups: Groups = [[] for _ in range(num_packs)]
     for index, pack in enumerate(pack_of.tolist()):
         groups[pack].append(index)
@@ -145,13 +155,16 @@ def best_fit_assignment(lengths: NDArray[Any], capacity: int) -> tuple[NDArray[n
     Items of one length are placed together: the fullest packs that have room, all of them equally full, take
     as many each as fit. So the work is in the distinct (length, room) pairs that meet, not in the items.
     """
-    order = np.argsort(-lengths, kind="stable")
-    distinct, firsts = np.unique(-lengths[order], return_index=True)
+    order = np.argsort(-lengths, kind="stable").astype(np.int32)
+    descending = lengths[order]
+    firsts = np.flatnonzero(np.diff(descending, prepend=0))  # where a length comes for the first time
+    distinct = descending[firsts].tolist()
+    del descending
     ends = [*firsts[1:].tolist(), len(order)]
     pack_of_rank = np.empty(len(order), dtype=np.int32)
     packs = _PacksByRoom()
     num_packs = 0
-    for length, first, end in zip((-distinct).tolist(), firsts.tolist(), ends, strict=True):
+    for length, first, end in zip(distinct, firsts.tolist(), ends, strict=True):
         while first < end:
             room = packs.least_room_for(length)
             if room is None:
@@ -201,7 +214,7 @@ class _PacksByRoom:
         del packs[-num_packs:]
         if not packs:
             del self._packs[room]
-            self._rooms.remove(room)
+            del self._rooms[bisect_left(self._rooms, room)]
             self._is_sorted.discard(room)
         taken.reverse()
         return taken

@@ -218,7 +218,7 @@ def encode_row(template: Template, row: Row, sample_id: SampleId, *, strict: boo
     encoded["length"] = int(encoded.get("length") or len(encoded["input_ids"]))
     encoded["source"] = sample_id.source
     encoded["sample_id"] = sample_id
-    return encoded  # type: ignore[no-any-return]
+    return encoded
 
 
 def reason_for(error: Exception) -> str:

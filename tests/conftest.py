@@ -1,0 +1,64 @@
+"""What the tests of the data and host layers share: tiny real models, built once a session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+os.environ.setdefault("USE_HF", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+class Tiny(NamedTuple):
+    """A model, ms-swift's template for it, and the folder both were loaded from."""
+
+    family: str
+    folder: Path
+    model: Any
+    template: Any
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a tiny model of a family, written on first use."""
+    from tests.tiny import save_model
+
+    root = tmp_path_factory.mktemp("tiny")
+    return cache(lambda family: save_model(root / family, family))
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_folder: Callable[[str], Path]) -> Callable[[str], Tiny]:
+    """A tiny model with its template, by ms-swift's own loading, with our attention; fresh modes, shared weights."""
+
+    @cache
+    def load(family: str) -> Tiny:
+        import torch
+        from swift.model import get_model_processor
+        from swift.template import get_template
+
+        from swift_vlpack.data import attention
+
+        attention.register()
+        folder = tiny_folder(family)
+        model, processor = get_model_processor(
+            str(folder), model_type=family, torch_dtype=torch.float32, attn_impl=attention.NAME, use_hf=True
+        )
+        template = get_template(processor, template_type=family, max_length=2048)
+        template.set_mode("train")
+        template.model = model
+        return Tiny(family, folder, model, template)
+
+    def fresh(family: str) -> Tiny:
+        made = load(family)
+        made.template.packing = made.template.padding_free = False
+        made.model.eval()
+        made.model.zero_grad()
+        return made
+
+    return fresh

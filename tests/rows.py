@@ -1,0 +1,52 @@
+"""Rows in ms-swift's form, and files of them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tests.images import photo
+
+WORDS = (
+    *("the", "a", "small", "large", "red", "blue", "house", "tree", "car", "person"),
+    *("walks", "runs", "near", "street", "photo", "shows", "sky"),
+)
+
+
+def text_row(question: str = "hello there", answer: str = "hi, how are you") -> dict[str, Any]:
+    """A row without an image."""
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def image_row(images: list[str], question: str = "what is this?", answer: str = "a picture of noise") -> dict[str, Any]:
+    """A row with images."""
+    return {**text_row("<image>" * len(images) + question, answer), "images": images}
+
+
+def sentence(rng: random.Random, fewest: int, most: int) -> str:
+    """Words at random."""
+    return " ".join(rng.choices(WORDS, k=rng.randint(fewest, most)))
+
+
+def mixed_rows(folder: Path, num_rows: int, *, seed: int = 0, largest: int = 300) -> list[dict[str, Any]]:
+    """Text, one image, two images; captions and longer answers."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(seed)
+    rows = []
+    for number in range(num_rows):
+        images = [
+            photo(folder, f"{seed}_{number}_{n}", rng.randint(60, largest), rng.randint(60, largest), seed=n)
+            for n in range(rng.choice((0, 1, 1, 1, 2)))
+        ]
+        row = image_row(images, sentence(rng, 3, 20), sentence(rng, 5, 90))
+        rows.append(row if images else text_row(sentence(rng, 3, 20), sentence(rng, 5, 90)))
+    return rows
+
+
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> str:
+    """One JSON object a line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
