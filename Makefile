@@ -23,8 +23,8 @@ $(READY): pyproject.toml
 	fi
 	@touch $@
 
-demo: $(READY)  ## Plan an epoch of real lengths and show what packing saves
-	$(BIN)/vlpack plan --lengths configs/example_lengths.json --packing_length 8192 --packing_strategy exact --num_ranks 8
+demo: $(READY)  ## Train a tiny model padded and packed, and compare
+	$(BIN)/python -m benchmarks.demo
 
 test: $(READY)  ## Run the test suite (a few minutes)
 	$(BIN)/python -m pytest -m "not slow"

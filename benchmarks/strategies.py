@@ -1,6 +1,6 @@
 """Measure the packing strategies side by side and print the tables of benchmarks/RESULTS.md.
 
-    python benchmarks/strategies.py                            # example lengths and synthetic ones, 15 minutes
+    python benchmarks/strategies.py                            # example lengths and synthetic ones, 20 minutes
     python benchmarks/strategies.py --lengths captions.json    # your own length files in place of the example
     python benchmarks/strategies.py --quick                    # small sets, a minute or two, to see that it runs
 
@@ -39,6 +39,7 @@ EXAMPLE = Path(__file__).parent.parent / "configs" / "example_lengths.json"
 CAPACITIES = (4096, 8192, 12000, 32768)
 TRL_WINDOW = 1000  # `datasets.map` hands its function so many rows at a time
 SEED = 2024
+MARKS = {"best_fit over the epoch": "*", "binpack over the epoch": "+"}
 
 
 # -- what is measured ---------------------------------------------------------------------------------------------
@@ -50,7 +51,7 @@ class Packed:
 
     tokens: Lengths
     seconds: float
-    over_the_epoch: bool = False  # `exact` took best fit over everything, which needs fewer packs
+    mark: str = ""  # `exact` took another packing of the whole epoch, which needs fewer packs
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, float]:
@@ -129,7 +130,7 @@ def run_best_fit_over_all(lengths: Lengths, capacity: int) -> Packed:
 def run_plan(strategy: str, window: int, lengths: Lengths, capacity: int) -> Packed:
     made, seconds = timed(lambda: plan(lengths, config_of(strategy, window, capacity)))
     owner = np.repeat(np.arange(len(made)), made.num_samples_per_pack)
-    return Packed(tokens_of_members(made.members, owner, lengths), seconds, made.method != strategy)
+    return Packed(tokens_of_members(made.members, owner, lengths), seconds, MARKS.get(made.method, ""))
 
 
 def config_of(strategy: str, window: int, capacity: int) -> PackingConfig:
@@ -139,6 +140,29 @@ def config_of(strategy: str, window: int, capacity: int) -> PackingConfig:
         packing_buffer=window,
         packing_drop_last=False,
     )
+
+
+def run_exact_alone(window: int, lengths: Lengths, capacity: int) -> Packed:
+    sizes = lengths.tolist()
+    groups, seconds = timed(lambda: exact_alone(sizes, capacity, window))
+    return Packed(tokens_of_groups(groups, lengths), seconds)
+
+
+def exact_alone(sizes: list[int], capacity: int, window: int) -> list[list[int]]:
+    """`exact` over a stream and nothing else: no packer, no plan, no other packing of the epoch to compare with."""
+    held, indices = sizes[:window], list(range(min(window, len(sizes))))
+    groups = []
+    num_read = len(held)
+    while held:
+        inside = strategies.fill_oldest(held, capacity)
+        groups.append([indices[i] for i in inside])
+        for i in reversed(inside):
+            del held[i], indices[i]
+        more = sizes[num_read : num_read + len(inside)]
+        held += more
+        indices += range(num_read, num_read + len(more))
+        num_read += len(more)
+    return groups
 
 
 METHODS: dict[str, Callable[[Lengths, int], Packed]] = {
@@ -151,7 +175,10 @@ METHODS: dict[str, Callable[[Lengths, int], Packed]] = {
     "best fit over all": run_best_fit_over_all,
     "`exact`, window 256": partial(run_plan, "exact", 256),
     "`exact`, window 512": partial(run_plan, "exact", 512),
+    "`exact` alone, window 256": partial(run_exact_alone, 256),
+    "`exact` alone, window 512": partial(run_exact_alone, 512),
 }
+SPEED_ONLY = {name for name in METHODS if "alone" in name}
 
 
 # -- on what ------------------------------------------------------------------------------------------------------
@@ -233,9 +260,9 @@ def brief(value: float) -> str:
 
 
 def best_of(method: Callable[[Lengths, int], Packed], lengths: Lengths, capacity: int) -> Packed:
-    """The fastest of three runs, or fewer once they have taken a second."""
+    """The fastest of three runs, or fewer once they have taken two seconds."""
     runs: list[Packed] = []
-    while len(runs) < 3 and sum(run.seconds for run in runs) < 1:
+    while len(runs) < 3 and sum(run.seconds for run in runs) < 2:
         runs.append(method(lengths, capacity))
     return min(runs, key=lambda run: run.seconds)
 
@@ -246,7 +273,7 @@ class Cell:
     excess: float  # per cent over the lower bound
     fill: float  # per cent of the capacity, mean over packs
     thousand_per_second: float
-    over_the_epoch: bool
+    mark: str
 
 
 def measure(name: str, lengths: Lengths, capacity: int) -> Cell:
@@ -259,7 +286,7 @@ def measure(name: str, lengths: Lengths, capacity: int) -> Cell:
         excess=100 * (len(packed.tokens) - bound) / bound,
         fill=100 * float(packed.tokens.mean()) / capacity,
         thousand_per_second=len(lengths) / packed.seconds / 1000,
-        over_the_epoch=packed.over_the_epoch,
+        mark=packed.mark,
     )
 
 
@@ -277,25 +304,28 @@ def measure_sets(sets: dict[str, Callable[[int], Lengths]]) -> Cells:
     return cells
 
 
-def print_cells(title: str, cells: Cells, show: Callable[[Cell], str]) -> None:
+def print_cells(title: str, methods: Iterable[str], cells: Cells, show: Callable[[Cell], str]) -> None:
     set_names = list(dict.fromkeys(name for _, name, _ in cells))
     rows = [
         [method, *(" / ".join(show(cells[method, name, capacity]) for capacity in CAPACITIES) for name in set_names)]
-        for method in METHODS
+        for method in methods
     ]
     print_table(title, ["", *set_names], rows)
 
 
 def excess_of(cell: Cell) -> str:
-    return brief(cell.excess) + "*" * cell.over_the_epoch
+    return brief(cell.excess) + cell.mark
 
 
 def report_quality(what: str, sets: dict[str, Callable[[int], Lengths]]) -> None:
     cells = measure_sets(sets)
     at = " / ".join(map(str, CAPACITIES))
-    print_cells(f"{what}: packs over the lower bound in per cent, at {at}", cells, excess_of)
-    print_cells(f"{what}: mean fill in per cent, at {at}", cells, lambda cell: f"{cell.fill:.1f}")
-    print_cells(f"{what}: thousand samples a second, at {at}", cells, lambda cell: brief(cell.thousand_per_second))
+    packers = [method for method in METHODS if method not in SPEED_ONLY]
+    print_cells(f"{what}: packs over the lower bound in per cent, at {at}", packers, cells, excess_of)
+    print_cells(f"{what}: mean fill in per cent, at {at}", packers, cells, lambda cell: f"{cell.fill:.1f}")
+    print_cells(
+        f"{what}: thousand samples a second, at {at}", METHODS, cells, lambda cell: brief(cell.thousand_per_second)
+    )
     for window in (256, 512):
         worse = [
             f"{name} at {capacity}"
@@ -338,25 +368,69 @@ def report_against_ms_swift(title: str, make: Callable[[int], tuple[str, Lengths
     """Packs of `exact` and of ms-swift on seeded sets, and every set on which `exact` needs more."""
     windows = (256, 512)
     rows: list[list[str]] = []
-    num_theirs, num_fewer, num_ours = 0, dict.fromkeys(windows, 0), dict.fromkeys(windows, 0)
+    num_theirs = 0
+    num_ours, num_fewer, num_taken = (dict.fromkeys(windows, 0) for _ in range(3))
     for seed in range(num_sets):
         name, lengths, capacity = make(seed)
         theirs = len(run_ms_swift(lengths, capacity).tokens)
         num_theirs += theirs
         for window in windows:
-            ours = len(run_plan("exact", window, lengths, capacity).tokens)
+            packed = run_plan("exact", window, lengths, capacity)
+            ours = len(packed.tokens)
             num_ours[window] += ours
             num_fewer[window] += ours < theirs
+            num_taken[window] += packed.mark == MARKS["binpack over the epoch"]
             if ours > theirs:
                 rows.append([f"{seed} {name}".strip(), *map(str, (len(lengths), capacity, window, theirs, ours))])
     print(f"\n{num_sets:,} {title}: ms-swift needs {num_theirs:,} packs in all\n")
     for window in windows:
         print(
-            f"- `exact`, window {window}: {num_ours[window]:,} packs; fewer than ms-swift on {num_fewer[window]:,} sets"
+            f"- `exact`, window {window}: {num_ours[window]:,} packs; "
+            f"fewer than ms-swift on {num_fewer[window]:,} sets; "
+            f"took ms-swift's packing on {num_taken[window]:,}"
         )
     print(f"- `exact` needs more packs than ms-swift in {len(rows)} of {2 * num_sets:,} comparisons")
     if rows:
         print_table("Where it needs more", ["seed", "samples", "capacity", "window", "ms-swift", "`exact`"], rows)
+
+
+# -- the window ---------------------------------------------------------------------------------------------------
+
+
+def excess_over_sets(strategy: str, window: int, sets: Sequence[Lengths], capacity: int) -> str:
+    num_packs = sum(len(run_plan(strategy, window, lengths, capacity).tokens) for lengths in sets)
+    bound = sum(lower_bound(lengths, capacity) for lengths in sets)
+    return brief(100 * (num_packs - bound) / bound)
+
+
+def report_large_windows(nums: Sequence[int]) -> None:
+    """`exact` where nothing fits exactly: a window that is large for the epoch is worse."""
+    windows, num_sets, capacity = (128, 256, 512, 1024), 5, 8192
+    rows = []
+    for num in nums:
+        sets = [SYNTHETIC["20-50 % of C"](np.random.default_rng(seed), num, capacity) for seed in range(num_sets)]
+        rows.append([f"{num:,}", *(excess_over_sets("exact", window, sets, capacity) for window in windows)])
+    print_table(
+        f"`exact` on {num_sets} sets of 20-50 % of C, capacity {capacity}: per cent over the bound, by window",
+        ["samples", *map(str, windows)],
+        rows,
+    )
+
+
+def report_small_windows(num: int) -> None:
+    """The other strategies where a pack takes many samples: a small window holds too few packs."""
+    windows, capacity = (512, 1024, 2048, 4096), 32768
+    rows = []
+    for set_name in ("captions", "instruct mix"):
+        sets = [drawn(SYNTHETIC[set_name], num, capacity)]
+        for strategy in ("binpack", "first_fit", "best_fit"):
+            cells = (excess_over_sets(strategy, window, sets, capacity) for window in windows)
+            rows.append([set_name, f"`{strategy}`", *cells])
+    print_table(
+        f"{num:,} short samples, capacity {capacity}: per cent over the bound, by window",
+        ["", "", *map(str, windows)],
+        rows,
+    )
 
 
 # -- growth -------------------------------------------------------------------------------------------------------
@@ -521,6 +595,8 @@ def report_all(files: Sequence[Path], *, quick: bool) -> None:
     report_quality(f"{num:,} synthetic samples", synthetic_sets(num))
     report_against_ms_swift(f"sets of 5 to 3000 samples, {len(SMALL)} kinds", small_set, 30 if quick else 300)
     report_against_ms_swift("sets of 6 to 60 samples", tiny_set, 1_000 if quick else 100_000)
+    report_large_windows([1_000, 3_000] if quick else [1_000, 10_000, 100_000])
+    report_small_windows(num)
     report_growth([10**3, 10**4] if quick else [10**4, 10**5, 10**6, 10**7], 8192)
     report_balance(*((2_000, [8], [8192]) if quick else (40_000, [8, 64, 1024], [8192, 32768])))
 

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+# One thread: two that share a busy machine with others wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("USE_HF", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

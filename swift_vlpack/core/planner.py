@@ -76,8 +76,11 @@ def plan(  # noqa: PLR0913 - columns of the data, then options with defaults
     planned = _packed_in_windows(facts, label)
     if config.packing_strategy != "exact" or config.has_caps:
         return planned
-    for group, method in ((_best_fit, "best_fit over the epoch"), (_as_ms_swift, "binpack over the epoch")):
-        if len(planned) == planned.lower_bound:
+    for group, method, max_items in (
+        (_best_fit, "best_fit over the epoch", len(sizes)),
+        (_as_ms_swift, "binpack over the epoch", _MAX_ITEMS_AS_MS_SWIFT),
+    ):
+        if len(planned) == planned.lower_bound or len(sizes) > max_items:
             break
         whole = _packed_at_once(facts, group, method)
         if len(whole) < len(planned) and len(whole.members) >= len(planned.members):
@@ -120,11 +123,9 @@ def _best_fit(lengths: NDArray[np.int32], capacity: int) -> tuple[NDArray[np.int
 def _as_ms_swift(lengths: NDArray[np.int32], capacity: int) -> tuple[NDArray[np.int32], int]:
     """What ms-swift itself would do, in its windows of 1,000, so that `exact` never needs more packs than that.
 
-    Only for data so small that a window is not a good sample of it: beyond, `exact` is ahead by far, and this is slow.
+    Only for small data, where single packs count; beyond, `exact` is ahead by far, and this is slow.
     """
-    pack_of = np.arange(len(lengths), dtype=np.int32)
-    if len(lengths) > _MAX_ITEMS_AS_MS_SWIFT:
-        return pack_of, len(lengths)
+    pack_of = np.empty(len(lengths), dtype=np.int32)
     num_packs, left = 0, np.empty(0, dtype=np.int64)
     for start in range(0, len(lengths), _MS_SWIFT_WINDOW):
         window = np.concatenate((left, np.arange(start, min(start + _MS_SWIFT_WINDOW, len(lengths)))))

@@ -29,8 +29,9 @@ class Collator:
     def __call__(self, batch: Sequence[Any]) -> dict[str, Any]:
         """Collate a list of one pack, or of rows to be padded."""
         if not isinstance(batch[0], list):
+            copies = [dict(sample) for sample in batch]  # as in `row`
             with layout(self.template, packed=False):
-                return self.template.data_collator(list(batch), padding_to=self.padding_to)  # type: ignore[call-arg]
+                return self.template.data_collator(copies, padding_to=self.padding_to)  # type: ignore[call-arg]
         if len(batch) > 1:
             raise ConfigError(f"{len(batch)} packs in a batch; one row is one pack, so set the batch size to 1")
         return self.row(batch[0])

@@ -65,6 +65,10 @@ class PackingDataset(Dataset[PackedSamples]):
         self.dataset = _fused(dataset, template)
         self.epoch = 0
 
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        """For pickle (spawned workers) and copy, which call `__new__` before they fill what it made."""
+        return self.dataset, self.template, self.config
+
     def set_epoch(self, epoch: int) -> None:
         """Let the sources be mixed anew, then pack anew."""
         self.epoch = epoch
@@ -97,7 +101,10 @@ class PlannedPackingDataset(PackingDataset):
     def plan(self) -> Plan:
         """The packs of the current epoch; indices are positions in the epoch's schedule."""
         if self._plan is None:
-            self._plan = self._planned(is_logged=True).align(self.num_ranks, num_packs=self._num_packs)
+            planned = self._planned(is_logged=True)
+            # An epoch beyond `num_epochs` may need more packs than those that were looked at.
+            num_packs = max(self._num_packs, _rounded_up(len(planned), self.num_ranks))
+            self._plan = planned.align(self.num_ranks, num_packs=num_packs)
         return self._plan
 
     def set_epoch(self, epoch: int) -> None:
@@ -107,7 +114,7 @@ class PlannedPackingDataset(PackingDataset):
         super().set_epoch(epoch)
 
     def __len__(self) -> int:
-        return self._num_packs
+        return len(self.plan)
 
     def __getitem__(self, index: int | PackAddress) -> PackedSamples:
         return self.load(index if isinstance(index, PackAddress) else self.address(index))
@@ -187,7 +194,7 @@ class PlannedPackingDataset(PackingDataset):
         for epoch in reversed(range(num_epochs)):
             self.set_epoch(epoch)
             most = max(most, len(self._planned()))
-        return -(-most // self.num_ranks) * self.num_ranks
+        return _rounded_up(most, self.num_ranks)
 
 
 class BufferedPackingDataset(PackingDataset, IterableDataset[PackedSamples]):
@@ -221,7 +228,7 @@ class _Buffer:
     def __init__(self, config: PackingConfig, epoch: int, *, seed: int) -> None:
         self._config = config
         self._epoch = epoch
-        self._packer = Packer(config, seed=seed, on_drop=self._dropped)
+        self._packer = Packer(config, seed=seed, on_drop=self._dropped, label=self._name)
         self._waiting: dict[ItemId, Encoded] = {}
         self._left_out: list[LeftOut] = []
         self._num_packs = 0
@@ -258,9 +265,16 @@ class _Buffer:
         self._num_packs += 1
         return _packed(samples, self._epoch, self._num_packs - 1, self._config, left_out)
 
+    def _name(self, number: ItemId) -> str:
+        return str(self._waiting[number]["sample_id"])
+
     def _dropped(self, item: Item, reason: Dropped) -> None:
         sample = self._waiting.pop(item.id)
         self._left_out.append(LeftOut(sample["sample_id"], reason.value))
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def _packed(
@@ -282,7 +296,7 @@ def _packed(
 def _left_out(error: SampleError, num_in_a_row: int, max_failures: int) -> LeftOut:
     """Log and count a failure; too many in a row are no accident."""
     logger.warning("%s: left out: %s: %s", error.sample_id, error.reason, error.detail)
-    if num_in_a_row >= max_failures:
+    if num_in_a_row > max_failures:
         raise TooManyFailures(
             f"{num_in_a_row} rows in a row could not be encoded, the last is {error}. "
             "Mend the data, or raise packing_max_failures"
@@ -292,7 +306,7 @@ def _left_out(error: SampleError, num_in_a_row: int, max_failures: int) -> LeftO
 
 def _fused(dataset: Any, template: Template) -> Any:
     """A FusionCaptionDataset over what was given: itself, or sized rows as its one source, or a stream of rows."""
-    if isinstance(dataset, FusionCaptionDataset):
+    if isinstance(dataset, (FusionCaptionDataset, StreamedRows)):
         return dataset
     if hasattr(dataset, "__len__"):
         return FusionCaptionDataset([RowSource(name="data", rows=dataset)], template)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -104,7 +105,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
         self._limited = [
             None if source.num_used == len(source.rows) else _limited_rows(source, seed) for source in self.sources
         ]
-        self._templates = [self._template_for(source) for source in self.sources]
+        self._templates = [own_template(template, source) for source in self.sources]
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
@@ -184,12 +185,14 @@ class FusionCaptionDataset(Dataset[Encoded]):
         sizes = self.sources[address.source].sizes
         return "encode_failed" if sizes is None else sizes.failures.get(address.row_index, "encode_failed")
 
-    def _template_for(self, source: RowSource) -> Any:
-        if source.max_pixels is None:
-            return self.template
-        own = copy.copy(self.template)  # shares the processor; only the limit is its own
-        own.max_pixels = source.max_pixels  # type: ignore[attr-defined]
-        return own
+
+def own_template(template: Template, source: RowSource) -> Any:
+    """The template for a source: the run's, or a copy with the source's own pixel limit, which shares the processor."""
+    if source.max_pixels is None:
+        return template
+    own: Any = copy.copy(template)
+    own.max_pixels = source.max_pixels
+    return own
 
 
 def with_system(row: Row, system: str | None) -> Row:
@@ -209,7 +212,7 @@ def encode_row(template: Template, row: Row, sample_id: SampleId, *, strict: boo
         detail = f"{type(error).__name__}: {error}"
         if strict:
             raise DataError(f"{sample_id}: {detail}") from error
-        raise SampleError(sample_id, reason_for(error), detail) from error
+        raise SampleError(sample_id, reason_for(error, row), detail) from error
     if isinstance(encoded, list):
         raise ConfigError(
             f"{sample_id}: the template made {len(encoded)} samples of one row; packing needs one sample a row, "
@@ -221,13 +224,33 @@ def encode_row(template: Template, row: Row, sample_id: SampleId, *, strict: boo
     return encoded
 
 
-def reason_for(error: Exception) -> str:
+def reason_for(error: Exception, row: Row | None = None) -> str:
     """The counted reason of a failure: one word, stable over messages."""
     if type(error).__name__ == "MaxLengthError":
         return "over_max_length"
-    if isinstance(error, FileNotFoundError):
+    # One missing path in four has a length that base64 can have, and ms-swift then decodes it instead of opening it.
+    is_unidentified = type(error).__name__ == "UnidentifiedImageError"
+    if isinstance(error, FileNotFoundError) or (is_unidentified and row is not None and _names_missing_file(row)):
         return "file_missing"
     return "encode_failed"
+
+
+def _names_missing_file(row: Row) -> bool:
+    """Whether an image of the row is a path, which has a dot where base64 has none, to a file that is not there."""
+    images = row.get("images") or []
+    paths = [image.get("path") if isinstance(image, dict) else image for image in _as_list(images)]
+    root = os.environ.get("ROOT_IMAGE_DIR", "")  # ms-swift's own variable for relative paths
+    return any(
+        isinstance(path, str)
+        and "." in path
+        and not path.startswith(("http", "data:"))
+        and not any(os.path.exists(os.path.join(folder, os.path.expanduser(path))) for folder in ("", root))
+        for path in paths
+    )
+
+
+def _as_list(images: Any) -> list[Any]:
+    return list(images) if isinstance(images, (list, tuple)) else [images]
 
 
 def _limited_rows(source: RowSource, seed: int) -> NDArray[np.int64]:

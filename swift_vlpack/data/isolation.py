@@ -54,12 +54,13 @@ def prove(
     """Measure both, and raise `IsolationError` where either is too large. Runs `1 + 2 * len(samples)` forwards."""
     packed = _split(forward(samples), samples)
     scale = max(float(logits.abs().max()) for logits in packed)
-    moved = 0.0
+    moves = [0.0]
     for changed, sample in enumerate(samples):
         others = [*samples[:changed], replaced(sample, is_ordinary), *samples[changed + 1 :]]
         again = _split(forward(others), samples)
-        moved = max([moved, *(_gap(a, b) for n, (a, b) in enumerate(zip(packed, again, strict=True)) if n != changed)])
-    alone = max(_gap(logits, forward([sample])) for logits, sample in zip(packed, samples, strict=True))
+        moves += [_gap(a, b) for n, (a, b) in enumerate(zip(packed, again, strict=True)) if n != changed]
+    gaps = [_gap(logits, forward([sample])) for logits, sample in zip(packed, samples, strict=True)]
+    moved, alone = float(np.max(moves)), float(np.max(gaps))  # NaN stays NaN, which Python's max may lose
     proof = Proof(len(samples), moved, alone, scale)
     if not moved <= _MOVED[dtype] * max(1.0, scale):
         raise IsolationError(

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from datasets import Dataset as HfDataset
-from swift.dataset import AddLengthPreprocessor, RowPreprocessor, load_dataset
+from datasets.fingerprint import generate_random_fingerprint
+from swift.dataset import RowPreprocessor, load_dataset
 from swift.utils import get_logger
 
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.errors import DataError
-from swift_vlpack.data.fusion import RowSource, StreamedRows, reason_for, with_system
+from swift_vlpack.data.fusion import RowSource, StreamedRows, encode_row, own_template, with_system
 from swift_vlpack.data.lengths import RowSize, RowSizes, size_of
+from swift_vlpack.data.samples import SampleError
 from swift_vlpack.host.fusion_config import SourceSpec, read_fusion_config, specs_of
 
 logger = get_logger()
@@ -36,44 +39,39 @@ def load_sources(args: Any, config: PackingConfig) -> tuple[list[RowSource], HfD
 
 
 def measured(source: RowSource, template: Any, args: Any) -> RowSource:
-    """Take the lengths from ms-swift's length pass: every row encoded once, in `dataset_num_proc` processes."""
-    preprocessor = SizePreprocessor(template=template, source=source, strict=args.strict)
-    rows = source.rows
-    if ROW not in rows.column_names:  # type: ignore[attr-defined]
-        rows = rows.add_column(ROW, np.arange(len(rows)))  # type: ignore[attr-defined]
-    # Never from the map cache: its key does not see MAX_PIXELS and the like.
-    sized = preprocessor(rows, num_proc=args.dataset_num_proc, load_from_cache_file=False, strict=True, batch_size=100)
+    """Encode every row once, in `dataset_num_proc` processes, for its size; the row itself stays as it is.
+
+    Nothing is read from the map cache, whose key does not see MAX_PIXELS and the like; a fingerprint of our own also
+    spares hashing the template, which takes longer than encoding a small data set.
+    """
+    rows: Any = source.rows
+    sized = rows.map(
+        partial(_size_row, source=replace(source, rows=()), template=template, strict=args.strict),
+        with_indices=True,
+        remove_columns=rows.column_names,
+        num_proc=args.dataset_num_proc if len(rows) > args.dataset_num_proc > 1 else None,
+        new_fingerprint=generate_random_fingerprint(),
+        keep_in_memory=True,
+        desc=f"Lengths of {source.name}",
+    )
     failures = {index: reason for index, reason in enumerate(sized[FAILURE]) if reason}
     return replace(source, sizes=RowSizes.of(sized[SIZE], failures))
 
 
-class SizePreprocessor(AddLengthPreprocessor):
-    """ms-swift's length pass, which keeps the rows that fail, with the reason, instead of deleting them."""
-
-    def __init__(self, template: Any, source: RowSource, *, strict: bool) -> None:
-        super().__init__(template=template)
-        self.source_name = source.name
-        self.row_numbers = source.row_numbers
-        self.system = source.system
-        self.fail_on_error = strict
-
-    def preprocess(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Add size and failure to the row."""
-        index = row[ROW]
-        try:
-            encoded = self.template.encode(with_system(row, self.system), return_length=True)
-        except Exception as error:
-            number = index if self.row_numbers is None else self.row_numbers[index]
-            where = f"{self.source_name}:{number}: {type(error).__name__}: {error}"
-            if self.fail_on_error:
-                raise DataError(where) from error
-            logger.warning(f"{where}; left out")
-            return {**row, SIZE: list(RowSize(0)), FAILURE: reason_for(error)}
-        return {**row, SIZE: list(size_of(encoded)), FAILURE: ""}
+def _size_row(row: dict[str, Any], index: int, *, source: RowSource, template: Any, strict: bool) -> dict[str, Any]:
+    """The size of a row, or the reason why it has none."""
+    sample_id = source.sample_id(index)
+    try:
+        encoded = encode_row(own_template(template, source), with_system(row, source.system), sample_id, strict=strict)
+    except SampleError as error:
+        logger.warning(f"{sample_id}: left out: {error.detail}")
+        return {SIZE: list(RowSize(0)), FAILURE: error.reason}
+    return {SIZE: list(size_of(encoded)), FAILURE: ""}
 
 
 def _load(spec: SourceSpec, args: Any) -> tuple[RowSource, HfDataset | None]:
-    with numbered_rows() as counts:
+    rows, val_dataset = None, None
+    with numbered_rows() as counts, suppress(ZeroDivisionError):  # which is how ms-swift says that no row is left
         rows, val_dataset = load_dataset(
             [spec.dataset], split_dataset_ratio=args.split_dataset_ratio, shuffle=False, **args.get_dataset_kwargs()
         )

@@ -1,0 +1,68 @@
+"""Real `swift sft` runs on tiny models, in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from swift_vlpack.launch import plugin_path
+
+OFFLINE = {
+    "torch_dtype": "float32",
+    "report_to": "none",
+    "use_hf": "true",
+    "check_model": "false",
+    "save_strategy": "no",
+    "add_version": "false",
+    "tuner_type": "full",
+    "logging_steps": "1",
+    "dataloader_pin_memory": "false",
+    "dataloader_num_workers": "0",
+    "fp16": "false",
+    "bf16": "false",
+}
+
+
+def argv(model: Path, family: str, output: Path, **options: Any) -> list[str]:
+    """Flags of a small run; `options` win."""
+    merged = {
+        "model": model,
+        "model_type": family,
+        "template": family,
+        "output_dir": output,
+        "max_length": 512,
+        "gradient_accumulation_steps": 1,
+        "learning_rate": "1e-3",
+        **OFFLINE,
+        **options,
+    }
+    flags: list[str] = []
+    for name, value in merged.items():
+        values = value if isinstance(value, (list, tuple)) else [value]
+        flags += [f"--{name}", *map(str, values)]
+    return flags
+
+
+def packed_argv(model: Path, family: str, output: Path, **options: Any) -> list[str]:
+    """The same with the plugin and packing."""
+    return argv(model, family, output, external_plugins=plugin_path(), packing="true", **options)
+
+
+def train(flags: list[str]) -> dict[str, Any]:
+    """Run it; ms-swift's own result, with `log_history`."""
+    from swift.pipelines import sft_main
+
+    result: dict[str, Any] = sft_main(flags)
+    return result
+
+
+def log_lines(output: Path) -> list[dict[str, Any]]:
+    """What ms-swift wrote to logging.jsonl."""
+    return [json.loads(line) for line in (output / "logging.jsonl").read_text().splitlines()]
+
+
+def epoch_report(output: Path, epoch: int = 0) -> dict[str, Any]:
+    """What we wrote at the end of an epoch."""
+    report: dict[str, Any] = json.loads((output / "vlpack" / f"epoch_{epoch}.json").read_text())
+    return report

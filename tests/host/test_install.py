@@ -1,0 +1,114 @@
+import copy
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from swift_vlpack.data import attention
+from swift_vlpack.host import seam
+from swift_vlpack.host.install import activate, deactivate, install
+from swift_vlpack.host.seam import UnsupportedSwift, check_seam
+from swift_vlpack.launch import plugin_path
+
+
+def test_seam_of_the_installed_version_holds():
+    """TRAIN-1"""
+    check_seam()
+
+
+def test_moved_seam_is_one_error_that_names_version_and_parts(monkeypatch):
+    """TRAIN-1"""
+    import swift
+    from swift.pipelines.train.sft import SwiftSft
+
+    monkeypatch.delattr(SwiftSft, "_save_val_dataset")
+    monkeypatch.setattr("swift.template.Template.packing_row", lambda self, samples: None)
+    with pytest.raises(UnsupportedSwift) as refused:
+        check_seam()
+    message = str(refused.value)
+    assert swift.__version__ in message
+    assert "SwiftSft._save_val_dataset is gone" in message
+    assert "Template.packing_row lost row" in message
+    assert seam.TESTED in message
+
+
+def test_seam_check_stops_a_packed_run(monkeypatch, tmp_path):
+    """TRAIN-1"""
+    from swift.arguments import SftArguments
+    from swift.pipelines.train.sft import SwiftSft
+
+    install()
+    monkeypatch.delattr(SwiftSft, "_prepare_dataset")
+    args = copy.copy(object.__new__(SftArguments))
+    args.packing = True
+    with pytest.raises(UnsupportedSwift, match="_prepare_dataset is gone"):
+        SftArguments._check_padding_free(args)
+
+
+def test_install_twice_changes_nothing_more():
+    """TRAIN-2"""
+    from swift.arguments import SftArguments
+
+    install()
+    once = SftArguments._check_padding_free
+    install()
+    assert SftArguments._check_padding_free is once
+
+
+@pytest.mark.parametrize("name", ["PretrainArguments", "RLHFArguments"])
+def test_other_commands_keep_ms_swifts_own_check(name):
+    """TRAIN-2: `swift pt` and `swift rlhf` with packing and without flash-attn are refused as before."""
+    import swift.arguments
+
+    install()
+    other = getattr(swift.arguments, name)
+    args = object.__new__(other)
+    args.packing, args.padding_free, args.attn_impl, args.rlhf_type = True, False, None, "dpo"
+    with pytest.raises(ValueError, match="requires a flash attention implementation"):
+        args._check_padding_free()
+
+
+def test_pipelines_of_other_commands_prepare_data_as_before(monkeypatch):
+    """TRAIN-2: the wrapped method delegates for subclasses of SwiftSft and for runs without packing."""
+    from swift.pipelines.train.sft import SwiftSft
+
+    activate()
+    calls = []
+    monkeypatch.setattr(SwiftSft._prepare_dataset, "__wrapped__", None, raising=False)
+    original = SwiftSft._prepare_dataset._vlpack_original
+
+    class Other(SwiftSft):
+        def __init__(self):
+            self.args = SimpleNamespace(
+                packing=True, cached_dataset=[], cached_val_dataset=[], dataset=[], val_dataset=[]
+            )
+
+        def _encode_dataset(self, *args, **kwargs):
+            calls.append("encode")
+
+    with pytest.raises(AttributeError, match="truncation_strategy"):  # ms-swift's own code ran, up to here
+        Other()._prepare_dataset()
+    assert callable(original)
+    deactivate()
+
+
+def test_plugin_file_is_alone_in_its_folder_and_light_in_a_worker():
+    """TRAIN-2: a spawned worker replays it without loading ms-swift's pipelines."""
+    assert [path.name for path in plugin_path().parent.glob("*.py")] == ["vlpack.py"]
+    code = (
+        "import multiprocessing, runpy, sys\n"
+        "multiprocessing.parent_process = lambda: object()\n"
+        f"runpy.run_path({str(plugin_path())!r})\n"
+        "print('swift' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_attention_is_known_to_transformers_once_installed():
+    """ISO-1"""
+    from transformers import AttentionInterface
+
+    install()
+    assert attention.NAME in AttentionInterface().valid_keys()
