@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint format bench clean
+.PHONY: help demo test test-slow test-oldest lint format bench clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -32,6 +32,12 @@ test: $(READY)  ## Run the test suite (a few minutes)
 test-slow: $(READY)  ## Run the long tests
 	$(BIN)/python -m pytest -m slow
 
+test-oldest:  ## Run the tests of the host layer against the oldest supported ms-swift
+	@test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
+	@.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check uv
+	.venv-oldest/bin/python -m uv pip install --python .venv-oldest/bin/python -e '.[test]' 'ms-swift==4.5.3'
+	.venv-oldest/bin/python -m pytest -m "not slow" tests/host tests/e2e
+
 lint: $(READY)  ## ruff check, ruff format --check, mypy strict on core
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -45,4 +51,4 @@ bench: $(READY)  ## Measure the strategies; prints the tables of benchmarks/RESU
 	$(BIN)/python benchmarks/strategies.py
 
 clean:  ## Remove what the targets made
-	rm -rf $(VENV) demo_output .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	rm -rf $(VENV) .venv-oldest demo_output .pytest_cache .ruff_cache .mypy_cache *.egg-info

@@ -1,5 +1,8 @@
 """Pack vision-language samples for ms-swift: pack at once, lose nothing, prove it."""
 
+from importlib import import_module
+from typing import Any
+
 from swift_vlpack.core.boundaries import Boundaries
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.fusion import schedule
@@ -9,4 +12,31 @@ from swift_vlpack.core.planner import plan
 from swift_vlpack.core.records import Item, Pack
 
 __version__ = "0.1.0"
-__all__ = ["Boundaries", "Item", "Pack", "Packer", "PackingConfig", "Plan", "plan", "schedule"]
+__all__ = [
+    "Boundaries",
+    "Collator",
+    "FusionCaptionDataset",
+    "Item",
+    "Pack",
+    "Packer",
+    "PackingConfig",
+    "PackingDataset",
+    "Plan",
+    "RowSource",
+    "plan",
+    "schedule",
+]
+
+_NEED_TORCH = {
+    "Collator": "swift_vlpack.data.collate",
+    "FusionCaptionDataset": "swift_vlpack.data.fusion",
+    "PackingDataset": "swift_vlpack.data.dataset",
+    "RowSource": "swift_vlpack.data.fusion",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load what needs torch when it is first asked for."""
+    if name not in _NEED_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_NEED_TORCH[name]), name)
