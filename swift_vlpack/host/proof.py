@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from swift.utils import to_device
 
+from swift_vlpack.core.errors import BoundaryError
 from swift_vlpack.data.collate import RECORD
 from swift_vlpack.data.dataset import PlannedPackingDataset
 from swift_vlpack.data.isolation import IsolationError, diagnosis, prove, untouched
@@ -30,10 +31,15 @@ def prove_isolation(trainer: Any) -> str:
             proof = prove(
                 forward_of(trainer), samples, is_ordinary_token(trainer.template.tokenizer), dtype_of(trainer)
             )
-    except Exception as error:
+    except (IsolationError, BoundaryError, ImportError) as error:
         cause = diagnosis(error, config, attention)
         raise IsolationError(
             f"isolation could not be verified with attention {attention}: {cause}. ({error})"
+        ) from error
+    except Exception as error:
+        raise IsolationError(
+            f"the isolation proof could not be run ({type(error).__name__}: {error}); mend that, or set "
+            "packing_verify=false to train without a proof"
         ) from error
     return proof.line(attention)
 
