@@ -87,8 +87,8 @@ class PackingConfig:
         return cls(**merged)
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str] = os.environ, **defaults: Any) -> PackingConfig:
-        """Build from `VLPACK_*` variables; `defaults` stand in for those that are absent."""
+    def from_env(cls, environ: Mapping[str, str] | None = None, **defaults: Any) -> PackingConfig:
+        """Build from `VLPACK_*` variables, the process's by default; `defaults` stand in for those that are absent."""
         return cls.from_mapping(options_in_env(environ), **defaults)
 
     def digest(self) -> str:
@@ -128,8 +128,9 @@ def option_names() -> tuple[str, ...]:
     return tuple(spec.name for spec in fields(PackingConfig))
 
 
-def options_in_env(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def options_in_env(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """The options that `VLPACK_*` variables set, by option name; a variable that names no option is refused."""
+    environ = os.environ if environ is None else environ
     known = {ENV_PREFIX + name.upper(): name for name in option_names()}
     found = {key: value for key, value in environ.items() if key.startswith(ENV_PREFIX)}
     for key in found:

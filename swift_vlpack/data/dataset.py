@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from tqdm import tqdm
 
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.errors import ConfigError, DataError
@@ -40,6 +41,9 @@ from swift_vlpack.data.samples import (
 )
 
 logger = logging.getLogger(__name__)
+
+NUM_ROWS_SHOWN = 500_000
+"""Planning more rows than that takes long enough for a progress bar."""
 
 
 class PackingDataset(Dataset[PackedSamples]):
@@ -79,7 +83,7 @@ class PackingDataset(Dataset[PackedSamples]):
 class PlannedPackingDataset(PackingDataset):
     """The map-style form: the plan of the epoch, decided before a single image is opened."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what it packs, then how often and for whom
         self,
         dataset: Any,
         template: Template,
@@ -88,13 +92,15 @@ class PlannedPackingDataset(PackingDataset):
         seed: int = 0,
         num_ranks: int = 1,
         num_epochs: int = 1,
+        num_packs: int | None = None,
     ) -> None:
+        """Plan for `num_epochs`, or, where steps are given instead, for as many as `num_packs` packs take."""
         super().__init__(dataset, template, config)
         self.seed = seed
         self.num_ranks = num_ranks
         self.dataset.measure()
         self._plan: Plan | None = None
-        self._num_packs = self._num_packs_of_longest_epoch(max(1, num_epochs))
+        self._num_packs = self._num_packs_of_longest_epoch(max(1, num_epochs), num_packs)
         self._num_failed_in_a_row = 0
 
     @property
@@ -188,13 +194,18 @@ class PlannedPackingDataset(PackingDataset):
             raise DataError(f"epoch {self.epoch} has no pack; all {len(usable)} rows were left out: {made.num_dropped}")
         return made if len(usable) == len(sizes) else made.renumbered(usable, sizes.columns)
 
-    def _num_packs_of_longest_epoch(self, num_epochs: int) -> int:
+    def _num_packs_of_longest_epoch(self, num_epochs: int, num_packs: int | None) -> int:
         """All epochs get as many packs as the one that needs most, so that steps are known from the start."""
-        most = 0
-        for epoch in reversed(range(num_epochs)):
-            self.set_epoch(epoch)
-            most = max(most, len(self._planned()))
-        return _rounded_up(most, self.num_ranks)
+        most = epoch = 0
+        is_quick = len(self.dataset) * num_epochs < NUM_ROWS_SHOWN
+        with tqdm(desc="Planning epochs", dynamic_ncols=True, disable=is_quick) as bar:
+            while epoch < num_epochs if num_packs is None else epoch * most < num_packs or not epoch:
+                self.set_epoch(epoch)
+                most = max(most, _rounded_up(len(self._planned()), self.num_ranks))
+                epoch += 1
+                bar.update()
+        self.set_epoch(0)
+        return most
 
 
 class BufferedPackingDataset(PackingDataset, IterableDataset[PackedSamples]):

@@ -63,9 +63,16 @@ def packed(
     if config.packing_mode == "buffer" or not hasattr(dataset, "__len__"):
         return BufferedPackingDataset(dataset, template, config, seed=data_seed(args))
     _, _, num_ranks, _ = get_dist_setting()
-    num_epochs = 1 if args.max_steps > 0 else math.ceil(args.num_train_epochs)
+    num_ranks = max(1, num_ranks)
+    packs_per_step = num_ranks * args.training_args.gradient_accumulation_steps
     return PlannedPackingDataset(
-        dataset, template, config, seed=data_seed(args), num_ranks=max(1, num_ranks), num_epochs=num_epochs
+        dataset,
+        template,
+        config,
+        seed=data_seed(args),
+        num_ranks=num_ranks,
+        num_epochs=math.ceil(args.num_train_epochs),
+        num_packs=args.max_steps * packs_per_step if args.max_steps > 0 else None,
     )
 
 

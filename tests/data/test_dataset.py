@@ -569,3 +569,18 @@ class Rows:
 
     def __iter__(self):
         return iter(texts(20))
+
+
+def test_epochs_are_equally_long_where_steps_are_given_instead(template, rows):
+    """DATA-6"""
+    data = FusionCaptionDataset([RowSource(name="rows", rows=rows, ratio=0.6)], template)
+    needs = PlannedPackingDataset(data, template, config(packing_strategy="greedy"), num_ranks=2)
+    num_wanted = 4 * len(needs)
+    packs = PlannedPackingDataset(data, template, config(packing_strategy="greedy"), num_ranks=2, num_packs=num_wanted)
+    assert packs.epoch == 0
+    lengths = []
+    while sum(lengths) < num_wanted:
+        packs.set_epoch(len(lengths))
+        lengths.append(len(packs))
+    assert len(set(lengths)) == 1
+    assert len(lengths) > 2
