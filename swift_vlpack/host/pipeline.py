@@ -16,7 +16,8 @@ from swift_vlpack.data import attention
 from swift_vlpack.data.dataset import BufferedPackingDataset, PackingDataset, PlannedPackingDataset
 from swift_vlpack.data.fusion import FusionCaptionDataset, RowSource, StreamedRows
 from swift_vlpack.host.args import OWN_ATTENTION, packing_config
-from swift_vlpack.host.sources import load_sources, load_stream, measured
+from swift_vlpack.host.lengths import measured
+from swift_vlpack.host.sources import load_sources, load_stream
 
 logger = get_logger()
 

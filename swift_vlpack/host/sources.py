@@ -4,28 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 from datasets import Dataset as HfDataset
-from datasets.fingerprint import generate_random_fingerprint
 from swift.dataset import RowPreprocessor, load_dataset
 from swift.utils import get_logger
 
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.errors import DataError
-from swift_vlpack.data.fusion import RowSource, StreamedRows, encode_row, own_template, with_system
-from swift_vlpack.data.lengths import RowSize, RowSizes, size_of
-from swift_vlpack.data.samples import SampleError
+from swift_vlpack.data.fusion import RowSource, StreamedRows
 from swift_vlpack.host.fusion_config import SourceSpec, read_fusion_config, specs_of
 
 logger = get_logger()
 
 ROW = "vlpack_row"
-SIZE = "vlpack_size"
-FAILURE = "vlpack_failure"
 NUM_SHOWN = 20
 
 
@@ -36,37 +29,6 @@ def load_sources(args: Any, config: PackingConfig) -> tuple[list[RowSource], HfD
     parts = [part for _, part in loaded if part is not None]
     val_dataset = _validation(args) if args.val_dataset else _joined(parts)
     return [source for source, _ in loaded], val_dataset
-
-
-def measured(source: RowSource, template: Any, args: Any) -> RowSource:
-    """Encode every row once, in `dataset_num_proc` processes, for its size; the row itself stays as it is.
-
-    Nothing is read from the map cache, whose key does not see MAX_PIXELS and the like; a fingerprint of our own also
-    spares hashing the template, which takes longer than encoding a small data set.
-    """
-    rows: Any = source.rows
-    sized = rows.map(
-        partial(_size_row, source=replace(source, rows=()), template=template, strict=args.strict),
-        with_indices=True,
-        remove_columns=rows.column_names,
-        num_proc=args.dataset_num_proc if len(rows) > args.dataset_num_proc > 1 else None,
-        new_fingerprint=generate_random_fingerprint(),
-        keep_in_memory=True,
-        desc=f"Lengths of {source.name}",
-    )
-    failures = {index: reason for index, reason in enumerate(sized[FAILURE]) if reason}
-    return replace(source, sizes=RowSizes.of(sized[SIZE], failures))
-
-
-def _size_row(row: dict[str, Any], index: int, *, source: RowSource, template: Any, strict: bool) -> dict[str, Any]:
-    """The size of a row, or the reason why it has none."""
-    sample_id = source.sample_id(index)
-    try:
-        encoded = encode_row(own_template(template, source), with_system(row, source.system), sample_id, strict=strict)
-    except SampleError as error:
-        logger.warning(f"{sample_id}: left out: {error.detail}")
-        return {SIZE: list(RowSize(0)), FAILURE: error.reason}
-    return {SIZE: list(size_of(encoded)), FAILURE: ""}
 
 
 def _load(spec: SourceSpec, args: Any) -> tuple[RowSource, HfDataset | None]:
