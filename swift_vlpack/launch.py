@@ -15,6 +15,7 @@ from typing import Any
 
 from swift_vlpack.core.config import ENV_PREFIX, PackingConfig, option_names, options_in_env
 from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.yaml_files import read_yaml
 
 SWIFTS_OWN = ("packing", "packing_length")
 """Options that are flags of ms-swift as well and go to it as they are."""
@@ -82,12 +83,7 @@ def _split_file(path: Path, *, extend_plugins: bool) -> tuple[dict[str, Any], st
     """Separate packing keys from a training file; the rest goes into a file of the same name for ms-swift."""
     import yaml
 
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    content = read_yaml(path, str(path))
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a mapping of training options")
     keys = {name: content.pop(name) for name in option_names() if name in content}

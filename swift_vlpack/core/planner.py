@@ -77,7 +77,7 @@ def plan(  # noqa: PLR0913 - columns of the data, then options with defaults
     if config.packing_strategy != "exact" or config.has_caps:
         return planned
     for group, method, max_items in (
-        (_best_fit, "best_fit over the epoch", len(sizes)),
+        (best_fit_assignment, "best_fit over the epoch", len(sizes)),
         (_as_ms_swift, "binpack over the epoch", _MAX_ITEMS_AS_MS_SWIFT),
     ):
         if len(planned) == planned.lower_bound or len(sizes) > max_items:
@@ -114,10 +114,6 @@ def _packed_in_windows(facts: dict[str, Any], label: Label | None) -> Plan:
         dropped={reason: _int32(items) for reason, items in dropped.items()},
         method=facts["config"].packing_strategy,
     )
-
-
-def _best_fit(lengths: NDArray[np.int32], capacity: int) -> tuple[NDArray[np.int32], int]:
-    return best_fit_assignment(lengths, capacity)
 
 
 def _as_ms_swift(lengths: NDArray[np.int32], capacity: int) -> tuple[NDArray[np.int32], int]:

@@ -35,11 +35,6 @@ class Caps:
     limits: tuple[int, ...]
     uses: Sequence[tuple[int, ...]]  # per item, as many numbers as there are limits
 
-    @property
-    def nothing_used(self) -> tuple[int, ...]:
-        """What an empty pack uses."""
-        return (0,) * len(self.limits)
-
     def after(self, used: tuple[int, ...], index: int) -> tuple[int, ...] | None:
         """What is used once item `index` has joined, or None when it does not fit."""
         total = tuple(a + b for a, b in zip(used, self.uses[index], strict=True))

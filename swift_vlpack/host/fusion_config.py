@@ -16,9 +16,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.yaml_files import read_yaml
 
 _KINDS = {
     "dataset": (str,),
@@ -46,12 +45,7 @@ class SourceSpec:
 
 def read_fusion_config(path: str) -> list[SourceSpec]:
     """Read and check the file; an error names the file, the source and the key."""
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"fusion_config {path}: cannot be read ({error.strerror})") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"fusion_config {path}: not YAML: {' '.join(str(error).split())}") from None
+    content = read_yaml(Path(path), f"fusion_config {path}")
     if not isinstance(content, dict) or set(content) != {"sources"} or not isinstance(content["sources"], list):
         raise ConfigError(f"fusion_config {path}: expected one key, sources, with a list of sources")
     specs = [
@@ -62,10 +56,12 @@ def read_fusion_config(path: str) -> list[SourceSpec]:
 
 
 def specs_of(datasets: list[str]) -> list[SourceSpec]:
-    """The sources that `--dataset` names, ratio 1 each."""
-    return _named_apart(
-        [SourceSpec(dataset=dataset, name=_name_of(dataset)) for dataset in datasets], "--dataset", number=True
-    )
+    """The sources that `--dataset` names, ratio 1 each; where names are equal they are numbered."""
+    names = [_name_of(dataset) for dataset in datasets]
+    return [
+        SourceSpec(dataset=dataset, name=name if names.count(name) == 1 else f"{name}-{names[:at].count(name)}")
+        for at, (dataset, name) in enumerate(zip(datasets, names, strict=True))
+    ]
 
 
 def _spec(entry: Any, where: str, folder: Path) -> SourceSpec:
@@ -98,18 +94,9 @@ def _name_of(dataset: str) -> str:
     return Path(path).stem if Path(path).exists() else path
 
 
-def _named_apart(specs: list[SourceSpec], where: str, *, number: bool = False) -> list[SourceSpec]:
+def _named_apart(specs: list[SourceSpec], where: str) -> list[SourceSpec]:
     """Names are how reports and seeds tell sources apart."""
     names = [spec.name for spec in specs]
-    if not number:
-        if duplicates := sorted({name for name in names if names.count(name) > 1}):
-            raise ConfigError(f"{where}: two sources are named {duplicates[0]!r}; give each a name")
-        return specs
-    return [
-        spec if names.count(spec.name) == 1 else _renamed(spec, f"{spec.name}-{names[:at].count(spec.name)}")
-        for at, spec in enumerate(specs)
-    ]
-
-
-def _renamed(spec: SourceSpec, name: str) -> SourceSpec:
-    return SourceSpec(dataset=spec.dataset, name=name)
+    if duplicates := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"{where}: two sources are named {duplicates[0]!r}; give each a name")
+    return specs

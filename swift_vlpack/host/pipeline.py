@@ -15,6 +15,7 @@ from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.data import attention
 from swift_vlpack.data.dataset import BufferedPackingDataset, PackingDataset, PlannedPackingDataset
 from swift_vlpack.data.fusion import FusionCaptionDataset, RowSource, StreamedRows
+from swift_vlpack.data.samples import SampleError
 from swift_vlpack.host.args import OWN_ATTENTION, packing_config
 from swift_vlpack.host.lengths import measured
 from swift_vlpack.host.sources import load_sources, load_stream
@@ -109,11 +110,12 @@ def _validation(rows: Any, template: Any, args: Any, config: PackingConfig) -> A
 
 def _show(pipeline: Any, packs: PackingDataset) -> None:
     """Print one sample as ms-swift does, and what the plan of the first epoch is."""
-    first = packs[0] if isinstance(packs, PlannedPackingDataset) else next(iter(packs))
     if not is_master():
         return
-    if first:
-        pipeline.template.print_inputs(first[0])
+    # One row, not one pack: that would be a whole window of a stream, read and thrown away before step 1.
+    first = next((sample for sample in packs.dataset.encoded() if not isinstance(sample, SampleError)), None)
+    if first is not None:
+        pipeline.template.print_inputs(first)
     if not isinstance(packs, PlannedPackingDataset):
         return
     _, statistics = stat_array(packs.packed_length)

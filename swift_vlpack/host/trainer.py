@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from swift.trainers import Seq2SeqTrainer
-from swift.utils import get_logger
 from transformers.trainer_utils import seed_worker
 
 from swift_vlpack.core.errors import ConfigError
@@ -16,8 +15,6 @@ from swift_vlpack.data.collate import RECORD, Collator, layout
 from swift_vlpack.data.dataset import PackingDataset, PlannedPackingDataset
 from swift_vlpack.data.samples import PackRecord
 from swift_vlpack.host.loader import PackLoader, pack_loader
-
-logger = get_logger()
 
 
 class PackingTrainer(Seq2SeqTrainer):
