@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -150,7 +149,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
 
     def tried(self, address: Address) -> Encoded | SampleError:
         """Encode one row, or say why it cannot be."""
-        return _tried(self.encode, address)
+        return tried(self.encode, address)
 
     def measure(self) -> None:
         """Give every source that has none its lengths, by encoding each row once."""
@@ -258,31 +257,9 @@ def _limited_rows(source: RowSource, seed: int) -> NDArray[np.int64]:
     return np.sort(drawn[: source.num_used])
 
 
-def _tried(encode: Callable[..., Encoded], *args: Any) -> Encoded | SampleError:
+def tried(encode: Callable[..., Encoded], *args: Any) -> Encoded | SampleError:
+    """Encode, or say why that cannot be."""
     try:
         return encode(*args)
     except SampleError as error:
         return error
-
-
-class StreamedRows:
-    """Rows without a length, encoded in the order in which they come."""
-
-    def __init__(self, rows: Iterable[Row], template: Template, *, name: str = "stream", strict: bool = False) -> None:
-        self.rows = rows
-        self.template = template
-        self.name = name
-        self.strict = strict
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the stream, if it wants to know."""
-        if hasattr(self.rows, "set_epoch"):
-            self.rows.set_epoch(epoch)
-
-    def encoded(self, number: int = 0, num_shares: int = 1) -> Iterator[Encoded | SampleError]:
-        """One share of the stream in order, every n-th row: the sample, or why it cannot be encoded."""
-        for row_number, row in islice(enumerate(self.rows), number, None, num_shares):
-            yield _tried(self._encode, row, SampleId(self.name, row_number))
-
-    def _encode(self, row: Row, sample_id: SampleId) -> Encoded:
-        return encode_row(self.template, row, sample_id, strict=self.strict)

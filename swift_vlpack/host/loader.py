@@ -7,7 +7,8 @@ from typing import Any
 
 from swift.dataloader import DataLoaderShard
 
-from swift_vlpack.data.dataset import BufferedPackingDataset, PlannedPackingDataset
+from swift_vlpack.data.buffered import BufferedPackingDataset
+from swift_vlpack.data.planned import PlannedPackingDataset
 from swift_vlpack.data.samples import PackAddress
 
 

@@ -13,9 +13,12 @@ from swift.utils import get_dist_setting, get_logger, is_master, stat_array
 
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.data import attention
-from swift_vlpack.data.dataset import BufferedPackingDataset, PackingDataset, PlannedPackingDataset
-from swift_vlpack.data.fusion import FusionCaptionDataset, RowSource, StreamedRows
+from swift_vlpack.data.buffered import BufferedPackingDataset
+from swift_vlpack.data.dataset import PackingDataset
+from swift_vlpack.data.fusion import FusionCaptionDataset, RowSource
+from swift_vlpack.data.planned import PlannedPackingDataset
 from swift_vlpack.data.samples import SampleError
+from swift_vlpack.data.streams import StreamedRows
 from swift_vlpack.host.args import OWN_ATTENTION, packing_config
 from swift_vlpack.host.lengths import measured
 from swift_vlpack.host.sources import load_sources, load_stream

@@ -12,8 +12,8 @@ from swift.utils import to_device
 
 from swift_vlpack.core.errors import BoundaryError
 from swift_vlpack.data.collate import RECORD
-from swift_vlpack.data.dataset import PlannedPackingDataset
 from swift_vlpack.data.isolation import IsolationError, diagnosis, prove, untouched
+from swift_vlpack.data.planned import PlannedPackingDataset
 from swift_vlpack.data.samples import Encoded, SampleError, num_images
 
 NUM_SAMPLES = 3

@@ -13,7 +13,8 @@ from swift.utils import get_logger
 
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.errors import DataError
-from swift_vlpack.data.fusion import RowSource, StreamedRows
+from swift_vlpack.data.fusion import RowSource
+from swift_vlpack.data.streams import StreamedRows
 from swift_vlpack.host.fusion_config import SourceSpec, read_fusion_config, specs_of
 
 logger = get_logger()

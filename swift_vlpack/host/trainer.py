@@ -12,7 +12,8 @@ from transformers.trainer_utils import seed_worker
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.core.telemetry import Telemetry
 from swift_vlpack.data.collate import RECORD, Collator, layout
-from swift_vlpack.data.dataset import PackingDataset, PlannedPackingDataset
+from swift_vlpack.data.dataset import PackingDataset
+from swift_vlpack.data.planned import PlannedPackingDataset
 from swift_vlpack.data.samples import PackRecord
 from swift_vlpack.host.loader import PackLoader, pack_loader
 

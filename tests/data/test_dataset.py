@@ -12,10 +12,12 @@ from torch.utils.data import DataLoader
 from swift_vlpack import PackingConfig
 from swift_vlpack.core.errors import ConfigError, DataError
 from swift_vlpack.core.planner import plan
+from swift_vlpack.data.buffered import BufferedPackingDataset
 from swift_vlpack.data.collate import RECORD, Collator
-from swift_vlpack.data.dataset import BufferedPackingDataset, PackingDataset, PlannedPackingDataset
+from swift_vlpack.data.dataset import PackingDataset
 from swift_vlpack.data.fusion import FusionCaptionDataset, RowSource
 from swift_vlpack.data.lengths import RowSize, RowSizes
+from swift_vlpack.data.planned import PlannedPackingDataset
 from swift_vlpack.data.samples import LeftOut, SampleId, TooManyFailures
 from swift_vlpack.host.loader import pack_loader
 from tests.images import BROKEN, GOOD, make, photo

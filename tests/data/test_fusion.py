@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from swift_vlpack.core.errors import ConfigError, DataError
-from swift_vlpack.data.fusion import FusionCaptionDataset, RowSource, StreamedRows, encode_row
+from swift_vlpack.data.fusion import FusionCaptionDataset, RowSource, encode_row
 from swift_vlpack.data.lengths import RowSize, RowSizes, size_of
 from swift_vlpack.data.samples import Address, SampleError, SampleId
+from swift_vlpack.data.streams import StreamedRows
 from tests.images import photo
 from tests.rows import image_row, text_row
 

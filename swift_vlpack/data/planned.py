@@ -1,0 +1,154 @@
+"""Packs planned ahead of time: the map-style form of `PackingDataset`."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from swift_vlpack.core.config import PackingConfig
+from swift_vlpack.core.errors import DataError
+from swift_vlpack.core.plan import Plan
+from swift_vlpack.core.planner import plan
+from swift_vlpack.data.dataset import PackingDataset, counted_failure, packed_samples
+from swift_vlpack.data.fusion import Template
+from swift_vlpack.data.samples import Encoded, LeftOut, PackAddress, PackedSamples, SampleError, SampleId
+
+logger = logging.getLogger(__name__)
+
+NUM_ROWS_SHOWN = 500_000
+"""Planning more rows than that takes long enough for a progress bar."""
+
+
+class PlannedPackingDataset(PackingDataset):
+    """The map-style form: the plan of the epoch, decided before a single image is opened."""
+
+    def __init__(  # noqa: PLR0913 - what it packs, then how often and for whom
+        self,
+        dataset: Any,
+        template: Template,
+        config: PackingConfig,
+        *,
+        seed: int = 0,
+        num_ranks: int = 1,
+        num_epochs: int = 1,
+        num_packs: int | None = None,
+    ) -> None:
+        """Plan for `num_epochs`, or, where steps are given instead, for as many as `num_packs` packs take."""
+        super().__init__(dataset, template, config)
+        self.seed = seed
+        self.num_ranks = num_ranks
+        self.dataset.measure()
+        self._plan: Plan | None = None
+        self._num_packs = self._num_packs_of_longest_epoch(max(1, num_epochs), num_packs)
+        self._num_failed_in_a_row = 0
+
+    @property
+    def plan(self) -> Plan:
+        """The packs of the current epoch; indices are positions in the epoch's schedule."""
+        if self._plan is None:
+            planned = self._planned(is_logged=True)
+            # An epoch beyond `num_epochs` may need more packs than those that were looked at.
+            num_packs = max(self._num_packs, _rounded_up(len(planned), self.num_ranks))
+            self._plan = planned.align(self.num_ranks, num_packs=num_packs)
+        return self._plan
+
+    def set_epoch(self, epoch: int) -> None:
+        """Mix, then plan anew when the packs are next asked for."""
+        if epoch != self.epoch:
+            self._plan = None
+        super().set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def __getitem__(self, index: int | PackAddress) -> PackedSamples:
+        return self.load(index if isinstance(index, PackAddress) else self.address(index))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Workers get addresses, so the plan stays at home."""
+        return {**self.__dict__, "_plan": None}
+
+    def address(self, index: int) -> PackAddress:
+        """What pack `index` of the current epoch is made of."""
+        return PackAddress(self.epoch, index, tuple(self.dataset.address(position) for position in self.plan[index]))
+
+    @property
+    def packed_length(self) -> list[int]:
+        """Tokens of every pack, under the name ms-swift's statistics ask for."""
+        return self.plan.num_tokens_per_pack.tolist()
+
+    def left_out_by_plan(self) -> list[LeftOut]:
+        """Scheduled rows of the epoch that are in no pack, with reasons."""
+        unreadable = np.flatnonzero(self.dataset.scheduled_sizes().lengths == 0)
+        left_out: list[tuple[int, str | None]] = [(position, None) for position in unreadable.tolist()]
+        left_out += [(position, reason) for reason, some in self.plan.dropped.items() for position in some.tolist()]
+        where = [(self.dataset.address(position), reason) for position, reason in left_out]
+        return [LeftOut(self.dataset.sample_id(at), reason or self.dataset.failure(at)) for at, reason in where]
+
+    def load(self, address: PackAddress) -> PackedSamples:
+        """Encode the samples of a pack. The true length decides: what does not fit is left out, with a reason."""
+        kept: list[Encoded] = []
+        left_out: list[LeftOut] = []
+        num_tokens = 0
+        for where in address.samples:
+            try:
+                sample = self.dataset.encode(where)
+            except SampleError as error:
+                left_out.append(self._failed(error))
+                continue
+            self._num_failed_in_a_row = 0
+            if kept and num_tokens + sample["length"] > self.config.packing_length:
+                left_out.append(LeftOut(sample["sample_id"], "longer_than_planned"))
+                logger.warning(
+                    "%s: left out: %d tokens do not fit beside the %d of its pack (packing_length %d)",
+                    sample["sample_id"], sample["length"], num_tokens, self.config.packing_length,
+                )  # fmt: skip
+                continue
+            kept.append(sample)
+            num_tokens += sample["length"]
+        return packed_samples(kept, address.epoch, address.number, self.config, left_out)
+
+    def _sample_id(self, position: int) -> SampleId:
+        return self.dataset.sample_id(self.dataset.address(position))
+
+    def _failed(self, error: SampleError) -> LeftOut:
+        self._num_failed_in_a_row += 1
+        return counted_failure(error, self._num_failed_in_a_row, self.config.packing_max_failures)
+
+    def _planned(self, *, is_logged: bool = False) -> Plan:
+        """Plan the rows that can be encoded; the plan's indices are positions in the schedule."""
+        sizes = self.dataset.scheduled_sizes()
+        usable = np.flatnonzero(sizes.lengths > 0)
+        if not len(usable):
+            raise DataError(f"epoch {self.epoch}: none of the {len(sizes)} rows can be packed; the log has the reasons")
+        made = plan(
+            sizes.lengths[usable],
+            self.config,
+            images=sizes.images[usable],
+            patches=sizes.patches[usable],
+            seed=self.seed + self.epoch,
+            label=(lambda item: str(self._sample_id(int(usable[item])))) if is_logged else None,
+        )
+        if not len(made):
+            raise DataError(f"epoch {self.epoch} has no pack; all {len(usable)} rows were left out: {made.num_dropped}")
+        return made if len(usable) == len(sizes) else made.renumbered(usable, sizes.columns)
+
+    def _num_packs_of_longest_epoch(self, num_epochs: int, num_packs: int | None) -> int:
+        """All epochs get as many packs as the one that needs most, so that steps are known from the start."""
+        most = epoch = 0
+        is_quick = len(self.dataset) * num_epochs < NUM_ROWS_SHOWN
+        with tqdm(desc="Planning epochs", dynamic_ncols=True, disable=is_quick) as bar:
+            while epoch < num_epochs if num_packs is None else epoch * most < num_packs or not epoch:
+                self.set_epoch(epoch)
+                most = max(most, _rounded_up(len(self._planned()), self.num_ranks))
+                epoch += 1
+                bar.update()
+        self.set_epoch(0)
+        return most
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

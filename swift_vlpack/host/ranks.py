@@ -1,0 +1,46 @@
+"""What the ranks of a run tell each other: small facts, never data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from swift_vlpack.core.errors import VLPackError
+from swift_vlpack.core.resume import differing_fields
+
+
+class RanksDiffer(VLPackError):
+    """The ranks would train on different data."""
+
+
+def num_ranks() -> int:
+    """Processes that take part, 1 without torch.distributed."""
+    return int(dist.get_world_size()) if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """The number of this process."""
+    return int(dist.get_rank()) if num_ranks() > 1 else 0
+
+
+def gathered(mine: Any) -> list[Any]:
+    """What every rank gives, in order of rank; all of them have to call it."""
+    everyone: list[Any] = [mine]
+    if num_ranks() > 1:
+        everyone = [None] * num_ranks()
+        dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def check_equal(what: str, facts: Mapping[str, Any]) -> None:
+    """Stop on every rank, naming what differs, unless all ranks have the same facts."""
+    first, *others = gathered(dict(facts))
+    for other, theirs in enumerate(others, start=1):
+        if names := differing_fields(first, theirs):
+            shown = "; ".join(f"{name}: {first.get(name)!r} and {theirs.get(name)!r}" for name in names)
+            raise RanksDiffer(
+                f"ranks 0 and {other} do not agree on the {what}: {shown}. "
+                "Give all ranks the same files, versions and options"
+            )
