@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("USE_HF", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Lengths are remembered; tests must not remember those of other runs.
+os.environ.setdefault("MODELSCOPE_CACHE", tempfile.mkdtemp(prefix="vlpack-cache-"))
 
 
 class Tiny(NamedTuple):

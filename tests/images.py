@@ -65,6 +65,18 @@ BROKEN: dict[str, Callable[[Path], object]] = {
 }
 
 
+REASON_OF = {
+    "truncated.jpg": "encode_failed",
+    "broken.png": "encode_failed",
+    "text.jpg": "image_unreadable",
+    "empty.jpg": "file_empty",
+    "folder.jpg": "file_is_folder",
+    "aspect.png": "aspect_ratio",
+    "missing.jpg": "file_missing",
+}
+"""The counted reason of each broken kind."""
+
+
 def make(folder: Path, kinds: dict[str, Callable[[Path], object]]) -> dict[str, str]:
     """Write one image of each kind; kind to path."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -61,6 +61,9 @@ class PackingConfig:
     packing_balance: bool = _option(True, "match the cost of the packs that ranks consume in the same step")
     packing_verify: bool = _option(True, "prove before step 1 that samples of a pack do not see each other")
     packing_max_failures: int = _option(100, "consecutive unreadable rows before the run stops")
+    packing_cache_dir: str | None = _option(
+        None, "directory that remembers the lengths of rows; default: vlpack/lengths in ms-swift's cache directory"
+    )
     eval_packing: bool = _option(False, "pack the evaluation data too")
     fusion_config: str | None = _option(None, "YAML of sources and ratios; default: --dataset, ratio 1 each")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -17,7 +16,9 @@ from tqdm import tqdm
 from swift_vlpack.core.errors import ConfigError, DataError
 from swift_vlpack.core.fusion import Schedule, Source, schedule
 from swift_vlpack.core.shuffle import permutation
-from swift_vlpack.data.lengths import RowSize, RowSizes, size_of
+from swift_vlpack.data.length_cache import LengthCache
+from swift_vlpack.data.lengths import RowSize, RowSizes, aspect_of, size_of
+from swift_vlpack.data.reasons import described, is_lasting, reason_for
 from swift_vlpack.data.samples import Address, Encoded, SampleError, SampleId
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,8 @@ class RowSource:
     """Number of each row in its file; None where all rows of the file are there."""
     sizes: RowSizes | None = None
     """Length of each row; None until a length pass has run."""
+    cache: LengthCache | None = None
+    """Where lengths are remembered, to correct one that turns out wrong."""
     num_lost: int = 0
     """Rows of the file that never became rows, because the loader deleted them."""
 
@@ -151,6 +154,18 @@ class FusionCaptionDataset(Dataset[Encoded]):
         """Encode one row, or say why it cannot be."""
         return tried(self.encode, address)
 
+    def correct(self, address: Address, sample: Encoded) -> None:
+        """Remember the true size of a row where another one was planned, so that the next run plans with it."""
+        source = self.sources[address.source]
+        if source.sizes is None or source.cache is None:
+            return
+        size, planned = size_of(sample), RowSize(*source.sizes.columns[:, address.row_index].tolist())
+        if size == planned:
+            return
+        logger.warning("%s: %d tokens, planned were %d", sample["sample_id"], size.length, planned.length)
+        row = with_system(source.rows[address.row_index], source.system)
+        source.cache.remember(row, size, aspect_of(sample))
+
     def measure(self) -> None:
         """Give every source that has none its lengths, by encoding each row once."""
         self.sources = tuple(
@@ -208,10 +223,11 @@ def encode_row(template: Template, row: Row, sample_id: SampleId, *, strict: boo
     try:
         encoded = template.encode(row, return_length=True)
     except Exception as error:
-        detail = f"{type(error).__name__}: {error}"
+        reason = reason_for(error, row)
+        detail = described(error, row, reason)
         if strict:
-            raise DataError(f"{sample_id}: {detail}") from error
-        raise SampleError(sample_id, reason_for(error, row), detail) from error
+            raise DataError(f"{sample_id}: {reason}: {detail}") from error
+        raise SampleError(sample_id, reason, detail, is_lasting=is_lasting(error, reason)) from error
     if isinstance(encoded, list):
         raise ConfigError(
             f"{sample_id}: the template made {len(encoded)} samples of one row; packing needs one sample a row, "
@@ -221,35 +237,6 @@ def encode_row(template: Template, row: Row, sample_id: SampleId, *, strict: boo
     encoded["source"] = sample_id.source
     encoded["sample_id"] = sample_id
     return encoded
-
-
-def reason_for(error: Exception, row: Row | None = None) -> str:
-    """The counted reason of a failure: one word, stable over messages."""
-    if type(error).__name__ == "MaxLengthError":
-        return "over_max_length"
-    # One missing path in four has a length that base64 can have, and ms-swift then decodes it instead of opening it.
-    is_unidentified = type(error).__name__ == "UnidentifiedImageError"
-    if isinstance(error, FileNotFoundError) or (is_unidentified and row is not None and _names_missing_file(row)):
-        return "file_missing"
-    return "encode_failed"
-
-
-def _names_missing_file(row: Row) -> bool:
-    """Whether an image of the row is a path, which has a dot where base64 has none, to a file that is not there."""
-    images = row.get("images") or []
-    paths = [image.get("path") if isinstance(image, dict) else image for image in _as_list(images)]
-    root = os.environ.get("ROOT_IMAGE_DIR", "")  # ms-swift's own variable for relative paths
-    return any(
-        isinstance(path, str)
-        and "." in path
-        and not path.startswith(("http", "data:"))
-        and not any(os.path.exists(os.path.join(folder, os.path.expanduser(path))) for folder in ("", root))
-        for path in paths
-    )
-
-
-def _as_list(images: Any) -> list[Any]:
-    return list(images) if isinstance(images, (list, tuple)) else [images]
 
 
 def _limited_rows(source: RowSource, seed: int) -> NDArray[np.int64]:

@@ -59,3 +59,10 @@ def size_of(sample: Encoded) -> RowSize:
     grids = (sample.get("image_grid_thw"), sample.get("video_grid_thw"))
     patches = sum(int(grid.prod(-1).sum()) for grid in grids if grid is not None and len(grid))
     return RowSize(length, num_images(sample), patches)
+
+
+def aspect_of(sample: Encoded) -> float:
+    """Longer side over shorter of the most extreme image or video; 0 without any."""
+    grids = [sample[name] for name in ("image_grid_thw", "video_grid_thw") if sample.get(name) is not None]
+    ratios = [max(height / width, width / height) for grid in grids for _, height, width in grid.tolist()]
+    return max(ratios, default=0.0)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+from torch.utils.data import get_worker_info
 from tqdm import tqdm
 
 from swift_vlpack.core.config import PackingConfig
@@ -14,7 +18,7 @@ from swift_vlpack.core.plan import Plan
 from swift_vlpack.core.planner import plan
 from swift_vlpack.data.dataset import PackingDataset, counted_failure, packed_samples
 from swift_vlpack.data.fusion import Template
-from swift_vlpack.data.samples import Encoded, LeftOut, PackAddress, PackedSamples, SampleError, SampleId
+from swift_vlpack.data.samples import Address, Encoded, LeftOut, PackAddress, PackedSamples, SampleError, SampleId
 
 logger = logging.getLogger(__name__)
 
@@ -93,13 +97,12 @@ class PlannedPackingDataset(PackingDataset):
         kept: list[Encoded] = []
         left_out: list[LeftOut] = []
         num_tokens = 0
-        for where in address.samples:
-            try:
-                sample = self.dataset.encode(where)
-            except SampleError as error:
-                left_out.append(self._failed(error))
+        for where, sample in zip(address.samples, self._encoded(address.samples), strict=True):
+            if isinstance(sample, SampleError):
+                left_out.append(self._failed(sample))
                 continue
             self._num_failed_in_a_row = 0
+            self.dataset.correct(where, sample)
             if kept and num_tokens + sample["length"] > self.config.packing_length:
                 left_out.append(LeftOut(sample["sample_id"], "longer_than_planned"))
                 logger.warning(
@@ -110,6 +113,14 @@ class PlannedPackingDataset(PackingDataset):
             kept.append(sample)
             num_tokens += sample["length"]
         return packed_samples(kept, address.epoch, address.number, self.config, left_out)
+
+    def _encoded(self, samples: Sequence[Address]) -> list[Encoded | SampleError]:
+        """Encode in as many threads as this worker may use: images are decoded and resized outside of Python's lock."""
+        num_threads = min(len(samples), threads_per_worker())
+        if num_threads < 2:
+            return [self.dataset.tried(where) for where in samples]
+        with ThreadPoolExecutor(num_threads) as threads:
+            return list(threads.map(self.dataset.tried, samples))
 
     def _sample_id(self, position: int) -> SampleId:
         return self.dataset.sample_id(self.dataset.address(position))
@@ -148,6 +159,13 @@ class PlannedPackingDataset(PackingDataset):
                 bar.update()
         self.set_epoch(0)
         return most
+
+
+def threads_per_worker() -> int:
+    """The cores of this machine, shared by its ranks and their dataloader workers."""
+    worker = get_worker_info()
+    num_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * (worker.num_workers if worker else 1)
+    return max(1, len(os.sched_getaffinity(0)) // num_sharing)
 
 
 def _rounded_up(number: int, multiple: int) -> int:

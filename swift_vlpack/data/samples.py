@@ -47,14 +47,16 @@ class LeftOut(NamedTuple):
 class SampleError(VLPackError):
     """A row cannot be encoded; names the row and the reason that is counted."""
 
-    def __init__(self, sample_id: SampleId, reason: str, detail: str) -> None:
+    def __init__(self, sample_id: SampleId, reason: str, detail: str, is_lasting: bool = True) -> None:
+        """`is_lasting` says that the same row would fail again."""
         super().__init__(f"{sample_id}: {reason}: {detail}")
         self.sample_id = sample_id
         self.reason = reason
         self.detail = detail
+        self.is_lasting = is_lasting
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.sample_id, self.reason, self.detail)
+        return type(self), (self.sample_id, self.reason, self.detail, self.is_lasting)
 
 
 class TooManyFailures(VLPackError):

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import copy
 import os
+import re
+from functools import partial
 from io import BytesIO
+from itertools import chain
 from typing import Any
 
-import torch
+import numpy as np
 from PIL import Image
+from swift.template import Template
 from swift.template.vision_utils import _check_path, load_file
+
+_SHORT, _NUM_KNOWN = 64, 100_000  # characters of a text whose tokens are kept, and how many of them
 
 
 class HeaderImage(Image.Image):
@@ -52,22 +58,72 @@ class _GridProcessor:
             raise AttributeError(name)
         return getattr(self._real, name)
 
-    def __call__(self, images: list[Image.Image], *, do_resize: bool = True, **kwargs: Any) -> dict[str, torch.Tensor]:
+    def __call__(self, images: list[Image.Image], *, do_resize: bool = True, **kwargs: Any) -> dict[str, Any]:
         """Grids of `images`; the templates resize before, so a processor that would resize is not imitated."""
         if do_resize or not all(isinstance(image, HeaderImage) for image in images):
             raise NoPixels("the image processor resizes by itself, which is not imitated")
         patch = self._real.patch_size
         grids = [(1, image.height // patch, image.width // patch) for image in images]
-        return {"image_grid_thw": torch.tensor(grids)}
+        return {"image_grid_thw": np.array(grids)}
 
 
 def pixel_free(template: Any) -> Any:
     """A copy of the template that encodes rows without decoding an image; raises `NoPixels` where that cannot be."""
     own = copy.copy(template)
-    own.processor = copy.copy(template.processor)
-    own.processor.image_processor = _GridProcessor(template.processor.image_processor)
+    if hasattr(template.processor, "image_processor"):
+        own.processor = copy.copy(template.processor)
+        own.processor.image_processor = _GridProcessor(template.processor.image_processor)
     own._load_image = _header_of
+    own._tokenize = _Tokenizer(template)
+    own._split_special_tokens = partial(_split_special_tokens, _special_tokens())
+    own.encode = lambda row, **options: type(own).encode(own, _Row(row), **options)
+    own.create_mm_token_type_ids = lambda *_: None  # as long as the tokens, and not asked for
     return own
+
+
+class _Row(dict[str, Any]):
+    """A row that is quick to copy; `Template.encode` begins with a copy."""
+
+    def __deepcopy__(self, memo: Any) -> dict[str, Any]:
+        copied: dict[str, Any] = _copied(dict(self))
+        return copied
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _copied(inner) for name, inner in value.items()}
+    return [_copied(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _special_tokens() -> re.Pattern[str]:
+    return re.compile(f"({'|'.join(map(re.escape, Template.special_tokens))})")
+
+
+class _Tokenizer:
+    """`Template._tokenize` without the detours, which take longer than the tokenizer itself; short texts come again."""
+
+    def __init__(self, template: Any) -> None:
+        self._full = template._tokenize
+        self._full("a")  # the tokenizer's own settings reach its backend with its first call
+        self._backend = getattr(template.tokenizer, "backend_tokenizer", None)
+        self._known: dict[str, list[int]] = {}
+
+    def __call__(self, context: Any, **kwargs: Any) -> Any:
+        if self._backend is None or kwargs or not isinstance(context, str):
+            return self._full(context, **kwargs)
+        if context in self._known:
+            return list(self._known[context])
+        tokens: list[int] = self._backend.encode(context, add_special_tokens=False).ids
+        if len(context) <= _SHORT and len(self._known) < _NUM_KNOWN:
+            self._known[context] = tokens
+            return list(tokens)
+        return tokens
+
+
+def _split_special_tokens(pattern: re.Pattern[str], contexts: list[Any], scales: list[float]) -> Any:
+    """`Template._split_special_tokens`, without building its pattern for every text."""
+    split = [[part for part in pattern.split(c) if part] if isinstance(c, str) else [c] for c in contexts]
+    return list(chain(*split)), [scale for scale, parts in zip(scales, split, strict=True) for _ in parts]
 
 
 def _header_of(image: Any, load_images: bool) -> Image.Image:

@@ -1,112 +1,129 @@
-"""The length pass: the size of every row of a source, from image headers where that proves exact, else in full."""
+"""The length pass: the size of every row of a source, from image headers where that proves exact, else in full.
+
+Trust is earned: rows drawn by a seed, and afterwards the extremes of size and aspect, are encoded both ways, and one
+difference sends the whole source through the full encoding. Sizes are remembered in one file a source. The ranks of a
+run measure every n-th row each and tell each other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+import re
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets.fingerprint import generate_random_fingerprint
-from swift.utils import get_logger
+from modelscope.hub.utils.utils import get_cache_dir
+from numpy.typing import NDArray
+from swift.utils import get_logger, is_master
+from tqdm import tqdm
 
 from swift_vlpack.core.shuffle import permutation
-from swift_vlpack.data.fusion import Row, RowSource, encode_row, own_template, with_system
-from swift_vlpack.data.lengths import RowSize, RowSizes, size_of
-from swift_vlpack.data.samples import SampleError
+from swift_vlpack.data.fusion import RowSource, own_template
+from swift_vlpack.data.length_cache import SIZE, LengthCache, Sizes
+from swift_vlpack.data.length_pass import Measurer, in_chunks, log_failures, row_sizes, rows_at
+from swift_vlpack.host.context import context_of
 from swift_vlpack.host.headers import pixel_free
+from swift_vlpack.host.ranks import check_equal, num_ranks, rank, together
 
 logger = get_logger()
 
-SIZE = "vlpack_size"
-FAILURE = "vlpack_failure"
 NUM_TRIED = 64
 """Rows that are encoded both ways before headers are trusted."""
 NUM_EXTREMES = 2
-"""Rows at either end of length and of patches that are encoded both ways afterwards."""
+"""Rows at either end of length, patches and aspect that are encoded both ways afterwards."""
+NUM_COMPARED = 1024
+"""Rows, spread over a source, that have to be the same on all ranks."""
 
 
-def measured(source: RowSource, template: Any, args: Any) -> RowSource:
-    """Give a source the sizes of its rows, in `dataset_num_proc` processes.
-
-    Trust is earned: rows drawn by a seed, and afterwards the extremes, are encoded both ways, and one difference
-    sends the whole source through the full encoding. A row whose header is good and whose pixels are not is no
-    difference: it is left out when its pack is loaded.
-    """
+def measured(source: RowSource, template: Any, args: Any, cache_dir: str | None = None) -> RowSource:
+    """Give a source the sizes of its rows; each rank of the run in `dataset_num_proc` processes."""
     own = own_template(template, source)
+    context = context_of(own)
+    cache = LengthCache(cache_path(source, context, cache_dir), context)
+    _check_same_rows(source, cache)
     by_header = pixel_free(own)
-    compare = partial(_difference, source=source, template=own, by_header=by_header)
-    drawn = permutation(len(source.rows), "lengths", source.name)[:NUM_TRIED].tolist()
-    difference = compare(drawn)
+    measurer = Measurer(source, by_header, own, cache, cache.load(), strict=args.strict)
+    drawn = permutation(len(source.rows), "lengths", source.name)[:NUM_TRIED]
+    difference = _difference(measurer, drawn, args, "Checking lengths")
     if difference is None:
-        sizes = _sizes(source, own, by_header, args)
-        difference = compare(_extremes(sizes, known=drawn))
-        if difference is None:
-            return replace(source, sizes=sizes)
-    logger.warning(
-        f"source {source.name}: lengths are not taken from image headers, every row is encoded: {difference}"
-    )
-    return replace(source, sizes=_sizes(source, own, own, args))
+        measurer = replace(measurer, known=cache.load())  # with those that were just compared
+        sizes = _sizes(measurer, args)
+        difference = _difference(measurer, _extremes(sizes), args, "Checking extremes")
+    if difference is not None:
+        logger.warning(
+            f"source {source.name}: lengths are not taken from image headers, every row is encoded: {difference}"
+        )
+        sizes = _sizes(replace(measurer, by_header=None, known=cache.load()), args)
+    return replace(source, sizes=row_sizes(sizes), cache=cache)
 
 
-def _sizes(source: RowSource, template: Any, by_header: Any, args: Any) -> RowSizes:
-    rows: Any = source.rows
-    sized = rows.map(
-        partial(_size_row, source=replace(source, rows=()), template=template, by_header=by_header, strict=args.strict),
-        with_indices=True,
-        remove_columns=rows.column_names,
-        num_proc=args.dataset_num_proc if len(rows) > args.dataset_num_proc > 1 else None,
-        # Never from the map cache: its key does not see MAX_PIXELS and the like, and hashing the template for
-        # it takes longer than measuring a small data set.
-        new_fingerprint=generate_random_fingerprint(),
-        keep_in_memory=True,
-        desc=f"Lengths of {source.name}",
-    )
-    failures = {index: reason for index, reason in enumerate(sized[FAILURE]) if reason}
-    return RowSizes.of(sized[SIZE], failures)
+def cache_path(source: RowSource, context: str, cache_dir: str | None) -> Path:
+    """The file that remembers the lengths of a source under these settings."""
+    folder = Path(cache_dir) if cache_dir else Path(get_cache_dir()) / "vlpack" / "lengths"
+    name = re.sub(r"[^\w.-]+", "_", source.name)[-60:]
+    digest = hashlib.blake2b(f"{source.name}\n{context}".encode(), digest_size=6).hexdigest()
+    return folder.expanduser() / f"{name}-{digest}.lengths"
 
 
-def _size_row(
-    row: Row, index: int, *, source: RowSource, template: Any, by_header: Any, strict: bool
-) -> dict[str, Any]:
-    """The size of a row, or the reason why it has none."""
-    size, error = _size(row, index, source, by_header if not row.get("videos") else template, strict=strict)
-    if error is not None:
-        logger.warning(f"{error.sample_id}: left out: {error.detail}")
-    return {SIZE: list(size), FAILURE: "" if error is None else error.reason}
+def _check_same_rows(source: RowSource, cache: LengthCache) -> None:
+    """Every rank measures some rows for all, so all must have the same."""
+    if num_ranks() == 1:
+        return
+    spread = np.unique(np.linspace(0, len(source.rows) - 1, NUM_COMPARED).astype(np.int64))
+    keys = cache.keys(rows_at(source.rows, spread.tolist()))
+    facts = {"rows": len(source.rows), "content": hashlib.sha256(keys.tobytes()).hexdigest()[:16]}
+    check_equal(f"rows of source {source.name!r} and the settings that lengths depend on", facts)
 
 
-def _size(
-    row: Row, index: int, source: RowSource, template: Any, *, strict: bool
-) -> tuple[RowSize, SampleError | None]:
-    try:
-        encoded = encode_row(template, with_system(row, source.system), source.sample_id(index), strict=strict)
-    except SampleError as error:
-        return RowSize(0), error
-    return size_of(encoded), None
+def _sizes(measurer: Measurer, args: Any) -> Sizes:
+    """The sizes of all rows, a share of them measured here."""
+    num_rows = len(measurer.source.rows)
+    share = np.arange(rank(), num_rows, num_ranks())
+
+    def work() -> tuple[Sizes, list[tuple[int, str]]]:
+        sizes, failures = np.zeros(num_rows, SIZE), []
+        with _bar(f"Lengths of {measurer.source.name}", len(share)) as bar:
+            for chunk in in_chunks(measurer.measure, share, args.dataset_num_proc, bar):
+                sizes[chunk.indices] = chunk.sizes
+                failures += chunk.failures
+        return sizes[share], failures
+
+    everyone = together(work)
+    if is_master():
+        log_failures(measurer.source, sorted(failure for _, failures in everyone for failure in failures))
+    sizes = np.zeros(num_rows, SIZE)
+    for number, (part, _) in enumerate(everyone):
+        sizes[number :: num_ranks()] = part
+    return sizes
 
 
-def _difference(indices: Iterable[int], *, source: RowSource, template: Any, by_header: Any) -> str | None:
-    """The first row of which headers and full encoding say different things, in words."""
-    for index in indices:
-        row = source.rows[index]
-        if row.get("videos"):
-            continue  # always encoded in full
-        quick, quick_error = _size(row, index, source, by_header, strict=False)
-        full, full_error = _size(row, index, source, template, strict=False)
-        is_broken_behind_its_header = full_error is not None and quick_error is None
-        if quick != full and not is_broken_behind_its_header:
-            shown = quick_error.detail if quick_error is not None else tuple(quick)
-            return f"{source.sample_id(index)}: {shown} by header, {tuple(full)} in full (tokens, images, patches)"
-    return None
+def _difference(measurer: Measurer, indices: NDArray[np.int64], args: Any, text: str) -> str | None:
+    """The first difference between header and full encoding that any rank finds among these rows."""
+
+    def work() -> str | None:
+        share = indices[rank() :: num_ranks()]
+        with _bar(f"{text} of {measurer.source.name}", len(share)) as bar:
+            chunks = in_chunks(measurer.compare, share, args.dataset_num_proc, bar)
+            return next((chunk.difference for chunk in chunks if chunk.difference is not None), None)
+
+    return next((difference for difference in together(work) if difference is not None), None)
 
 
-def _extremes(sizes: RowSizes, *, known: list[int]) -> list[int]:
-    """The shortest and longest rows, and those with fewest and most patches, as far as they have a size."""
-    usable = np.flatnonzero(sizes.lengths > 0)
-    ends: list[int] = []
-    for column in (sizes.lengths, sizes.patches):
-        order = usable[np.argsort(column[usable], kind="stable")]
-        ends += [*order[:NUM_EXTREMES].tolist(), *order[-NUM_EXTREMES:].tolist()]
-    return sorted(set(ends) - set(known))
+def _extremes(sizes: Sizes) -> NDArray[np.int64]:
+    """Rows at both ends of length, patches and aspect, as far as they have a size."""
+    usable = np.flatnonzero(sizes["length"])
+
+    def ends() -> Iterator[NDArray[np.int64]]:
+        for column in ("length", "patches", "aspect"):
+            order = usable[np.argsort(sizes[column][usable], kind="stable")]
+            yield order[:NUM_EXTREMES]
+            yield order[-NUM_EXTREMES:]
+
+    return np.unique(np.concatenate(list(ends())))
+
+
+def _bar(text: str, num_rows: int) -> tqdm[Any]:
+    return tqdm(desc=text, total=num_rows, unit="row", dynamic_ncols=True, disable=not is_master(), smoothing=0.1)

@@ -56,7 +56,7 @@ def fused(sources: list[RowSource], template: Any, args: Any, config: PackingCon
     """One epoch of all sources; with their lengths where a plan will need them."""
     if config.packing_mode != "buffer":
         with without_model(template):
-            sources = [measured(source, template, args) for source in sources]
+            sources = [measured(source, template, args, config.packing_cache_dir) for source in sources]
     shuffle = args.train_dataloader_shuffle
     return FusionCaptionDataset(sources, template, seed=data_seed(args), strict=args.strict, shuffle=shuffle)
 
@@ -106,7 +106,7 @@ def _validation(rows: Any, template: Any, args: Any, config: PackingConfig) -> A
         args.training_args.per_device_eval_batch_size = 1
     source = RowSource(name="validation", rows=rows)
     with without_model(template):
-        sized = measured(source, template, args)
+        sized = measured(source, template, args, config.packing_cache_dir)
     everything = dataclasses.replace(config, packing_drop_last=False)
     return PlannedPackingDataset(FusionCaptionDataset([sized], template, shuffle=False), template, everything)
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from swift_vlpack.core.errors import VLPackError
 from swift_vlpack.core.resume import differing_fields
+
+Result = TypeVar("Result")
+
+
+class RankFailed(VLPackError):
+    """Another rank has failed, so this one stops too."""
 
 
 class RanksDiffer(VLPackError):
@@ -32,6 +38,23 @@ def gathered(mine: Any) -> list[Any]:
         everyone = [None] * num_ranks()
         dist.all_gather_object(everyone, mine)
     return everyone
+
+
+def together(work: Callable[[], Result]) -> list[Result]:
+    """Do the work on every rank and give everyone all results; where it fails on one, all stop instead of waiting."""
+    mine: Any = None
+    error: Exception | None = None
+    try:
+        mine = work()
+    except Exception as caught:
+        error = caught
+    everyone = gathered((mine, None if error is None else f"{type(error).__name__}: {error}"))
+    if error is not None:
+        raise error
+    for other, (_, said) in enumerate(everyone):
+        if said is not None:
+            raise RankFailed(f"rank {other} failed: {said}")
+    return [result for result, _ in everyone]
 
 
 def check_equal(what: str, facts: Mapping[str, Any]) -> None:

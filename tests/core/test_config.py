@@ -24,6 +24,7 @@ DESIGN_OPTIONS = {
     "packing_balance": True,
     "packing_verify": True,
     "packing_max_failures": 100,
+    "packing_cache_dir": None,
     "eval_packing": False,
     "fusion_config": None,
 }
@@ -138,6 +139,7 @@ OTHER_VALUES = {
     "packing_balance": False,
     "packing_verify": False,
     "packing_max_failures": 1,
+    "packing_cache_dir": "elsewhere",
     "eval_packing": True,
     "fusion_config": "mix.yaml",
 }

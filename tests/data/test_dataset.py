@@ -20,7 +20,7 @@ from swift_vlpack.data.lengths import RowSize, RowSizes
 from swift_vlpack.data.planned import PlannedPackingDataset
 from swift_vlpack.data.samples import LeftOut, SampleId, TooManyFailures
 from swift_vlpack.host.loader import pack_loader
-from tests.images import BROKEN, GOOD, make, photo
+from tests.images import BROKEN, GOOD, REASON_OF, make, photo
 from tests.rows import image_row, mixed_rows, text_row
 
 FAMILY = "qwen2_5_vl"
@@ -275,9 +275,7 @@ def test_readable_images_are_packed_and_the_others_left_out_with_a_reason(templa
         packs = packs_of(dataset)
     assert sorted(sample_id.row for sample_id in ids(packs)) == list(range(len(GOOD)))
     reasons = {left.sample_id.row: left.reason for left in left_out(packs, dataset)}
-    assert reasons == {
-        len(GOOD) + n: "file_missing" if kind == "missing.jpg" else "encode_failed" for n, kind in enumerate(BROKEN)
-    }
+    assert reasons == {len(GOOD) + n: REASON_OF[kind] for n, kind in enumerate(BROKEN)}
     assert_conserved(dataset, packs)
     logged = [record.message for record in caplog.records if "data:" in record.message]
     for row in reasons:
@@ -341,7 +339,7 @@ def test_strict_stops_at_the_first_failure_and_names_the_row(template, tmp_path,
     data = FusionCaptionDataset(
         [RowSource(name="data", rows=some_missing(tmp_path, ".x."))], template, strict=True, shuffle=False
     )
-    with pytest.raises(DataError, match=r"data:1: \w+Error"):
+    with pytest.raises(DataError, match=r"data:1: file_missing: \w+Error"):
         packs_of(packed(data, template, form))
 
 

@@ -128,7 +128,7 @@ def test_missing_file_has_its_own_reason_whatever_its_name(template, tmp_path):
     there.write_text("no image")
     with pytest.raises(SampleError) as caught:
         encode_row(template, image_row([str(there)]), SampleId("data", 0))
-    assert caught.value.reason == "encode_failed"
+    assert caught.value.reason == "image_unreadable"
 
 
 def test_strict_raises_the_error_with_the_row_and_the_cause(template, tmp_path):
@@ -136,7 +136,7 @@ def test_strict_raises_the_error_with_the_row_and_the_cause(template, tmp_path):
     rows = [text_row(), image_row([str(tmp_path / "missing.jpg")])]
     dataset = fused(template, source("captions", rows, row_numbers=[4, 7]), strict=True, shuffle=False)
     assert dataset[0]["sample_id"].row == 4
-    with pytest.raises(DataError, match=r"captions:7: \w+Error: ") as caught:
+    with pytest.raises(DataError, match=r"captions:7: file_missing: \w+Error: ") as caught:
         dataset[1]
     assert isinstance(caught.value.__cause__, OSError)
     with pytest.raises(DataError, match=r"captions:7"):

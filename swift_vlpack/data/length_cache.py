@@ -1,0 +1,248 @@
+"""A file that remembers the sizes of rows: appended to as rows are measured, whole whenever a process dies.
+
+The file is a magic line and then blocks: a header (mark, number of records, checksum) and fixed-size records. A row is
+known by a key made of everything that its size depends on, so records are never wrong, only no longer asked for; of two
+records with one key the later counts. A block that a killed process left unfinished at the end is cut off; any other
+damage sets the file aside and starts a new one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+logger = logging.getLogger(__name__)
+
+MAGIC = b"vlpack lengths 1\n"
+_BLOCK = struct.Struct("<4sII")  # mark, number of records, checksum of the records
+_MARK = b"rows"
+
+SIZE = np.dtype(
+    [
+        ("length", "<u4"),  # tokens; 0 where the row cannot be encoded
+        ("images", "<u4"),
+        ("patches", "<u4"),
+        ("aspect", "<f4"),  # longer side over shorter, of the most extreme image or video
+        ("reason", "u1"),  # why it cannot be encoded: an index into `samples.REASONS`
+        ("proof", "u1"),  # how far the size is to be trusted
+    ]
+)
+"""What is known of a row."""
+
+BY_HEADER, AGREED, IN_FULL = 0, 1, 2
+"""Proof: from image headers; from headers and found equal to the full encoding; from the full encoding."""
+
+KEY = np.dtype([("high", "<u8"), ("low", "<u8")])
+RECORD = np.dtype([("key", KEY), ("size", SIZE)])
+NO_KEY = np.zeros((), KEY)
+"""Of a row that cannot be told from another one, so that nothing is remembered of it."""
+
+Sizes = NDArray[np.void]
+
+
+class KnownSizes:
+    """The records of a file, sorted, to look up many keys at once."""
+
+    def __init__(self, records: NDArray[np.void]) -> None:
+        order = np.argsort(records["key"]["high"], kind="stable")  # of equal keys the latest is last
+        self._records = records[order]
+        self._high = np.ascontiguousarray(self._records["key"]["high"])
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def of(self, keys: NDArray[np.void]) -> tuple[NDArray[np.bool_], Sizes]:
+        """Which of the keys are known, and the sizes of those that are."""
+        if not len(self._records):
+            return np.zeros(len(keys), dtype=bool), np.zeros(len(keys), SIZE)
+        at = np.searchsorted(self._high, keys["high"], side="right") - 1
+        found = self._records[np.maximum(at, 0)]
+        is_known = (at >= 0) & (found["key"] == keys) & (keys != NO_KEY)
+        return is_known, found["size"]
+
+
+class LengthCache:
+    """One file of sizes. A file that cannot be read or written costs a warning, and the run goes on without it."""
+
+    def __init__(self, path: Path, context: str) -> None:
+        """`context` names everything but the row that a size depends on; it becomes part of every key."""
+        self.path = path
+        self._context = context.encode()
+        self._is_usable = True
+        self._end = 0  # of the blocks that were seen to be whole
+
+    def load(self) -> KnownSizes:
+        """All that the file knows."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(self.path) as file:
+                records, is_damaged = self._read_on(file)
+                if is_damaged:
+                    self._set_aside()
+                    records = np.zeros(0, RECORD)
+        except OSError as error:
+            self._give_up(error)
+            records = np.zeros(0, RECORD)
+        return KnownSizes(records)
+
+    def append(self, keys: NDArray[np.void], sizes: Sizes) -> None:
+        """Remember sizes; rows without a key are passed over."""
+        has_key = keys != NO_KEY
+        if not self._is_usable or not has_key.any():
+            return
+        records = np.zeros(int(has_key.sum()), RECORD)
+        records["key"], records["size"] = keys[has_key], sizes[has_key]
+        block = records.tobytes()
+        try:
+            with _locked(self.path) as file:
+                self._read_on(file)  # another process may have been killed while it wrote
+                head = (b"" if self._end else MAGIC) + _BLOCK.pack(_MARK, len(records), zlib.crc32(block))
+                _write(file, head + block)
+                self._end = os.fstat(file).st_size
+        except OSError as error:
+            self._give_up(error)
+
+    def remember(self, row: Mapping[str, Any], size: tuple[int, int, int], aspect: float) -> None:
+        """Append the true size of one row."""
+        self.append(self.keys([row]), np.array([(*size, aspect, 0, IN_FULL)], SIZE))
+
+    def key(self, row: Mapping[str, Any]) -> NDArray[np.void]:
+        """The key of a row: its content, and which files it names in which state; `NO_KEY` where it has no content."""
+        try:
+            text = json.dumps(row, sort_keys=True, default=_digest_of_bytes)
+        except TypeError:
+            return NO_KEY
+        digest = hashlib.blake2b(self._context, digest_size=16)
+        digest.update(text.encode())
+        digest.update(repr([_file_state(path) for path in _media(row)]).encode())
+        return np.frombuffer(digest.digest(), KEY)[0]
+
+    def keys(self, rows: Iterable[Mapping[str, Any]]) -> NDArray[np.void]:
+        """The keys of many rows."""
+        return np.array([self.key(row) for row in rows], KEY)
+
+    def _read_on(self, file: int) -> tuple[NDArray[np.void], bool]:
+        """The records behind those that were seen, and whether the file is damaged there; cuts off unfinished ones."""
+        size = os.fstat(file).st_size
+        self._end = min(self._end, size)
+        content = os.pread(file, size - self._end, self._end)
+        records, num_good = _parsed(content, is_start=self._end == 0)
+        self._end += num_good
+        rest = content[num_good:]
+        if rest and _is_unfinished(rest):
+            os.ftruncate(file, self._end)
+        return records, bool(rest) and not _is_unfinished(rest)
+
+    def _set_aside(self) -> None:
+        aside = self.path.with_suffix(f".damaged-{os.getpid()}")
+        os.replace(self.path, aside)
+        logger.warning(
+            "cache of lengths %s is damaged at byte %d; it is set aside as %s and lengths are measured again",
+            self.path, self._end, aside.name,
+        )  # fmt: skip
+        self._end = 0
+
+    def _give_up(self, error: OSError) -> None:
+        self._is_usable = False
+        logger.warning(
+            "cache of lengths %s cannot be used (%s); lengths are measured and not remembered. "
+            "packing_cache_dir names another directory", self.path, error.strerror or error,
+        )  # fmt: skip
+
+
+def _parsed(content: bytes, *, is_start: bool) -> tuple[NDArray[np.void], int]:
+    """The records of all blocks up to the first that is not whole, and where that one starts."""
+    if is_start and not content.startswith(MAGIC):
+        return np.zeros(0, RECORD), 0
+    at, blocks = len(MAGIC) if is_start else 0, []
+    while at + _BLOCK.size <= len(content):
+        mark, num_records, checksum = _BLOCK.unpack_from(content, at)
+        end = at + _BLOCK.size + num_records * RECORD.itemsize
+        block = memoryview(content)[at + _BLOCK.size : end]
+        if mark != _MARK or end > len(content) or zlib.crc32(block) != checksum:
+            break
+        blocks.append(np.frombuffer(block, RECORD))
+        at = end
+    return np.concatenate(blocks) if blocks else np.zeros(0, RECORD), at
+
+
+def _is_unfinished(rest: bytes) -> bool:
+    """Whether this is the beginning of a block, or of the magic line, as a killed process leaves it."""
+    if MAGIC.startswith(rest[: len(MAGIC)]):
+        return len(rest) <= len(MAGIC)
+    if len(rest) < _BLOCK.size:
+        return _MARK.startswith(rest[: len(_MARK)])
+    mark, num_records, _ = _BLOCK.unpack_from(rest)
+    return bool(mark == _MARK and _BLOCK.size + num_records * RECORD.itemsize > len(rest))
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[int]:
+    """The open file, in which nobody else writes meanwhile; without a lock where the file system has none."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
+    finally:
+        os.close(file)
+
+
+def _write(file: int, content: bytes) -> None:
+    """Write all of it, or leave the file as it was."""
+    before = os.fstat(file).st_size
+    try:
+        while content:
+            content = content[os.write(file, content) :]
+    except OSError:
+        with suppress(OSError):
+            os.ftruncate(file, before)
+        raise
+
+
+def _digest_of_bytes(value: Any) -> str:
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return hashlib.blake2b(value, digest_size=16).hexdigest()
+    raise TypeError
+
+
+def _media(row: Mapping[str, Any]) -> Iterator[str]:
+    """Every text of the row that may name a file of pixels or sound."""
+    for column in ("images", "videos", "audios"):
+        yield from _paths(row.get(column))
+    for message in row.get("messages") or ():
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for item in content if isinstance(content, (list, tuple)) else ():
+            if isinstance(item, Mapping) and item.get("type") != "text":
+                yield from _paths(list(item.values()))
+
+
+def _paths(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _paths([inner for name, inner in value.items() if name in ("path", "url")])
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _paths(inner)
+
+
+def _file_state(path: str) -> tuple[int, int] | None:
+    """Size and time of change of a file, or None where it is not there or no path at all."""
+    for folder in ("", os.environ.get("ROOT_IMAGE_DIR", "")):  # ms-swift's own variable for relative paths
+        with suppress(OSError, ValueError):
+            state = os.stat(os.path.join(folder, os.path.expanduser(path.strip())))
+            return state.st_size, state.st_mtime_ns
+    return None

@@ -1,0 +1,114 @@
+"""Everything but the row that a length depends on, in one digest: the key of remembered lengths.
+
+Too much of it only measures again; too little would be wrong. So what a template reads is found, not listed: its
+attributes, its processor's settings, the constants of qwen_vl_utils, the environment variables that its source names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = (
+    "ms-swift",
+    "transformers",
+    "tokenizers",
+    "qwen-vl-utils",
+    "pillow",
+    "torch",
+    "torchvision",
+    "decord",
+    "torchcodec",
+)
+_NOT_OF_LENGTH = ("packing", "padding_free", "model", "dummy_model", "processor", "tokenizer", "config", "model_info")
+_VARIABLE = re.compile(r"""(?:get_env_args\(|getenv\(|environ\.get\(|environ\[)\s*['"](\w+)['"]""")
+
+
+def context_of(template: Any) -> str:
+    """32 hexadecimal digits that are equal when all of it is."""
+    text = json.dumps(facts_of(template), sort_keys=True, default=_plain)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def facts_of(template: Any) -> dict[str, Any]:
+    """What a length depends on, by name."""
+    processor = template.processor
+    parts = {
+        name: getattr(processor, name, None) for name in ("image_processor", "video_processor", "feature_extractor")
+    }
+    settings = {name: value for name, value in vars(template).items() if name not in _NOT_OF_LENGTH}
+    return {
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "template": f"{type(template).__module__}.{type(template).__qualname__}",
+        "settings": settings,
+        "meta": vars(template.template_meta),
+        "processor": {name: part.to_dict() for name, part in parts.items() if hasattr(part, "to_dict")},
+        "tokenizer": _digest_of_tokenizer(template.tokenizer),
+        "variables": {name: os.environ.get(name) for name in sorted(variables_read_by(type(template)))},
+        "constants": _constants("qwen_vl_utils.vision_process"),
+    }
+
+
+def variables_read_by(template_class: type) -> set[str]:
+    """Environment variables that the source of the template, of its bases and of ms-swift's image loading names."""
+    files = [inspect.getsourcefile(base) for base in template_class.__mro__ if base is not object]
+    found = set()
+    for file in {*files, *_files_of("swift.template.vision_utils", "qwen_vl_utils.vision_process")}:
+        if file is not None:
+            found |= {name.upper() for name in _VARIABLE.findall(_text(file))}
+    return found
+
+
+@cache
+def _text(file: str) -> str:
+    return Path(file).read_text(encoding="utf-8", errors="replace")
+
+
+def _files_of(*modules: str) -> Iterator[str | None]:
+    for module in modules:
+        if importlib.util.find_spec(module.split(".")[0]) is not None:
+            found = importlib.util.find_spec(module)
+            yield found.origin if found is not None else None
+
+
+def _constants(module: str) -> dict[str, Any]:
+    """The upper-case numbers of a module that is loaded; ms-swift writes what MAX_PIXELS and the like say into them."""
+    loaded = vars(sys.modules[module]) if module in sys.modules else {}
+    return {name: value for name, value in loaded.items() if name.isupper() and isinstance(value, (int, float, str))}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _digest_of_tokenizer(tokenizer: Any) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    text = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """Of an object without a text of its own: its class, and its plain attributes."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, value))
+    own = {name: inner for name, inner in getattr(value, "__dict__", {}).items() if _is_plain(inner)}
+    return [f"{type(value).__module__}.{type(value).__qualname__}", getattr(value, "__qualname__", None), own]
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (str, int, float, bool))
