@@ -7,13 +7,13 @@ attributes, its processor's settings, the constants of qwen_vl_utils, the enviro
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.metadata
 import importlib.util
 import inspect
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -82,9 +82,15 @@ def _files_of(*modules: str) -> Iterator[str | None]:
 
 
 def _constants(module: str) -> dict[str, Any]:
-    """The upper-case numbers of a module that is loaded; ms-swift writes what MAX_PIXELS and the like say into them."""
-    loaded = vars(sys.modules[module]) if module in sys.modules else {}
-    return {name: value for name, value in loaded.items() if name.isupper() and isinstance(value, (int, float, str))}
+    """The upper-case numbers of a module and the variables of the same name.
+
+    ms-swift writes MAX_PIXELS and the like into the module when it loads a model, which may be before or after this.
+    """
+    if importlib.util.find_spec(module.split(".")[0]) is None:
+        return {}
+    loaded = vars(importlib.import_module(module))
+    numbers = {name: value for name, value in loaded.items() if name.isupper() and isinstance(value, (int, float, str))}
+    return {name: (value, os.environ.get(name)) for name, value in numbers.items()}
 
 
 def _version(package: str) -> str | None:
