@@ -85,6 +85,7 @@ class LengthCache:
 
     def load(self) -> KnownSizes:
         """All that the file knows."""
+        self._end = 0
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with _locked(self.path) as file:

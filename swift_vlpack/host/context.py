@@ -30,7 +30,10 @@ _PACKAGES = (
     "decord",
     "torchcodec",
 )
-_NOT_OF_LENGTH = ("packing", "padding_free", "model", "dummy_model", "processor", "tokenizer", "config", "model_info")
+_NOT_OF_LENGTH = re.compile(
+    r"packing|padding_free|model|dummy_model|processor|tokenizer|config|model_info|\w*_cache|_handles|TOKENIZERS_PARALLELISM"
+)
+"""Attributes and variables that change from run to run, or within one, and lengths do not."""
 _VARIABLE = re.compile(r"""(?:get_env_args\(|getenv\(|environ\.get\(|environ\[)\s*['"](\w+)['"]""")
 
 
@@ -46,7 +49,7 @@ def facts_of(template: Any) -> dict[str, Any]:
     parts = {
         name: getattr(processor, name, None) for name in ("image_processor", "video_processor", "feature_extractor")
     }
-    settings = {name: value for name, value in vars(template).items() if name not in _NOT_OF_LENGTH}
+    settings = {name: value for name, value in vars(template).items() if not _NOT_OF_LENGTH.fullmatch(name)}
     return {
         "packages": {name: _version(name) for name in _PACKAGES},
         "template": f"{type(template).__module__}.{type(template).__qualname__}",
@@ -66,7 +69,7 @@ def variables_read_by(template_class: type) -> set[str]:
     for file in {*files, *_files_of("swift.template.vision_utils", "qwen_vl_utils.vision_process")}:
         if file is not None:
             found |= {name.upper() for name in _VARIABLE.findall(_text(file))}
-    return found
+    return {name for name in found if not _NOT_OF_LENGTH.fullmatch(name)}
 
 
 @cache
