@@ -1,6 +1,6 @@
 """Measure planning, and the all-reduce of buffer mode, for many ranks; prints the tables of docs/scale.md.
 
-    python -m benchmarks.scale                                    # 1e7 lengths drawn from the example, 15 minutes
+    python -m benchmarks.scale                                    # 1e7 lengths drawn from the example, 12 minutes
     python -m benchmarks.scale --lengths captions.json --strategies exact
     python -m benchmarks.scale --quick                            # 1e5 lengths, up to 4 processes: half a minute
 
@@ -284,6 +284,7 @@ def report_agreement(processes: Sequence[int], num_calls: int, num_steps: int) -
                 f"{1000 * seconds_to_compare(num):.1f}",
             ]
             for num in EXTRAPOLATED_RANKS
+            if num > max(processes)
         ],
     )
 
