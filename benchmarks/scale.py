@@ -247,7 +247,17 @@ def report_agreement(processes: Sequence[int], num_calls: int, num_steps: int) -
     print_table(
         f"Measured: one int64, gloo over loopback, milliseconds of the slowest rank, median / 99th percentile; "
         f"{num_calls:,} calls, {num_steps} steps",
-        ["processes", "hops", "all-reduce", "us a hop", *steps, "in a grid", "gather", "start, s", "open files"],
+        [
+            "processes",
+            "messages in a row",
+            "all-reduce",
+            "us a message",
+            *steps,
+            "in a grid",
+            "gather",
+            "start, s",
+            "open files",
+        ],
         [
             [
                 str(num),
@@ -265,13 +275,13 @@ def report_agreement(processes: Sequence[int], num_calls: int, num_steps: int) -
     )
     low, high = min(per_hop.values()), max(per_hop.values())
     print_table(
-        f"Extrapolated from {1e6 * low:.0f} to {1e6 * high:.0f} us a hop and one open file a rank",
+        f"Extrapolated from {1e6 * low:.0f} to {1e6 * high:.0f} us a message and one open file a rank",
         [
             "ranks",
-            "hops",
+            "messages in a row",
             "all-reduce, ms",
             "open files",
-            "hops in a grid",
+            "messages in a grid",
             "comparing the facts of all, ms (measured)",
         ],
         [
