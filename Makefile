@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-oldest lint format bench clean
+.PHONY: help demo test test-slow test-oldest lint format bench scale clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -49,6 +49,9 @@ format: $(READY)  ## Let ruff format and mend
 
 bench: $(READY)  ## Measure the strategies; prints the tables of benchmarks/RESULTS.md
 	$(BIN)/python benchmarks/strategies.py
+
+scale: $(READY)  ## Measure planning and voting for 64 to 8,192 ranks; prints the tables of docs/scale.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.scale
 
 clean:  ## Remove what the targets made
 	rm -rf $(VENV) .venv-oldest demo_output .pytest_cache .ruff_cache .mypy_cache *.egg-info
