@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from swift_vlpack.core.shuffle import permutation
 
-STEPS_PER_WINDOW = 16  # costs are matched among the packs of so many steps
+STEPS_PER_WINDOW = 64  # costs are matched among the packs of so many steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
