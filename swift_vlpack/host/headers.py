@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+from contextlib import nullcontext
 from functools import partial
 from io import BytesIO
 from itertools import chain
@@ -18,6 +19,8 @@ import numpy as np
 from PIL import Image
 from swift.template import Template
 from swift.template.vision_utils import _check_path, load_file
+
+from swift_vlpack.host.videos import without_frames
 
 _SHORT, _NUM_KNOWN = 64, 100_000  # characters of a text whose tokens are kept, and how many of them
 
@@ -76,9 +79,14 @@ def pixel_free(template: Any) -> Any:
     own._load_image = _header_of
     own._tokenize = _Tokenizer(template)
     own._split_special_tokens = partial(_split_special_tokens, _special_tokens())
-    own.encode = lambda row, **options: type(own).encode(own, _Row(row), **options)
+    own.encode = partial(_encode, own)
     own.create_mm_token_type_ids = lambda *_: None  # as long as the tokens, and not asked for
     return own
+
+
+def _encode(template: Any, row: dict[str, Any], **options: Any) -> Any:
+    with without_frames() if row.get("videos") else nullcontext():
+        return type(template).encode(template, _Row(row), **options)
 
 
 class _Row(dict[str, Any]):
