@@ -219,7 +219,8 @@ def _about_packs(report: dict[str, Any]) -> list[tuple[str, str]]:
 def _about_data(report: dict[str, Any]) -> list[tuple[str, str]]:
     """The sources of a run, as a table, and their lengths."""
     width = max(len("source"), *map(len, report["sources"]))
-    lines = [("data", f"{report['rows']} rows in {len(report['sources'])} sources; below, epoch 0 is shown")]
+    num_sources = len(report["sources"])
+    lines = [("data", f"{report['rows']} rows in {num_sources} source{'s' * (num_sources > 1)}")]
     lines.append(("", f"{'source':<{width}}  {'rows':>9}  {'ratio':>6}  {'asked':>7}  {'samples':>7}  {'tokens':>7}"))
     lines += [
         (

@@ -22,7 +22,10 @@ SWIFTS_OWN = ("packing", "packing_length")
 """Options that are flags of ms-swift as well and go to it as they are."""
 
 PLUGINS = "external_plugins"
-_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+_OF_A_RANK = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
+    *("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"),
+)
 """Variables of a launcher; a plan is one process, whoever starts it."""
 
 
@@ -63,8 +66,10 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], *, num_ranks: i
     """
     run = _taken_apart(argv, environ)
     keys = dict(run.keys)
-    block = {name: str(value) for name, value in (keys.pop("ENV", None) or {}).items()}
-    environ = {**block, **run.environ}
+    block = keys.pop("ENV", None) or {}
+    if not isinstance(block, dict):
+        raise ConfigError(f"{run.path}: ENV must be a mapping of variables, got {block!r}")
+    environ = {**{name: str(value) for name, value in block.items()}, **run.environ}
     num_ranks = _num_ranks(environ) if num_ranks is None else num_ranks
     if num_ranks < 1:
         raise ConfigError(f"num_ranks must be at least 1, got {num_ranks}")
@@ -79,7 +84,7 @@ def _num_ranks(environ: Mapping[str, str]) -> int:
     counts = [environ.get(name, "1") for name in ("NPROC_PER_NODE", "NNODES")]
     if not all(count.isdecimal() for count in counts):
         raise ConfigError(
-            f"NPROC_PER_NODE={counts[0]}, NNODES={counts[1]}: not a fixed count of ranks; give --num_ranks"
+            f"NPROC_PER_NODE={counts[0]} and NNODES={counts[1]} do not say how many ranks there are; give --num_ranks"
         )
     return int(counts[0]) * int(counts[1])
 
@@ -88,12 +93,8 @@ def _as_flags(keys: Mapping[str, Any]) -> list[str]:
     """Keys of a training file as ms-swift's flags: a list is several values, a mapping is JSON."""
     flags: list[str] = []
     for name, value in keys.items():
-        values = (
-            value
-            if isinstance(value, list)
-            else [json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value]
-        )
-        flags += [f"--{name}", *map(str, values)]
+        text = json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
+        flags += [f"--{name}", *map(str, text if isinstance(text, list) else [text])]
     return flags
 
 

@@ -12,11 +12,11 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from swift.pipelines.train.sft import SwiftSft
 
 from swift_vlpack.core.errors import ConfigError, VLPackError
@@ -29,35 +29,37 @@ from swift_vlpack.host.ranks import counted_as
 from swift_vlpack.host.sources import load_sources
 
 EXIT_USAGE = 2
-NOT_FOR_A_PLAN = {
-    "add_version": "false",
-    "report_to": "none",
-    "use_cpu": "true",  # without it ms-swift refuses bfloat16 on a machine that has no GPU
-    "deepspeed": "",  # these two need a device, and do not decide what is in a pack
-    "fsdp": "",
-}
-"""Options of a run that a plan overrides, because they would leave traces or need what a plan does not."""
+LEFT_OUT = ("ddp_backend", "deepspeed", "fsdp", "use_liger_kernel")
+"""Options of a run that decide nothing about packs, and need devices, packages or processes that a plan does not."""
+OVERRIDDEN = ("--report_to", "none", "--add_version", "false", "--use_cpu", "true")
+"""Leave no trace; and without `use_cpu` ms-swift refuses bfloat16 on a machine that has no GPU."""
 
 
 class Refused(VLPackError):
-    """ms-swift does not take the options."""
+    """ms-swift cannot work with what it was given."""
+
+
+@contextmanager
+def _said_by_swift(what: str) -> Iterator[None]:
+    """Make one line of an error by which ms-swift and the libraries below it say that an input is wrong."""
+    try:
+        yield
+    except VLPackError:
+        raise
+    except (ValueError, AssertionError, OSError) as error:
+        raise Refused(f"ms-swift {what}: {' '.join(str(error).split())}") from error
 
 
 class _WithoutWeights(SwiftSft):
-    """The arguments, processor and template of a training run; ms-swift builds its cached data sets in this way."""
+    """The arguments, processor and template of a training run, by the methods of the run."""
 
     def __init__(self, argv: Sequence[str]) -> None:
-        try:
+        with _said_by_swift("refuses the options"):
             super(SwiftSft, self).__init__(list(argv))
-        except VLPackError:
-            raise
-        except (ValueError, AssertionError) as error:
-            raise Refused(f"ms-swift refuses the options: {error}") from error
         self.train_msg: dict[str, Any] = {}
-        needs_model = getattr(self.args.template_meta.template_cls, "use_model", False)
-        with torch.device("meta"):
-            self._prepare_model_tokenizer(**({"return_dummy_model": True} if needs_model else {"load_model": False}))
-        self._prepare_template()
+        with _said_by_swift("cannot load the processor"):
+            self._prepare_model_tokenizer(load_model=False)  # the length pass of training has no model either
+            self._prepare_template()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,8 +79,7 @@ def training_report(argv: Sequence[str], *, num_ranks: int, failures_file: Path)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="vlpack-") as folder, counted_as(num_ranks):
         # ms-swift makes the output folder when it reads its arguments; a plan leaves none behind.
-        overridden = [part for name, value in NOT_FOR_A_PLAN.items() for part in (f"--{name}", value)]
-        pipeline = _WithoutWeights([*argv, *overridden, "--output_dir", folder])
+        pipeline = _WithoutWeights([*_without(argv, LEFT_OUT), *OVERRIDDEN, "--output_dir", folder])
         packs, seconds = _packs(pipeline)
     num_failures = _write_failures(packs, failures_file)
     return {
@@ -92,6 +93,18 @@ def training_report(argv: Sequence[str], *, num_ranks: int, failures_file: Path)
     }
 
 
+def _without(argv: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The flags but for those of these names, with their values."""
+    kept: list[str] = []
+    is_left_out = False
+    for part in argv:
+        if part.startswith("--"):
+            is_left_out = part[2:].partition("=")[0].replace("-", "_") in names
+        if not is_left_out:
+            kept.append(part)
+    return kept
+
+
 def _packs(pipeline: SwiftSft) -> tuple[PlannedPackingDataset, dict[str, float]]:
     """The packs that training would make, and how long lengths and packs took."""
     args, template = pipeline.args, pipeline.template
@@ -103,7 +116,8 @@ def _packs(pipeline: SwiftSft) -> tuple[PlannedPackingDataset, dict[str, float]]
             f"{'--streaming true' if args.streaming else 'packing_mode=buffer'} packs rows as they come and cannot be "
             "planned; plan without it, or train with --max_steps"
         )
-    sources, _ = load_sources(args, config)
+    with _said_by_swift("cannot load the data"):
+        sources, _ = load_sources(args, config)
     start = time.perf_counter()
     dataset = fused(sources, template, args, config)
     measured = time.perf_counter()
