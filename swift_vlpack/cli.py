@@ -200,6 +200,8 @@ def _about_packs(report: dict[str, Any]) -> list[tuple[str, str]]:
     per_step = f"{report['packs_per_rank']} packs each, slowest rank {report['balance']:.3f} x mean"
     if report["num_giants"]:
         per_step += f" (floor {report['balance_floor']:.3f}: {report['num_giants']} samples cost more than a mean pack)"
+    num_unreadable = report["num_rows"] - report["num_samples"] - report["num_dropped"]
+    unreadable = f", and {num_unreadable} unreadable" if num_unreadable else ""
     return [
         ("rows", f"{report['num_rows']} rows, {report['num_samples']} samples packed, {report['num_tokens']} tokens"),
         ("packs", f"{report['num_packs']} packs of {report['packing_length']} tokens by {report['method']}"),
@@ -212,7 +214,7 @@ def _about_packs(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("ranks", f"{report['num_ranks']}: {per_step}"),
         ("", f"{report['packs_split']} packs cut in two and {report['packs_empty']} empty ones for equal steps"),
         ("single-long", f"{report['single_long']}"),
-        ("left out", f"{report['num_dropped']} ({_by_reason(report['dropped'])})"),
+        ("left out", f"{report['num_dropped']} ({_by_reason(report['dropped'])}){unreadable}"),
     ]
 
 

@@ -62,7 +62,7 @@ def test_plan_of_a_file_is_what_two_ranks_train(config, tmp_path):
     report = json.loads(done.stdout)
     assert (report["num_ranks"], report["num_epochs"], report["rows"]) == (2, 2, 15)
     assert report["packing_strategy"] == "exact"
-    assert (report["unreadable"], report["failures_file"]) == ({"encode_failed": 1}, "vlpack_failures.jsonl")
+    assert (report["unreadable"], report["failures_file"]) == ({"image_unreadable": 1}, "vlpack_failures.jsonl")
     [failed] = [json.loads(line) for line in (tmp_path / "vlpack_failures.jsonl").read_text().splitlines()]
     assert (failed["id"], failed["images"]) == ("rows:14", [str(config.parent / "text.jpg")])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["vlpack_failures.jsonl"]
@@ -88,6 +88,6 @@ def test_report_for_a_reader_from_flags(config, tmp_path):
         "ranks        3: ",
     ):
         assert part in done.stdout
-    assert "encode_failed 1), listed in bad.jsonl" in done.stdout
+    assert "image_unreadable 1), listed in bad.jsonl" in done.stdout
     assert "[" not in done.stdout, "no line of a log"
     assert (tmp_path / "bad.jsonl").exists()

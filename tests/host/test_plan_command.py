@@ -13,7 +13,7 @@ from swift_vlpack.host.args import _fold_batch_size
 from swift_vlpack.host.plan_command import main, training_report
 from swift_vlpack.host.ranks import counted_as
 from tests.host.runs import log_lines, packed_argv, train
-from tests.images import BROKEN, make, photo
+from tests.images import BROKEN, REASON_OF, make, photo
 from tests.rows import image_row, mixed_rows, text_row, write_jsonl
 
 FAMILY = "qwen2_5_vl"
@@ -64,6 +64,10 @@ def planned(model, tmp_path, num_ranks=1, packing="true", **flags):
     return training_report(argv, num_ranks=num_ranks, failures_file=tmp_path / "failures.jsonl")
 
 
+def sizes_of_files(folder):
+    return {path.name: path.stat().st_size for path in folder.iterdir()}
+
+
 def state_of(output):
     return [line["global_step/max_steps"] for line in log_lines(output) if "global_step/max_steps" in line][-1]
 
@@ -79,11 +83,14 @@ def state_of(output):
 )
 def test_steps_and_packs_are_those_of_the_training_run(length, folders, mix, tmp_path, options, monkeypatch):
     """CLI-6 CLI-7 CLI-8: with another draw in every epoch, and from a folder without weights."""
-    options(packing_strategy="exact", packing_verify="false", fusion_config=mix / "mix.yaml")
+    cache = tmp_path / "lengths"
+    options(packing_strategy="exact", packing_verify="false", fusion_config=mix / "mix.yaml", packing_cache_dir=cache)
     flags = {"max_length": 256, "gradient_accumulation_steps": 2, **length}
     report = planned(folders["bare"], tmp_path, **flags)
     assert not (tmp_path / "never").exists(), "a plan leaves no output folder"
 
+    remembered = sizes_of_files(cache)
+    assert len(remembered) == 2
     digests = []
     packed = pipeline.packed
 
@@ -98,6 +105,7 @@ def test_steps_and_packs_are_those_of_the_training_run(length, folders, mix, tmp
     assert report["num_steps"] == len(steps)
     assert state_of(tmp_path / "out") == f"{report['num_steps']}/{report['num_steps']}"
     assert digests == [report["plan_digest"]]
+    assert sizes_of_files(cache) == remembered, "training measured again what the plan had measured"
     assert report["num_epochs"] == math.ceil(steps[-1]["epoch"])
     ends = {report["steps_per_epoch"] * epoch: epoch for epoch in range(1, report["num_epochs"])}
     assert ends
@@ -155,10 +163,9 @@ def test_rows_that_cannot_be_encoded_are_written_with_reasons(bare_folder, tmp_p
             "id": f"rows:{number}",
             "source": "rows",
             "row": number,
-            "reason": line["reason"],
+            "reason": REASON_OF[name],
             "images": [broken[name]],
         }
-    assert by_name["missing.jpg"]["reason"] == "file_missing"
     assert report["num_samples"] + report["num_dropped"] + len(failed) == report["num_rows"] == len(rows)
 
 
