@@ -67,7 +67,7 @@ def _add_plan(commands: Any) -> None:
         help="report what training would see, before it starts",
         description=(
             "Report what training would see: from a file of lengths, or from the very file, flags and environment of "
-            "a run, whose rows are then measured as in training. No weights are loaded and no pixels are read."
+            "a run, whose rows are then measured as in training. No weights are loaded and no GPU is used."
         ),
     )
     command.add_argument(
@@ -200,10 +200,11 @@ def _about_packs(report: dict[str, Any]) -> list[tuple[str, str]]:
     per_step = f"{report['packs_per_rank']} packs each, slowest rank {report['balance']:.3f} x mean"
     if report["num_giants"]:
         per_step += f" (floor {report['balance_floor']:.3f}: {report['num_giants']} samples cost more than a mean pack)"
+    rows = f"{report['num_rows']} rows" + (" in epoch 0" if "sources" in report else "")
     num_unreadable = report["num_rows"] - report["num_samples"] - report["num_dropped"]
     unreadable = f", and {num_unreadable} unreadable" if num_unreadable else ""
     return [
-        ("rows", f"{report['num_rows']} rows, {report['num_samples']} samples packed, {report['num_tokens']} tokens"),
+        ("rows", f"{rows}, {report['num_samples']} samples packed, {report['num_tokens']} tokens"),
         ("packs", f"{report['num_packs']} packs of {report['packing_length']} tokens by {report['method']}"),
         (
             "",

@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -15,6 +17,7 @@ from tests.images import BROKEN
 from tests.rows import image_row, mixed_rows, write_jsonl
 
 FAMILY = "qwen2_5_vl"
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -91,3 +94,9 @@ def test_report_for_a_reader_from_flags(config, tmp_path):
     assert "image_unreadable 1), listed in bad.jsonl" in done.stdout
     assert "[" not in done.stdout, "no line of a log"
     assert (tmp_path / "bad.jsonl").exists()
+    shown = re.search(r"```text\n(data .*?)```", (ROOT / "README.md").read_text(), flags=re.S).group(1)
+    assert labels(done.stdout) == labels(shown), "the example in README.md is of another version"
+
+
+def labels(report):
+    return [name for line in report.splitlines() if (name := line[:12].strip())]
