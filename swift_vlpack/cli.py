@@ -167,6 +167,8 @@ def _plan_run(argv: Sequence[str]) -> int:
             "nothing to plan: give --lengths FILE, --config CONFIG.yaml, "
             "or the options of swift sft (--model, --dataset)"
         )
+    if not args.failures.absolute().parent.is_dir():  # better now than after the length pass
+        raise ConfigError(f"--failures {args.failures}: no such directory; name a file in one that exists")
     launch = plan_launch([*([args.config] if args.config else []), *options], os.environ, num_ranks=args.num_ranks)
     with tempfile.TemporaryDirectory(prefix="vlpack-") as folder:
         report = Path(folder) / "report.json"

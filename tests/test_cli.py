@@ -157,6 +157,7 @@ def test_mistake_is_one_line_and_exit_code_two(content, flags, parts, tmp_path, 
         (["--config", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
         (["--model", "m", "--packing_strategy", "magic"], "packing_strategy must be one of"),
         (["--model", "m", "--num_ranks", "0"], "num_ranks must be at least 1, got 0"),
+        (["--model", "m", "--failures", "no/such/bad.jsonl"], "--failures no/such/bad.jsonl: no such directory"),
     ],
 )
 def test_mistake_in_what_to_plan_stops_before_ms_swift_is_started(argv, part, capsys):
