@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
@@ -15,13 +16,15 @@ from typing import Any
 
 from swift_vlpack import __version__
 from swift_vlpack.core.config import PackingConfig, option_names, options_in_env
-from swift_vlpack.core.errors import VLPackError
-from swift_vlpack.core.length_files import Lengths, read_lengths
-from swift_vlpack.core.plan import Plan
+from swift_vlpack.core.errors import ConfigError, VLPackError
+from swift_vlpack.core.length_files import read_lengths
+from swift_vlpack.core.plan_report import plan_report
 from swift_vlpack.core.planner import plan
-from swift_vlpack.launch import plugin_path, sft_launch
+from swift_vlpack.launch import plan_launch, plugin_path, sft_launch
 
 EXIT_USAGE = 2
+STDERR = 2
+"""Its file number, which a child takes as its stdout."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,8 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     command = argv[0] if argv else ""
     try:
-        if command == "sft" and not {"-h", "--help"} & set(argv):
-            return _sft(argv[1:])  # most of its flags are ms-swift's, which argparse does not know
+        if not {"-h", "--help"} & set(argv):  # most of the flags of these are ms-swift's, which argparse does not know
+            if command == "sft":
+                return _sft(argv[1:])
+            if command == "plan" and not _is_given(argv, "--lengths"):
+                return _plan_run(argv[1:])
         args = _parser().parse_args(argv)
         return int(args.run(args))
     except VLPackError as error:
@@ -52,21 +58,45 @@ def _parser() -> argparse.ArgumentParser:
 def _add_plan(commands: Any) -> None:
     command = commands.add_parser(
         "plan",
-        help="pack known lengths and report what training would see",
-        description="Pack known lengths and report what training would see, without a model or an image.",
+        allow_abbrev=False,
+        usage=(
+            "vlpack plan --lengths FILE [packing options] [--num_ranks N] [--seed N] [--json]\n"
+            "       vlpack plan [--config CONFIG.yaml] [packing options] [any option of swift sft]\n"
+            "                   [--num_ranks N] [--json] [--failures FILE]"
+        ),
+        help="report what training would see, before it starts",
+        description=(
+            "Report what training would see: from a file of lengths, or from the very file, flags and environment of "
+            "a run, whose rows are then measured as in training. No weights are loaded and no GPU is used."
+        ),
     )
     command.add_argument(
         "--lengths",
-        required=True,
         type=Path,
         metavar="FILE",
         help="JSON list, JSON lines (a number, or an object with length or lengths; images, patches), or .npy",
     )
-    command.add_argument("--num_ranks", type=int, default=1, help="data-parallel ranks that share the packs")
     command.add_argument("--seed", type=int, default=0, help="seed of the order in which packs leave")
-    command.add_argument("--json", action="store_true", help="print one JSON object instead of the report")
+    _add_plan_flags(command)
     add_packing_flags(command)
     command.set_defaults(run=_plan)
+
+
+def _add_plan_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE", help="YAML of a training run, as `vlpack sft` and `swift sft` take")
+    parser.add_argument(
+        "--num_ranks",
+        type=int,
+        help="data-parallel ranks that share the packs (default: NPROC_PER_NODE x NNODES of a run, else 1)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the report")
+    parser.add_argument(
+        "--failures",
+        type=Path,
+        default=Path("vlpack_failures.jsonl"),
+        metavar="FILE",
+        help="where to write the rows of a run that cannot be encoded, if there are any (default: %(default)s)",
+    )
 
 
 def _add_sft(commands: Any) -> None:
@@ -115,57 +145,68 @@ def _config(args: argparse.Namespace) -> PackingConfig:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    if args.config is not None:
+        raise ConfigError("both --lengths and --config say what to plan; give one of them")
     config = _config(args)
     lengths = read_lengths(args.lengths)
     start = time.perf_counter()
     made = plan(lengths.tokens, config, images=lengths.images, patches=lengths.patches, seed=args.seed)
-    aligned = made.align(args.num_ranks)
+    aligned = made.align(1 if args.num_ranks is None else args.num_ranks)
     seconds = time.perf_counter() - start
-    report = plan_report(made, aligned, lengths, seconds)
-    print(json.dumps(report) if args.json else _readable(report))
+    _show(plan_report(made, aligned, num_rows=len(lengths.tokens), seconds=seconds), as_json=args.json)
     return 0
 
 
-def plan_report(made: Plan, aligned: Plan, lengths: Lengths, seconds: float) -> dict[str, Any]:
-    """Everything `vlpack plan` knows, as plain numbers; counts are of the plan before it is shared by ranks."""
-    balance = aligned.balance
-    excess = len(made) / made.lower_bound - 1 if made.lower_bound else 0.0
-    return {
-        "num_packs": len(made),
-        "lower_bound": made.lower_bound,
-        "excess_per_cent": round(100 * excess, 3),
-        "mean_fill": round(made.mean_fill, 4),
-        "num_samples": len(made.members),
-        "num_tokens": int(made.num_tokens_per_pack.sum()),
-        "num_rows": len(lengths.tokens),
-        "num_dropped": sum(made.num_dropped.values()),
-        "dropped": made.num_dropped,
-        "single_long": int(made.is_single_long.sum()),
-        "num_ranks": aligned.num_ranks,
-        "packs_per_rank": aligned.num_packs_per_rank,
-        "packs_split": len(aligned) - len(made) - aligned.num_empty,
-        "packs_empty": aligned.num_empty,
-        "balance": round(balance.slowest_to_mean, 4),
-        "balance_floor": round(balance.floor, 4),
-        "num_giants": balance.num_giants,
-        "packing_strategy": made.config.packing_strategy,
-        "method": made.method,
-        "packing_length": made.config.packing_length,
-        "seconds": round(seconds, 4),
-        "config_digest": made.config.digest(),
-        "plan_digest": aligned.digest(),
-    }
+def _plan_run(argv: Sequence[str]) -> int:
+    """Plan a training run in a process that starts with the run's environment, and show what it reports."""
+    parser = argparse.ArgumentParser(prog="vlpack plan", add_help=False, allow_abbrev=False)
+    _add_plan_flags(parser)
+    args, options = parser.parse_known_args(argv)
+    if args.config is None and not options:
+        raise ConfigError(
+            "nothing to plan: give --lengths FILE, --config CONFIG.yaml, "
+            "or the options of swift sft (--model, --dataset)"
+        )
+    if not args.failures.absolute().parent.is_dir():  # better now than after the length pass
+        raise ConfigError(f"--failures {args.failures}: no such directory; name a file in one that exists")
+    launch = plan_launch([*([args.config] if args.config else []), *options], os.environ, num_ranks=args.num_ranks)
+    with tempfile.TemporaryDirectory(prefix="vlpack-") as folder:
+        report = Path(folder) / "report.json"
+        command = [sys.executable, "-m", "swift_vlpack.host.plan_command"]
+        command += [str(report), str(args.failures), str(launch.num_ranks), *launch.flags]
+        # What libraries print is no part of the report.
+        status = subprocess.run(command, env=launch.environ, stdout=STDERR, check=False).returncode
+        if status == 0:
+            _show(json.loads(report.read_text(encoding="utf-8")), as_json=args.json)
+    return status
+
+
+def _is_given(argv: Sequence[str], flag: str) -> bool:
+    return any(part.partition("=")[0] == flag for part in argv)
+
+
+def _show(report: dict[str, Any], *, as_json: bool) -> None:
+    print(json.dumps(report) if as_json else _readable(report))
 
 
 def _readable(report: dict[str, Any]) -> str:
+    is_of_run = "sources" in report
+    lines = [*(_about_data(report) if is_of_run else []), *_about_packs(report)]
+    lines += _about_steps(report) if is_of_run else [("time", f"{report['seconds']:.2f} s")]
+    return "\n".join(f"{name:<12} {text}".rstrip() for name, text in lines)
+
+
+def _about_packs(report: dict[str, Any]) -> list[tuple[str, str]]:
     padded = report["num_samples"] * report["packing_length"]
     saved = 1 - report["num_packs"] * report["packing_length"] / padded if padded else 0.0
-    reasons = ", ".join(f"{reason} {count}" for reason, count in report["dropped"].items()) or "none"
     per_step = f"{report['packs_per_rank']} packs each, slowest rank {report['balance']:.3f} x mean"
     if report["num_giants"]:
         per_step += f" (floor {report['balance_floor']:.3f}: {report['num_giants']} samples cost more than a mean pack)"
-    lines = [
-        ("rows", f"{report['num_rows']} rows, {report['num_samples']} samples packed, {report['num_tokens']} tokens"),
+    rows = f"{report['num_rows']} rows" + (" in epoch 0" if "sources" in report else "")
+    num_unreadable = report["num_rows"] - report["num_samples"] - report["num_dropped"]
+    unreadable = f", and {num_unreadable} unreadable" if num_unreadable else ""
+    return [
+        ("rows", f"{rows}, {report['num_samples']} samples packed, {report['num_tokens']} tokens"),
         ("packs", f"{report['num_packs']} packs of {report['packing_length']} tokens by {report['method']}"),
         (
             "",
@@ -176,10 +217,55 @@ def _readable(report: dict[str, Any]) -> str:
         ("ranks", f"{report['num_ranks']}: {per_step}"),
         ("", f"{report['packs_split']} packs cut in two and {report['packs_empty']} empty ones for equal steps"),
         ("single-long", f"{report['single_long']}"),
-        ("left out", f"{report['num_dropped']} ({reasons})"),
-        ("time", f"{report['seconds']:.2f} s"),
+        ("left out", f"{report['num_dropped']} ({_by_reason(report['dropped'])}){unreadable}"),
     ]
-    return "\n".join(f"{name:<12} {text}" for name, text in lines)
+
+
+def _about_data(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """The sources of a run, as a table, and their lengths."""
+    width = max(len("source"), *map(len, report["sources"]))
+    num_sources = len(report["sources"])
+    lines = [("data", f"{report['rows']} rows in {num_sources} source{'s' * (num_sources > 1)}")]
+    lines.append(("", f"{'source':<{width}}  {'rows':>9}  {'ratio':>6}  {'asked':>7}  {'samples':>7}  {'tokens':>7}"))
+    lines += [
+        (
+            "",
+            f"{name:<{width}}  {source['rows']:>9}  {source['asked_ratio']:>6g}  {source['asked_share']:>7.1%}  "
+            f"{source['share_of_samples']:>7.1%}  {source['share_of_tokens']:>7.1%}",
+        )
+        for name, source in report["sources"].items()
+    ]
+    unreadable = f"{sum(report['unreadable'].values())} rows ({_by_reason(report['unreadable'])})"
+    if report["failures_file"]:
+        unreadable += f", listed in {report['failures_file']}"
+    if num_deleted := sum(source["num_deleted_by_loader"] for source in report["sources"].values()):
+        lines.append(("", f"{num_deleted} more rows were deleted by ms-swift's loader"))
+    facts = report["lengths"]
+    lengths = ", ".join(f"{name} {facts[name]}" for name in ("min", "median", "p95", "p99", "max", "mean"))
+    images = f"{report['share_of_rows_with_image']:.1%} of the rows have one"
+    if report["share_of_vision_tokens"] is not None:
+        images += f", {report['share_of_vision_tokens']:.1%} of the tokens are vision"
+    return [*lines, ("unreadable", unreadable), ("lengths", f"{lengths} tokens"), ("images", images)]
+
+
+def _about_steps(report: dict[str, Any]) -> list[tuple[str, str]]:
+    return [
+        (
+            "steps",
+            f"{report['num_steps']} in {report['num_epochs']} epochs, {report['steps_per_epoch']} an epoch; "
+            f"{report['num_ranks']} ranks x {report['gradient_accumulation_steps']} packs a step, "
+            f"{report['packs_per_epoch']} packs in every epoch",
+        ),
+        (
+            "time",
+            f"{report['seconds_lengths']:.2f} s for lengths, {report['seconds_plan']:.2f} s for packs, "
+            f"{report['seconds']:.2f} s in all",
+        ),
+    ]
+
+
+def _by_reason(counts: dict[str, int]) -> str:
+    return ", ".join(f"{reason} {count}" for reason, count in counts.items()) or "none"
 
 
 if __name__ == "__main__":

@@ -104,6 +104,7 @@ def test_every_packing_option_is_a_flag(capsys):
     for name in option_names():
         assert f"--{name} " in text
     assert "default: 512" in text
+    assert "vlpack_failures.jsonl" in text
 
 
 def test_flag_wins_over_variable(length_file, capsys, monkeypatch):
@@ -144,6 +145,27 @@ def test_mistake_is_one_line_and_exit_code_two(content, flags, parts, tmp_path, 
     assert err.count("\n") == 1
     for part in parts:
         assert part in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        ([], "give --lengths FILE, --config CONFIG.yaml, or the options of swift sft"),
+        (["--json"], "nothing to plan"),
+        (["--lengths", "a.json", "--config", "b.yaml"], "both --lengths and --config"),
+        (["--lengths=a.json", "--config=b.yaml"], "both --lengths and --config"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
+        (["--model", "m", "--packing_strategy", "magic"], "packing_strategy must be one of"),
+        (["--model", "m", "--num_ranks", "0"], "num_ranks must be at least 1, got 0"),
+        (["--model", "m", "--failures", "no/such/bad.jsonl"], "--failures no/such/bad.jsonl: no such directory"),
+    ],
+)
+def test_mistake_in_what_to_plan_stops_before_ms_swift_is_started(argv, part, capsys):
+    """CLI-5"""
+    assert main(["plan", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert part in err
 
 
 @pytest.mark.parametrize("kind", ["directory", "not numpy", "matrix", "binary"])

@@ -1,3 +1,4 @@
+import os
 import sys
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import yaml
 from swift_vlpack import PackingConfig
 from swift_vlpack.core.config import options_in_env
 from swift_vlpack.core.errors import ConfigError
-from swift_vlpack.launch import plugin_path, sft_launch, split_flags
+from swift_vlpack.launch import plan_launch, plugin_path, sft_launch, split_flags
 
 ROOT = Path(__file__).parent.parent
 
@@ -76,6 +77,75 @@ def test_mistakes_stop_before_ms_swift_is_started(argv, message):
     """TRAIN-3"""
     with pytest.raises(ConfigError, match=message):
         sft_launch(argv, {})
+
+
+TRAINING = {
+    "model": "m",
+    "dataset": ["a.jsonl", "b.jsonl#10"],
+    "packing_buffer": 8,
+    "lora_alpha": 32,
+    "gradient_checkpointing": False,
+    "model_kwargs": {"max_pixels": 1003520, "note": "naïve"},
+    "deepspeed": None,
+    "ENV": {"NPROC_PER_NODE": 4, "VLPACK_PACKING_STRATEGY": "exact", "MAX_PIXELS": 50176},
+}
+
+
+def test_plan_takes_a_training_file_as_ms_swift_does(tmp_path, monkeypatch):
+    """CLI-6: ms-swift's own reading of the file that `vlpack sft` hands to it is the standard."""
+    from swift.cli.main import parse_yaml_args
+
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(TRAINING, allow_unicode=True))
+    argv = [str(tmp_path / "train.yaml"), "--lora_alpha", "8", "--packing_max_carry", "2"]
+    environ = {"MAX_PIXELS": "1000", "VLPACK_PACKING_LENGTH": "64"}
+    planned = plan_launch(argv, environ)
+
+    launch = sft_launch(argv, environ)
+    with monkeypatch.context() as patch:
+        for name in ("NPROC_PER_NODE", "VLPACK_PACKING_STRATEGY", "SWIFT_CONFIG_FILE", *launch.environ):
+            patch.setenv(name, launch.environ.get(name, ""))
+            if name not in launch.environ:
+                patch.delenv(name)
+        flags = launch.command[4:]
+        parse_yaml_args(flags)
+        assert planned.flags == flags
+        for name in ("NPROC_PER_NODE", "VLPACK_PACKING_STRATEGY", *launch.environ):
+            assert planned.environ[name] == os.environ[name]
+    assert planned.num_ranks == 4
+    assert planned.environ["MAX_PIXELS"] == "1000", "what is set wins over the file"
+
+
+@pytest.mark.parametrize(
+    ("environ", "asked", "num_ranks"),
+    [
+        ({}, None, 1),
+        ({"NPROC_PER_NODE": "8"}, None, 8),
+        ({"NPROC_PER_NODE": "8", "NNODES": "2"}, None, 16),
+        ({"NPROC_PER_NODE": "8"}, 3, 3),
+        ({"WORLD_SIZE": "8", "RANK": "1", "LOCAL_RANK": "1"}, None, 1),
+    ],
+)
+def test_ranks_of_a_plan_are_those_asked_for_or_those_of_the_environment(environ, asked, num_ranks):
+    """CLI-7"""
+    launch = plan_launch(["--model", "m"], environ, num_ranks=asked)
+    assert launch.num_ranks == num_ranks
+    assert not {"WORLD_SIZE", "RANK", "LOCAL_RANK"} & set(launch.environ), "one process, whoever starts it"
+    assert launch.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "message"),
+    [
+        (["--model", "m"], {"NPROC_PER_NODE": "auto"}, "NPROC_PER_NODE=auto .* give --num_ranks"),
+        (["list.yaml"], {}, "ENV must be a mapping"),
+    ],
+)
+def test_environment_that_says_nothing_is_refused(argv, environ, message, tmp_path, monkeypatch):
+    """CLI-5"""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "list.yaml").write_text("model: m\nENV: [A, B]\n")
+    with pytest.raises(ConfigError, match=message):
+        plan_launch(argv, environ)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)

@@ -59,6 +59,10 @@ class PlannedPackingDataset(PackingDataset):
             self._plan = planned.align(self.num_ranks, num_packs=num_packs)
         return self._plan
 
+    def unaligned_plan(self) -> Plan:
+        """The packs of the current epoch before any is cut to give ranks and epochs equally many."""
+        return self._planned()
+
     def set_epoch(self, epoch: int) -> None:
         """Mix, then plan anew when the packs are next asked for."""
         if epoch != self.epoch:

@@ -15,6 +15,7 @@ from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.data import attention
 from swift_vlpack.host.fusion_config import read_fusion_config
 from swift_vlpack.host.install import CALLBACK
+from swift_vlpack.host.ranks import num_ranks_of_run
 
 logger = get_logger()
 
@@ -53,6 +54,8 @@ def _refuse_what_cannot_be(args: Any, config: PackingConfig) -> None:
             f"both --dataset ({', '.join(args.dataset)}) and fusion_config ({config.fusion_config}) name the data; "
             "give one of them"
         )
+    if not (args.dataset or args.cached_dataset or config.fusion_config):
+        raise ConfigError("there is no data to train on: give --dataset or fusion_config")
     for is_so, what, way_out in (
         (args.task_type != "causal_lm", f"--task_type {args.task_type}", "it is for causal_lm"),
         (args.truncation_strategy == "split", "--truncation_strategy split", "use delete, left or right"),
@@ -75,11 +78,11 @@ def _refuse_what_cannot_be(args: Any, config: PackingConfig) -> None:
 def _fold_batch_size(args: Any) -> None:
     """One row is one pack: a larger batch becomes accumulation, so that the effective batch stays."""
     per_device = args.per_device_train_batch_size
-    if per_device <= 1:
-        return
     accumulation = args.gradient_accumulation_steps
     if accumulation is None:  # ms-swift's own default
-        accumulation = max(1, math.ceil(16 / per_device / args.global_world_size))
+        accumulation = args.gradient_accumulation_steps = max(1, math.ceil(16 / per_device / num_ranks_of_run()))
+    if per_device <= 1:
+        return
     args.per_device_train_batch_size = 1
     args.gradient_accumulation_steps = accumulation * per_device
     logger.warning(

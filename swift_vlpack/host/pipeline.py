@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from swift.dataset import LazyLLMDataset
-from swift.utils import get_dist_setting, get_logger, is_master, stat_array
+from swift.utils import get_logger, is_master, stat_array
 
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.data import attention
@@ -21,6 +21,7 @@ from swift_vlpack.data.samples import SampleError
 from swift_vlpack.data.streams import StreamedRows
 from swift_vlpack.host.args import OWN_ATTENTION, packing_config
 from swift_vlpack.host.lengths import measured
+from swift_vlpack.host.ranks import num_ranks_of_run
 from swift_vlpack.host.sources import load_sources, load_stream
 
 logger = get_logger()
@@ -67,8 +68,7 @@ def packed(
     """The packs, planned or buffered."""
     if config.packing_mode == "buffer" or not hasattr(dataset, "__len__"):
         return BufferedPackingDataset(dataset, template, config, seed=data_seed(args))
-    _, _, num_ranks, _ = get_dist_setting()
-    num_ranks = max(1, num_ranks)
+    num_ranks = num_ranks_of_run()
     packs_per_step = num_ranks * args.training_args.gradient_accumulation_steps
     return PlannedPackingDataset(
         dataset,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from swift.utils import get_dist_setting
 
 from swift_vlpack.core.errors import VLPackError
 from swift_vlpack.core.resume import differing_fields
 
 Result = TypeVar("Result")
+_counted_as: ContextVar[int | None] = ContextVar("counted_as", default=None)
 
 
 class RankFailed(VLPackError):
@@ -19,6 +23,21 @@ class RankFailed(VLPackError):
 
 class RanksDiffer(VLPackError):
     """The ranks would train on different data."""
+
+
+@contextmanager
+def counted_as(num_ranks: int) -> Iterator[None]:
+    """Make one process count as a run of so many ranks, which is how a plan is made for it."""
+    token = _counted_as.set(num_ranks)
+    try:
+        yield
+    finally:
+        _counted_as.reset(token)
+
+
+def num_ranks_of_run() -> int:
+    """Ranks that the packs are shared by: those that were launched, or those that a plan is made for."""
+    return _counted_as.get() or max(1, get_dist_setting()[2])
 
 
 def num_ranks() -> int:

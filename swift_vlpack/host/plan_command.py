@@ -1,0 +1,164 @@
+"""`vlpack plan` for a training run: what `swift sft` would train on, by the same functions, without weights.
+
+`python -m swift_vlpack.host.plan_command REPORT FAILURES NUM_RANKS [options of swift sft]` writes the report as JSON
+to the file REPORT. The `vlpack` command starts it with the environment of the run, which has to be in place before
+ms-swift is imported, and shows the report; so whatever a library prints here cannot get into it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from swift.pipelines.train.sft import SwiftSft
+
+from swift_vlpack.core.errors import ConfigError, VLPackError
+from swift_vlpack.core.plan_report import plan_report
+from swift_vlpack.data.data_report import data_report, failed_rows
+from swift_vlpack.data.planned import PlannedPackingDataset
+from swift_vlpack.host.args import is_ours, packing_config
+from swift_vlpack.host.pipeline import fused, packed
+from swift_vlpack.host.ranks import counted_as
+from swift_vlpack.host.sources import load_sources
+
+EXIT_USAGE = 2
+LEFT_OUT = ("ddp_backend", "deepspeed", "fsdp", "use_liger_kernel")
+"""Options of a run that decide nothing about packs, and need devices, packages or processes that a plan does not."""
+OVERRIDDEN = ("--report_to", "none", "--add_version", "false", "--use_cpu", "true")
+"""Leave no trace; and without `use_cpu` ms-swift refuses bfloat16 on a machine that has no GPU."""
+
+
+class Refused(VLPackError):
+    """ms-swift cannot work with what it was given."""
+
+
+@contextmanager
+def _said_by_swift(what: str) -> Iterator[None]:
+    """Make one line of an error by which ms-swift and the libraries below it say that an input is wrong."""
+    try:
+        yield
+    except VLPackError:
+        raise
+    except (ValueError, AssertionError, OSError) as error:
+        raise Refused(f"ms-swift {what}: {' '.join(str(error).split())}") from error
+
+
+class _WithoutWeights(SwiftSft):
+    """The arguments, processor and template of a training run, by the methods of the run."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        with _said_by_swift("refuses the options"):
+            super(SwiftSft, self).__init__(list(argv))
+        self.train_msg: dict[str, Any] = {}
+        with _said_by_swift("cannot load the processor"):
+            self._prepare_model_tokenizer(load_model=False)  # the length pass of training has no model either
+            self._prepare_template()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Plan and write the report; a mistake of the user is one line on stderr and exit code 2."""
+    report_file, failures_file, num_ranks, *options = sys.argv[1:] if argv is None else argv
+    try:
+        report = training_report(options, num_ranks=int(num_ranks), failures_file=Path(failures_file))
+    except VLPackError as error:
+        print(f"vlpack plan: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    Path(report_file).write_text(json.dumps(report), encoding="utf-8")
+    return 0
+
+
+def training_report(argv: Sequence[str], *, num_ranks: int, failures_file: Path) -> dict[str, Any]:
+    """What `swift sft` with the options `argv` on so many ranks would train on; rows that cannot be go into a file."""
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="vlpack-") as folder, counted_as(num_ranks):
+        # ms-swift makes the output folder when it reads its arguments; a plan leaves none behind.
+        pipeline = _WithoutWeights([*_without(argv, LEFT_OUT), *OVERRIDDEN, "--output_dir", folder])
+        packs, seconds = _packs(pipeline)
+    num_failures = _write_failures(packs, failures_file)
+    return {
+        **plan_report(
+            packs.unaligned_plan(), packs.plan, num_rows=len(packs.dataset), seconds=time.perf_counter() - start
+        ),
+        **data_report(packs, _merge_size(pipeline.template)),
+        **_steps(packs, pipeline.args),
+        "failures_file": str(failures_file) if num_failures else None,
+        **seconds,
+    }
+
+
+def _without(argv: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The flags but for those of these names, with their values."""
+    kept: list[str] = []
+    is_left_out = False
+    for part in argv:
+        if part.startswith("--"):
+            is_left_out = part[2:].partition("=")[0].replace("-", "_") in names
+        if not is_left_out:
+            kept.append(part)
+    return kept
+
+
+def _packs(pipeline: SwiftSft) -> tuple[PlannedPackingDataset, dict[str, float]]:
+    """The packs that training would make, and how long lengths and packs took."""
+    args, template = pipeline.args, pipeline.template
+    if not is_ours(args):
+        raise ConfigError("--packing false has no packs to plan; leave it out")
+    config = packing_config(args)
+    if args.streaming or config.packing_mode == "buffer":
+        raise ConfigError(
+            f"{'--streaming true' if args.streaming else 'packing_mode=buffer'} packs rows as they come and cannot be "
+            "planned; plan without it, or train with --max_steps"
+        )
+    with _said_by_swift("cannot load the data"):
+        sources, _ = load_sources(args, config)
+    start = time.perf_counter()
+    dataset = fused(sources, template, args, config)
+    measured = time.perf_counter()
+    packs = packed(dataset, template, args, config)
+    assert isinstance(packs, PlannedPackingDataset)
+    len(packs.plan)  # made when it is first asked for
+    seconds = {"seconds_lengths": measured - start, "seconds_plan": time.perf_counter() - measured}
+    return packs, {name: round(value, 4) for name, value in seconds.items()}
+
+
+def _steps(packs: PlannedPackingDataset, args: Any) -> dict[str, Any]:
+    """Steps by the arithmetic of Hugging Face's Trainer, where an epoch ends with a step whatever has accumulated."""
+    accumulation = args.training_args.gradient_accumulation_steps
+    steps_per_epoch = math.ceil(packs.plan.num_packs_per_rank / accumulation)
+    num_epochs = math.ceil(args.num_train_epochs)
+    num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
+    if args.max_steps > 0:
+        num_steps = args.max_steps
+        num_epochs = math.ceil(num_steps / steps_per_epoch)
+    return {
+        "num_epochs": num_epochs,
+        "packs_per_epoch": len(packs.plan),
+        "gradient_accumulation_steps": accumulation,
+        "steps_per_epoch": steps_per_epoch,
+        "num_steps": num_steps,
+    }
+
+
+def _write_failures(packs: PlannedPackingDataset, path: Path) -> int:
+    """One JSON object a line for every row that cannot be encoded; no file where there are none."""
+    lines = [json.dumps(failed, ensure_ascii=False) + "\n" for failed in failed_rows(packs)]
+    if lines:
+        path.write_text("".join(lines), encoding="utf-8")
+    return len(lines)
+
+
+def _merge_size(template: Any) -> int | None:
+    """How many patches in height and width a vision token stands for, where the image processor says so."""
+    merge_size = getattr(getattr(template.processor, "image_processor", None), "merge_size", None)
+    return merge_size if isinstance(merge_size, int) else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
