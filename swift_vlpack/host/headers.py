@@ -16,6 +16,7 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 from swift.template import Template
 from swift.template.vision_utils import _check_path, load_file
@@ -51,7 +52,11 @@ class NoPixels(RuntimeError):
 
 
 class _GridProcessor:
-    """Stands in for the image processor: the grid that it would report for images that are resized already."""
+    """Stands in for the image processor.
+
+    Of images that are resized already the grid is known. Others go through the real processor as tensors without
+    memory, on which torch computes shapes only; a processor that works on arrays cannot do that, and says so.
+    """
 
     def __init__(self, real: Any) -> None:
         self._real = real
@@ -61,13 +66,15 @@ class _GridProcessor:
             raise AttributeError(name)
         return getattr(self._real, name)
 
-    def __call__(self, images: list[Image.Image], *, do_resize: bool = True, **kwargs: Any) -> dict[str, Any]:
-        """Grids of `images`; the templates resize before, so a processor that would resize is not imitated."""
-        if do_resize or not all(isinstance(image, HeaderImage) for image in images):
-            raise NoPixels("the image processor resizes by itself, which is not imitated")
+    def __call__(self, images: list[Image.Image], *args: Any, **options: Any) -> Any:
+        """What the processor says of these images, without their pixels."""
+        if not all(isinstance(image, HeaderImage) for image in images):
+            raise NoPixels("the template hands something else than its images to the image processor")
+        if options.get("do_resize", True) or not hasattr(self._real, "merge_size"):
+            frames = [torch.empty((3, image.height, image.width), dtype=torch.uint8, device="meta") for image in images]
+            return self._real(frames, *args, **options)
         patch = self._real.patch_size
-        grids = [(1, image.height // patch, image.width // patch) for image in images]
-        return {"image_grid_thw": np.array(grids)}
+        return {"image_grid_thw": np.array([(1, image.height // patch, image.width // patch) for image in images])}
 
 
 def pixel_free(template: Any) -> Any:
