@@ -66,8 +66,8 @@ BROKEN: dict[str, Callable[[Path], object]] = {
 
 
 REASON_OF = {
-    "truncated.jpg": "encode_failed",
-    "broken.png": "encode_failed",
+    "truncated.jpg": "image_unreadable",
+    "broken.png": "image_unreadable",
     "text.jpg": "image_unreadable",
     "empty.jpg": "file_empty",
     "folder.jpg": "file_is_folder",

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 _PACKAGES = (
+    "swift-vlpack",
     "ms-swift",
     "transformers",
     "tokenizers",
@@ -30,7 +31,10 @@ _PACKAGES = (
     "decord",
     "torchcodec",
 )
-_NOT_OF_LENGTH = ("packing", "padding_free", "model", "dummy_model", "processor", "tokenizer", "config", "model_info")
+_NOT_OF_LENGTH = (
+    *("packing", "padding_free", "model", "dummy_model", "processor", "tokenizer", "config", "model_info"),
+    *("_loss_scale_cache", "_agent_template_cache", "_handles", "_deepspeed_initialize"),  # these fill while it works
+)
 _VARIABLE = re.compile(r"""(?:get_env_args\(|getenv\(|environ\.get\(|environ\[)\s*['"](\w+)['"]""")
 
 
@@ -115,6 +119,8 @@ def _plain(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, (*value, *value.values())))
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, (str, int, float, bool))
