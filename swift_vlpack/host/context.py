@@ -58,6 +58,7 @@ def facts_of(template: Any) -> dict[str, Any]:
         "meta": vars(template.template_meta),
         "processor": {name: part.to_dict() for name, part in parts.items() if hasattr(part, "to_dict")},
         "tokenizer": _digest_of_tokenizer(template.tokenizer),
+        "chat_templates": [getattr(part, "chat_template", None) for part in (processor, template.tokenizer)],
         "variables": {name: os.environ.get(name) for name in sorted(variables_read_by(type(template)))},
         "constants": _constants("qwen_vl_utils.vision_process"),
     }

@@ -63,6 +63,9 @@ class _GridProcessor:
         if do_resize or not all(isinstance(image, HeaderImage) for image in images):
             raise NoPixels("the image processor resizes by itself, which is not imitated")
         patch = self._real.patch_size
+        unit = patch * self._real.merge_size
+        if uneven := [image.size for image in images if image.width % unit or image.height % unit]:
+            raise RuntimeError(f"size {uneven[0]} is no multiple of {unit}: no tag in the text belongs to this image")
         grids = [(1, image.height // patch, image.width // patch) for image in images]
         return {"image_grid_thw": np.array(grids)}
 
