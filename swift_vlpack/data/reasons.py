@@ -33,6 +33,7 @@ _BY_ERROR = {
     "DecompressionBombError": "image_too_large",
 }
 _LONGEST_PATH = 2000  # as in ms-swift
+_SHORTEST_IMAGE = 40  # characters in base64, of a GIF of one pixel
 
 
 def reason_for(error: Exception, row: Mapping[str, Any]) -> str:
@@ -86,10 +87,10 @@ def is_of_pixels(reason: str) -> bool:
 
 
 def media_paths(row: Mapping[str, Any]) -> Iterator[str]:
-    """The texts in the row's media columns that are paths, or look like one: a dot where base64 has none."""
+    """The texts in the row that are paths, or look like one: with a dot, or too short for an image in base64."""
     for text in media_texts(row):
         is_short = len(text) <= _LONGEST_PATH and not text.startswith(("http", "data:"))
-        if is_short and ("." in text or file_state(text) is not None):
+        if is_short and ("." in text or len(text) < _SHORTEST_IMAGE or file_state(text) is not None):
             yield text
 
 

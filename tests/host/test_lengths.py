@@ -3,6 +3,9 @@
 import base64
 import logging
 import os
+import random
+import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,11 +20,13 @@ from swift_vlpack.core.errors import DataError
 from swift_vlpack.data import length_pass
 from swift_vlpack.data.fusion import RowSource
 from swift_vlpack.data.lengths import size_of
+from swift_vlpack.data.reasons import media_paths
 from swift_vlpack.host import headers, lengths
 from swift_vlpack.host.context import context_of
 from swift_vlpack.host.headers import HeaderImage, NoPixels, pixel_free
 from swift_vlpack.host.lengths import cache_path, measured
 from swift_vlpack.host.ranks import RankFailed, RanksDiffer
+from tests.data.test_reasons import bad_rows
 from tests.images import BROKEN, GOOD, KINDS, REASON_OF, make, noise, photo, wild
 from tests.rows import image_row, text_row
 from tests.tiny import FAMILIES
@@ -544,6 +549,28 @@ def test_strict_stops_at_a_row_that_cannot_be_encoded_even_if_that_is_remembered
                 measured(source(rows), template, args, str(tmp_path))
 
 
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_every_bad_row_is_one_counted_reason_with_its_id_and_path(num_processes, tiny, tmp_path, caplog, monkeypatch):
+    """LEN-11: no crash, no hang, whatever a row is."""
+    template = variant(tiny, FAMILY)
+    rows, reasons = zip(*bad_rows(tmp_path), strict=True)
+    rows = [row for bad in rows for row in (text_row(), bad)]
+    monkeypatch.setattr(length_pass, "NUM_SHOWN", len(rows))
+    monkeypatch.setattr(lengths, "NUM_SHOWN", len(rows))
+    args = SimpleNamespace(dataset_num_proc=num_processes, strict=False)
+    with caplog.at_level(logging.WARNING, logger="swift_vlpack"):
+        sizes = measured(source(rows), template, args, str(tmp_path / "cache")).sizes
+    assert sizes.failures == {2 * n + 1: reason for n, reason in enumerate(reasons)}
+    assert (sizes.lengths[::2] > 0).all()
+    said = [record.message for record in caplog.records]
+    for index, reason in sizes.failures.items():
+        (line,) = [message for message in said if message.startswith(f"rows:{index}: ")]
+        assert line.startswith(f"rows:{index}: left out: {reason}: ")
+        assert all(path in line for path in media_paths(rows[index]))
+    assert "cannot be encoded: " in said[-1]
+    assert all(f"{reason} {reasons.count(reason)}" in said[-1] for reason in reasons)
+
+
 def test_several_processes_give_what_one_gives(template, images, tmp_path):
     """LEN-6"""
     rows = dataset([*texts(300), *[image_row([path]) for path in images.values()]])
@@ -652,3 +679,130 @@ def test_difference_on_one_rank_is_one_on_both(template, tmp_path, monkeypatch):
     monkeypatch.setattr(headers, "_header_of", lambda image, load_images: HeaderImage((64, 64)))
     case = lambda rank, template: measured(source(rows), template, ARGS, str(tmp_path)).sizes.lengths.tolist()  # noqa: E731
     assert on_two_ranks(case, template, tmp_path) == (right, right)
+
+
+# -- killed -----------------------------------------------------------------------------------------------------------
+
+
+def _slow_pass(template, rows, folder):
+    """In a session of its own, so that whoever it leaves behind can be found."""
+    os.setsid()
+    real = length_pass.LengthPass._measured
+
+    def slow(self, positions):
+        time.sleep(0.01)
+        return real(self, positions)
+
+    length_pass.LengthPass._measured = slow
+    length_pass._CHUNK_BY_HEADER = 4
+    measured(source(rows), template, SimpleNamespace(dataset_num_proc=2, strict=False), str(folder))
+    os._exit(0)
+
+
+def _members(session):
+    """Living processes of a session."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, _, own = (folder / "stat").read_text().rsplit(")", 1)[1].split()[:4]
+        except OSError:
+            continue
+        if int(own) == session and state != "Z":
+            found.append(int(folder.name))
+    return found
+
+
+def killed_again_and_again(template, folder, num_kills):
+    """Start, kill -9 at a random moment, look at the file, and start again."""
+    rows = dataset([*texts(500), *[image_row([photo(folder, str(n), 60 + n, 90)]) for n in range(20)]])
+    right = measured(source(rows), template, ARGS, str(folder / "never killed")).sizes
+    context, rng, sessions, num_known, num_part = context_of(template), random.Random(0), [], [0], 0
+    seconds = 1.5
+    for number in range(num_kills):
+        cached = folder / "killed" / str(len(num_known))
+        process = mp.get_context("fork").Process(target=_slow_pass, args=(template, rows, cached))
+        process.start()
+        process.join(rng.uniform(0, seconds))
+        is_done = process.exitcode is not None
+        if not is_done:
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+        assert is_done == (process.exitcode == 0)
+        sessions.append(process.pid)
+        cache = lengths.LengthCache(cache_path(source(rows), context, str(cached)), context)
+        is_known, sizes = cache.load().of(cache.keys(rows))
+        assert is_known.sum() >= num_known[-1], f"kill {number} lost what was done"
+        assert (sizes["length"][is_known] == right.lengths[is_known]).all(), f"kill {number} left a wrong size"
+        num_part += bool(0 < is_known.sum() < len(rows))
+        num_known[-1] = int(is_known.sum())
+        if is_done:
+            assert is_known.all()
+            num_known.append(0)  # a new file
+    last = measured(source(rows), template, ARGS, str(cached)).sizes
+    assert last.columns.tolist() == right.columns.tolist()
+    assert num_part > num_kills / 4, "hardly a run was hit in the middle"
+    deadline = time.monotonic() + 10
+    while (left := [pid for session in sessions for pid in _members(session)]) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert left == [], "processes are left behind"
+    assert not list((folder / "killed").rglob("*damaged*"))
+
+
+def test_killed_runs_keep_what_they_did_and_are_never_wrong(template, tmp_path):
+    """LEN-8: 10 times."""
+    killed_again_and_again(template, tmp_path, 10)
+
+
+@pytest.mark.slow
+def test_killed_runs_keep_what_they_did_and_are_never_wrong_50_times(template, tmp_path):
+    """LEN-8"""
+    killed_again_and_again(template, tmp_path, 50)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+class Numbered:
+    """Rows that are made when they are asked for, so that memory is the pass's own."""
+
+    def __init__(self, num_rows):
+        self.num_rows = num_rows
+
+    def __len__(self):
+        return self.num_rows
+
+    def __getitem__(self, index):
+        return text_row(f"row {index}")
+
+
+def _status(name):
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) / 1024
+
+
+def _peak(template, num_rows, folder, num_processes, answers):
+    before = _status("VmRSS")
+    args = SimpleNamespace(dataset_num_proc=num_processes, strict=False)
+    sizes = measured(source(Numbered(num_rows)), template, args, str(folder)).sizes
+    answers.put((_status("VmHWM") - before, int((sizes.lengths > 0).sum())))
+
+
+def peak_megabytes(template, num_rows, folder, num_processes=2):
+    """Most memory that the length pass takes above what there was."""
+    context = mp.get_context("fork")
+    answers = context.SimpleQueue()
+    process = context.Process(target=_peak, args=(template, num_rows, folder, num_processes, answers))
+    process.start()
+    peak, num_measured = answers.get()
+    process.join()
+    assert num_measured == num_rows
+    return peak
+
+
+@pytest.mark.slow
+def test_one_million_rows_take_less_than_300_megabytes(template, tmp_path):
+    """LEN-14: cold with the real template in 2 processes, then from the file."""
+    cold = {num_rows: peak_megabytes(template, num_rows, tmp_path) for num_rows in (50_000, 1_000_000)}
+    warm = peak_megabytes(template, 1_000_000, tmp_path)
+    print(f"cold {cold}, warm {warm}")
+    assert max(*cold.values(), warm) < 300
