@@ -33,6 +33,7 @@ _BY_ERROR = {
     "DecompressionBombError": "image_too_large",
 }
 _LONGEST_PATH = 2000  # as in ms-swift
+_LONGEST_SHOWN = 200  # characters
 _SHORTEST_IMAGE = 40  # characters in base64, of a GIF of one pixel
 
 
@@ -64,7 +65,12 @@ def described(error: Exception, row: Mapping[str, Any], reason: str) -> str:
     said = f"{type(error).__name__}: {error}"
     paths = [path for path in media_paths(row) if path not in said]
     where = f" (files: {', '.join(paths)})" if paths else ""
-    way_out = "; to read videos, install torchcodec or decord" if reason == "video_reader_missing" else ""
+    way_out = ""
+    if reason == "video_reader_missing":
+        way_out = "; to read videos, install torchcodec or decord"
+    elif reason == "images_malformed":
+        given = repr([item for item in _as_list(row.get("images")) if not _is_image(item)])
+        way_out = f"; not a path, a URL or the content of an image: {given[:_LONGEST_SHOWN]}"
     return said + where + way_out
 
 

@@ -112,6 +112,12 @@ def test_every_bad_row_has_its_reason_and_names_its_file(template, tmp_path):
             assert path in error.detail
 
 
+def test_malformed_entries_are_shown(template, tmp_path):
+    """LEN-11"""
+    error = failure(template, {**text_row("<image>"), "images": [photo(tmp_path, "good"), None, 5]})
+    assert error.detail.endswith("; not a path, a URL or the content of an image: [None, 5]")
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_video_without_a_reader_says_what_to_install(template, tmp_path):
     """LEN-2 LEN-11: as it fails in an environment without one."""

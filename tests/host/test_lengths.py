@@ -4,8 +4,10 @@ import base64
 import logging
 import os
 import random
+import re
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,8 +29,9 @@ from swift_vlpack.host.headers import HeaderImage, NoPixels, pixel_free
 from swift_vlpack.host.lengths import cache_path, measured
 from swift_vlpack.host.ranks import RankFailed, RanksDiffer
 from tests.data.test_reasons import bad_rows
+from tests.host.runs import epoch_report, packed_argv, train
 from tests.images import BROKEN, GOOD, KINDS, REASON_OF, make, noise, photo, wild
-from tests.rows import image_row, text_row
+from tests.rows import image_row, text_row, write_jsonl
 from tests.tiny import FAMILIES
 
 ARGS = SimpleNamespace(dataset_num_proc=1, strict=False)
@@ -806,3 +809,57 @@ def test_one_million_rows_take_less_than_300_megabytes(template, tmp_path):
     warm = peak_megabytes(template, 1_000_000, tmp_path)
     print(f"cold {cold}, warm {warm}")
     assert max(*cold.values(), warm) < 300
+
+
+# -- through `swift sft` ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def options(monkeypatch):
+    for name, value in (("DROP_LAST", "false"), ("VERIFY", "false"), ("STRATEGY", "exact")):
+        monkeypatch.setenv(f"VLPACK_PACKING_{name}", value)
+
+
+def _form(row):
+    """Rows of one form go into one file: Arrow refuses others before anyone sees them."""
+    images = row.get("images")
+    inner = type(images[0]).__name__ if isinstance(images, list) and images and images[0] is not None else "str"
+    return type(images or []).__name__, inner, type(row.get("messages") or []).__name__
+
+
+def test_training_counts_every_bad_row_once(tiny_folder, tmp_path, options, caplog):
+    """LEN-11: what ms-swift's loader deletes is counted too, so that the account closes."""
+    files, reasons = {}, Counter()
+    for row, reason in bad_rows(tmp_path):
+        files.setdefault("-".join(_form(row)), []).append(row)
+        reasons[reason] += 1
+    assert len(files) > 3
+    paths = []
+    for number, rows in enumerate(files.values()):
+        paths.append(write_jsonl(tmp_path / f"s{number}.jsonl", [*texts(3), *rows, *texts(3)]))
+    with caplog.at_level(logging.WARNING):
+        train(packed_argv(tiny_folder(FAMILY), FAMILY, tmp_path / "out", dataset=paths, num_train_epochs=1))
+    report = epoch_report(tmp_path / "out")
+    assert report["is_closed"]
+    assert report["num_samples"] == 6 * len(files)
+    num_deleted = reasons.pop("no_messages") + reasons.pop("encode_failed")
+    assert report["num_dropped"] == reasons
+    assert sum(report["loader_deleted"].values()) == num_deleted
+    named = Counter(re.findall(r"^(s\d+:\d+): left out: ", "\n".join(r.message for r in caplog.records), re.M))
+    assert len(named) == reasons.total()
+    assert set(named.values()) == {1}
+
+
+def test_strict_training_stops_at_the_first_bad_row(tiny_folder, tmp_path, options):
+    """LEN-11"""
+    path = write_jsonl(tmp_path / "rows.jsonl", [*texts(5), image_row([str(tmp_path / "gone.jpg")])])
+    flags = packed_argv(tiny_folder(FAMILY), FAMILY, tmp_path / "out", dataset=path, strict="true")
+    with pytest.raises(Exception, match=r"rows:5: file_missing: .*gone\.jpg"):
+        train(flags)
+
+
+def test_training_on_nothing_is_one_clear_error(tiny_folder, tmp_path, options):
+    """LEN-11"""
+    path = write_jsonl(tmp_path / "rows.jsonl", [image_row([str(tmp_path / f"gone{n}.jpg")]) for n in range(3)])
+    with pytest.raises(DataError, match="none of the 3 rows can be packed; the log has the reasons"):
+        train(packed_argv(tiny_folder(FAMILY), FAMILY, tmp_path / "out", dataset=path))
