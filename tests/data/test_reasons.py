@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torchvision
 
 from swift_vlpack.data.fusion import encode_row
 from swift_vlpack.data.reasons import REASONS, is_lasting, media_paths, reason_for
@@ -118,28 +119,27 @@ def test_malformed_entries_are_shown(template, tmp_path):
     assert error.detail.endswith("; not a path, a URL or the content of an image: [None, 5]")
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_video_without_a_reader_says_what_to_install(template, tmp_path):
-    """LEN-2 LEN-11: as it fails in an environment without one."""
+@pytest.fixture
+def no_reader(monkeypatch):
+    """As where neither decord nor torchcodec is installed, and torchvision has given reading up."""
+    from qwen_vl_utils import vision_process
+
+    if hasattr(torchvision.io, "read_video"):
+        pytest.skip("torchvision reads videos here")
+    monkeypatch.setattr(vision_process, "FORCE_QWENVL_VIDEO_READER", "torchvision")
+    vision_process.get_video_reader_backend.cache_clear()
+    yield
+    vision_process.get_video_reader_backend.cache_clear()
+
+
+def test_video_without_a_reader_says_what_to_install(template, tmp_path, no_reader):
+    """LEN-2 LEN-11"""
     pytest.importorskip("av")
-    for module in ("torchcodec", "decord"):
-        if module in _installed():
-            pytest.skip(f"{module} reads videos here")
     error = failure(template, {**text_row("<video>what?"), "videos": [video(tmp_path / "film.mp4")]})
     assert error.reason == "video_reader_missing"
     assert "to read videos, install torchcodec or decord" in error.detail
     assert "film.mp4" in error.detail
     assert not error.is_lasting
-
-
-def _installed():
-    import importlib.util
-
-    return {name for name in ("torchcodec", "decord") if importlib.util.find_spec(name)}
-
-
-class Broken(OSError):
-    """Of a disk, when it has a number."""
 
 
 @pytest.mark.parametrize(

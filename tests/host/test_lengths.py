@@ -276,6 +276,16 @@ def test_no_image_is_decoded(template, images, monkeypatch):
     assert sizes.images.tolist() == [1, 0]
 
 
+def test_row_with_a_video_is_encoded_in_full(template, tmp_path, monkeypatch):
+    """LEN-2: a video of frames, which needs no reader; a header would lie."""
+    frames = [photo(tmp_path, f"frame {n}", 200, 160, seed=n) for n in range(4)]
+    rows = [{**text_row("<video>what?"), "videos": [frames]}, *texts(3)]
+    monkeypatch.setattr(headers, "_header_of", lambda image, load_images: HeaderImage((64, 64)))
+    sizes = measured(source(rows), template, ARGS, str(tmp_path / "cache")).sizes
+    assert tuple(sizes.columns[:, 0]) == tuple(outcome(template, rows[0]))
+    assert sizes.patches[0] > 100
+
+
 def test_asking_for_pixels_is_an_error():
     """LEN-2"""
     with pytest.raises(NoPixels):
