@@ -128,17 +128,25 @@ class LengthCache:
     def key(self, row: Mapping[str, Any]) -> NDArray[np.void]:
         """The key of a row: its content, and which files it names in which state; `NO_KEY` where it has no content."""
         try:
-            text = json.dumps(row, sort_keys=True, default=_digest_of_bytes)
-        except TypeError:
+            content = _content(row)
+        except (TypeError, ValueError):
             return NO_KEY
         digest = hashlib.blake2b(self._context, digest_size=16)
-        digest.update(text.encode())
+        digest.update(content)
         digest.update(repr([_state(text) for text in media_texts(row)]).encode())
         return np.frombuffer(digest.digest(), KEY)[0]
 
     def keys(self, rows: Iterable[Mapping[str, Any]]) -> NDArray[np.void]:
         """The keys of many rows."""
         return np.array([self.key(row) for row in rows], KEY)
+
+    def fingerprint(self, rows: Iterable[Mapping[str, Any]]) -> str:
+        """Of the content of rows and the settings; files may be copies, in another state on another machine."""
+        digest = hashlib.blake2b(self._context, digest_size=8)
+        for row in rows:
+            with suppress(TypeError, ValueError):
+                digest.update(_content(row))
+        return digest.hexdigest()
 
     def _read_on(self, file: int) -> tuple[NDArray[np.void], bool]:
         """The records behind those that were seen, and whether the file is damaged there; cuts off unfinished ones."""
@@ -255,6 +263,10 @@ def _write(file: int, content: bytes) -> None:
         with suppress(OSError):
             os.ftruncate(file, before)
         raise
+
+
+def _content(row: Mapping[str, Any]) -> bytes:
+    return json.dumps(row, sort_keys=True, default=_digest_of_bytes).encode()
 
 
 def _digest_of_bytes(value: Any) -> str:

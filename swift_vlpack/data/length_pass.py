@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 NUM_SHOWN = 20
 """Failing rows that the log names; the count has them all."""
-_CHUNK_OF_KEYS, _CHUNK_BY_HEADER, _CHUNK_IN_FULL = 1024, 128, 8
+_CHUNK_BY_HEADER, _CHUNK_IN_FULL = 128, 8  # rows, which may hold the bytes of their images
 _NUM_AHEAD = 4  # chunks a process has waiting
 _SECONDS_BETWEEN_LOOKS = 2.0
 
@@ -88,7 +88,7 @@ class LengthPass:
     def look_up(self) -> str | None:
         """Take over what is remembered; why headers are not to be trusted, if that is."""
         with self._bar("Looking up lengths", len(self.indices)) as bar:
-            for positions, keys in self._in_chunks(self._keys_of, np.arange(len(self.indices)), _CHUNK_OF_KEYS, bar):
+            for positions, keys in self._in_chunks(self._keys_of, np.arange(len(self.indices)), _CHUNK_BY_HEADER, bar):
                 self._keys[positions] = keys
         known = self._cache.load()
         self._is_known, self.sizes = known.of(self._keys)
@@ -177,7 +177,9 @@ class LengthPass:
                 sizes[at] = full
                 continue
             quick, quick_error = self._size(self._by_header, row, position, AGREED)
-            if error is not None and quick_error is None and is_of_pixels(error.reason):
+            if quick_error is not None and not quick_error.is_lasting:
+                quick, quick_error = full, error
+            elif error is not None and quick_error is None and is_of_pixels(error.reason):
                 quick["proof"] = BY_HEADER
             elif not _are_equal(quick, full):
                 full["proof"] = DIFFERS

@@ -175,7 +175,8 @@ def threads_per_worker() -> int:
     """The cores of this machine, shared by its ranks and their dataloader workers."""
     worker = get_worker_info()
     num_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * (worker.num_workers if worker else 1)
-    return max(1, len(os.sched_getaffinity(0)) // num_sharing)
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, num_cores // num_sharing)
 
 
 def _rounded_up(number: int, multiple: int) -> int:
