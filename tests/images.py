@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,8 +67,8 @@ BROKEN: dict[str, Callable[[Path], object]] = {
 
 
 REASON_OF = {
-    "truncated.jpg": "encode_failed",
-    "broken.png": "encode_failed",
+    "truncated.jpg": "image_unreadable",
+    "broken.png": "image_unreadable",
     "text.jpg": "image_unreadable",
     "empty.jpg": "file_empty",
     "folder.jpg": "file_is_folder",
@@ -83,3 +84,77 @@ def make(folder: Path, kinds: dict[str, Callable[[Path], object]]) -> dict[str, 
     for name, write in kinds.items():
         write(folder / name)
     return {name: str(folder / name) for name in kinds}
+
+
+def _exif(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[274] = orientation
+    return exif
+
+
+def _frames(width: int, height: int, mode: str) -> dict[str, object]:
+    return {"save_all": True, "append_images": [noise(width, height, seed, mode) for seed in (1, 2)], "duration": 50}
+
+
+def _kind(suffix: str, mode: str = "RGB", **options: object) -> tuple[str, Callable[[Path, int, int], None]]:
+    def write(path: Path, width: int, height: int) -> None:
+        if mode == "I;16":
+            image = Image.fromarray(np.full((height, width), 3000, np.uint16))
+        else:
+            image = noise(width, height, mode=mode)
+        more = _frames(width, height, mode) if options.get("is_animated") else {}
+        image.save(path, **{name: value for name, value in options.items() if name != "is_animated"}, **more)
+
+    return suffix, write
+
+
+KINDS = (
+    *(_kind("jpg", mode) for mode in ("L", "RGB", "CMYK")),
+    *(_kind("jpg", exif=_exif(orientation)) for orientation in range(1, 9)),
+    _kind("jpg", progressive=True),
+    _kind("jpg", quality=30, subsampling=2),
+    *(_kind("png", mode) for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")),
+    _kind("png", "P", transparency=0),
+    _kind("png", exif=_exif(6)),
+    _kind("png", is_animated=True),
+    *(_kind("webp", mode) for mode in ("L", "RGB", "RGBA")),
+    _kind("webp", lossless=True),
+    _kind("webp", exif=_exif(8)),
+    _kind("webp", is_animated=True),
+    *(_kind("gif", mode) for mode in ("1", "L", "P", "RGB", "RGBA")),
+    _kind("gif", "P", is_animated=True),
+    *(_kind("bmp", mode) for mode in ("1", "L", "P", "RGB", "RGBA")),
+    *(_kind("tiff", mode) for mode in ("1", "L", "P", "RGB", "RGBA", "CMYK", "I;16")),
+    *(_kind("tiff", exif=_exif(orientation)) for orientation in (3, 6, 8)),
+    _kind("tiff", compression="tiff_deflate"),
+    _kind("tiff", is_animated=True),
+    *(_kind("ppm", mode) for mode in ("L", "RGB")),
+    _kind("tga"),
+    _kind("jp2"),
+    _kind("avif"),
+)
+"""Formats, modes and what files say of themselves; written in any size."""
+
+
+def _size(rng: random.Random) -> tuple[int, int]:
+    """From dots to 2,000 pixels a side, small ones more often; some as long as the templates take them, and longer."""
+    kind = rng.random()
+    if kind < 0.1:
+        short = rng.randint(1, 10)
+        width, height = min(2000, int(short * rng.uniform(20, 210))), short
+        return (width, height) if rng.random() < 0.5 else (height, width)
+    if kind < 0.2:
+        return rng.choice((1, 2, 13, 14, 15, 27, 28, 29, 55, 56, 57)), rng.randint(1, 200)
+    return tuple(round(2000 ** rng.random()) for _ in range(2))  # type: ignore[return-value]
+
+
+def wild(folder: Path, num_images: int, seed: int = 0) -> list[str]:
+    """Images of every kind above in sizes at random."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(seed)
+    paths = []
+    for number in range(num_images):
+        suffix, write = KINDS[number % len(KINDS)]
+        paths.append(str(folder / f"{number}.{suffix}"))
+        write(Path(paths[-1]), *_size(rng))
+    return paths

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -156,15 +156,17 @@ class FusionCaptionDataset(Dataset[Encoded]):
 
     def correct(self, address: Address, sample: Encoded) -> None:
         """Remember the true size of a row where another one was planned, so that the next run plans with it."""
-        source = self.sources[address.source]
-        if source.sizes is None or source.cache is None:
-            return
-        size, planned = size_of(sample), RowSize(*source.sizes.columns[:, address.row_index].tolist())
-        if size == planned:
+        source, size, planned = self.sources[address.source], size_of(sample), self.planned_size(address)
+        if source.cache is None or planned is None or size == planned:
             return
         logger.warning("%s: %d tokens, planned were %d", sample["sample_id"], size.length, planned.length)
         row = with_system(source.rows[address.row_index], source.system)
         source.cache.remember(row, size, aspect_of(sample))
+
+    def planned_size(self, address: Address) -> RowSize | None:
+        """The size that a row was found to have before the epoch; None without a length pass."""
+        sizes = self.sources[address.source].sizes
+        return None if sizes is None else RowSize(*sizes.columns[:, address.row_index].tolist())
 
     def measure(self) -> None:
         """Give every source that has none its lengths, by encoding each row once."""
@@ -213,7 +215,9 @@ def with_system(row: Row, system: str | None) -> Row:
     """Give a row the source's system prompt, unless it brings one."""
     row = dict(row)
     messages = row.get("messages")
-    if system is not None and messages and messages[0].get("role") != "system":
+    if system is None or not isinstance(messages, (list, tuple)) or not messages:
+        return row
+    if not isinstance(messages[0], Mapping) or messages[0].get("role") != "system":
         row["messages"] = [{"role": "system", "content": system}, *messages]
     return row
 
@@ -227,7 +231,7 @@ def encode_row(template: Template, row: Row, sample_id: SampleId, *, strict: boo
         detail = described(error, row, reason)
         if strict:
             raise DataError(f"{sample_id}: {reason}: {detail}") from error
-        raise SampleError(sample_id, reason, detail, is_lasting=is_lasting(error, reason)) from error
+        raise SampleError(sample_id, reason, detail, is_lasting=is_lasting(error, reason, row)) from error
     if isinstance(encoded, list):
         raise ConfigError(
             f"{sample_id}: the template made {len(encoded)} samples of one row; packing needs one sample a row, "

@@ -1,9 +1,9 @@
 """A file that remembers the sizes of rows: appended to as rows are measured, whole whenever a process dies.
 
-The file is a magic line and then blocks: a header (mark, number of records, checksum) and fixed-size records. A row is
-known by a key made of everything that its size depends on, so records are never wrong, only no longer asked for; of two
-records with one key the later counts. A block that a killed process left unfinished at the end is cut off; any other
-damage sets the file aside and starts a new one.
+The file is a magic line and then blocks: a header (mark, number of records, checksum of these, checksum of itself) and
+fixed-size records. A row is known by a key made of everything that its size depends on, so records are never wrong,
+only no longer asked for; of two records with one key the later counts. A block that a killed process left unfinished at
+the end is cut off; any other damage sets the file aside and starts a new one.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from swift_vlpack.data.media import file_state, media_texts
+
 logger = logging.getLogger(__name__)
 
 MAGIC = b"vlpack lengths 1\n"
-_BLOCK = struct.Struct("<4sII")  # mark, number of records, checksum of the records
+_BLOCK = struct.Struct("<4sIII")  # mark, number of records, checksum of the records, checksum of all this
 _MARK = b"rows"
 
 SIZE = np.dtype(
@@ -41,8 +43,9 @@ SIZE = np.dtype(
 )
 """What is known of a row."""
 
-BY_HEADER, AGREED, IN_FULL = 0, 1, 2
-"""Proof: from image headers; from headers and found equal to the full encoding; from the full encoding."""
+BY_HEADER, AGREED, IN_FULL, DIFFERS = 0, 1, 2, 3
+"""Proof: from image headers; from headers and found equal to the full encoding; from the full encoding; from the full
+encoding, and headers gave another size, so that those of the whole source are not to be trusted."""
 
 KEY = np.dtype([("high", "<u8"), ("low", "<u8")])
 RECORD = np.dtype([("key", KEY), ("size", SIZE)])
@@ -59,6 +62,7 @@ class KnownSizes:
         order = np.argsort(records["key"]["high"], kind="stable")  # of equal keys the latest is last
         self._records = records[order]
         self._high = np.ascontiguousarray(self._records["key"]["high"])
+        self.num_differing = int((records["size"]["proof"] == DIFFERS).sum())
 
     def __len__(self) -> int:
         return len(self._records)
@@ -82,17 +86,20 @@ class LengthCache:
         self._context = context.encode()
         self._is_usable = True
         self._end = 0  # of the blocks that were seen to be whole
+        self._inode = 0  # of the file they were seen in: another process may have set it aside
 
     def load(self) -> KnownSizes:
         """All that the file knows."""
+        if not self._is_usable:
+            return KnownSizes(np.zeros(0, RECORD))
         self._end = 0
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with _locked(self.path) as file:
                 records, is_damaged = self._read_on(file)
                 if is_damaged:
-                    self._set_aside()
                     records = np.zeros(0, RECORD)
+                    self._set_aside()
         except OSError as error:
             self._give_up(error)
             records = np.zeros(0, RECORD)
@@ -109,8 +116,7 @@ class LengthCache:
         try:
             with _locked(self.path) as file:
                 self._read_on(file)  # another process may have been killed while it wrote
-                head = (b"" if self._end else MAGIC) + _BLOCK.pack(_MARK, len(records), zlib.crc32(block))
-                _write(file, head + block)
+                _write(file, (b"" if self._end else MAGIC) + _header(len(records), block) + block)
                 self._end = os.fstat(file).st_size
         except OSError as error:
             self._give_up(error)
@@ -122,23 +128,32 @@ class LengthCache:
     def key(self, row: Mapping[str, Any]) -> NDArray[np.void]:
         """The key of a row: its content, and which files it names in which state; `NO_KEY` where it has no content."""
         try:
-            text = json.dumps(row, sort_keys=True, default=_digest_of_bytes)
-        except TypeError:
+            content = _content(row)
+        except (TypeError, ValueError):
             return NO_KEY
         digest = hashlib.blake2b(self._context, digest_size=16)
-        digest.update(text.encode())
-        digest.update(repr([_file_state(path) for path in _media(row)]).encode())
+        digest.update(content)
+        digest.update(repr([_state(text) for text in media_texts(row)]).encode())
         return np.frombuffer(digest.digest(), KEY)[0]
 
     def keys(self, rows: Iterable[Mapping[str, Any]]) -> NDArray[np.void]:
         """The keys of many rows."""
         return np.array([self.key(row) for row in rows], KEY)
 
+    def fingerprint(self, rows: Iterable[Mapping[str, Any]]) -> str:
+        """Of the content of rows and the settings; files may be copies, in another state on another machine."""
+        digest = hashlib.blake2b(self._context, digest_size=8)
+        for row in rows:
+            with suppress(TypeError, ValueError):
+                digest.update(_content(row))
+        return digest.hexdigest()
+
     def _read_on(self, file: int) -> tuple[NDArray[np.void], bool]:
         """The records behind those that were seen, and whether the file is damaged there; cuts off unfinished ones."""
-        size = os.fstat(file).st_size
-        self._end = min(self._end, size)
-        content = os.pread(file, size - self._end, self._end)
+        state = os.fstat(file)
+        if state.st_ino != self._inode or state.st_size < self._end:
+            self._inode, self._end = state.st_ino, 0
+        content = _read(file, self._end, state.st_size)
         records, num_good = _parsed(content, is_start=self._end == 0)
         self._end += num_good
         rest = content[num_good:]
@@ -169,10 +184,12 @@ def _parsed(content: bytes, *, is_start: bool) -> tuple[NDArray[np.void], int]:
         return np.zeros(0, RECORD), 0
     at, blocks = len(MAGIC) if is_start else 0, []
     while at + _BLOCK.size <= len(content):
-        mark, num_records, checksum = _BLOCK.unpack_from(content, at)
+        _, num_records, checksum, _ = _BLOCK.unpack_from(content, at)
         end = at + _BLOCK.size + num_records * RECORD.itemsize
+        if not _is_header(content[at : at + _BLOCK.size]) or end > len(content):
+            break
         block = memoryview(content)[at + _BLOCK.size : end]
-        if mark != _MARK or end > len(content) or zlib.crc32(block) != checksum:
+        if zlib.crc32(block) != checksum:
             break
         blocks.append(np.frombuffer(block, RECORD))
         at = end
@@ -185,20 +202,55 @@ def _is_unfinished(rest: bytes) -> bool:
         return len(rest) <= len(MAGIC)
     if len(rest) < _BLOCK.size:
         return _MARK.startswith(rest[: len(_MARK)])
-    mark, num_records, _ = _BLOCK.unpack_from(rest)
-    return bool(mark == _MARK and _BLOCK.size + num_records * RECORD.itemsize > len(rest))
+    num_records = _BLOCK.unpack_from(rest)[1]
+    return _is_header(rest[: _BLOCK.size]) and _BLOCK.size + num_records * RECORD.itemsize > len(rest)
+
+
+def _header(num_records: int, block: bytes) -> bytes:
+    head = _BLOCK.pack(_MARK, num_records, zlib.crc32(block), 0)[:-4]
+    return head + struct.pack("<I", zlib.crc32(head))
+
+
+def _is_header(head: bytes) -> bool:
+    """Its own checksum tells a header with a wrong number from one whose records were not all written."""
+    return head.startswith(_MARK) and bool(_BLOCK.unpack(head)[3] == zlib.crc32(head[:-4]))
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[int]:
     """The open file, in which nobody else writes meanwhile; without a lock where the file system has none."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
+    file = _opened(path)
+    while True:
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
+        if _is_at(path, file):
+            break
+        os.close(file)  # while this process waited, another one set the file aside
+        file = _opened(path)
+    try:
         yield file
     finally:
         os.close(file)
+
+
+def _opened(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+
+
+def _is_at(path: Path, file: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(file))
+    except FileNotFoundError:
+        return False
+
+
+def _read(file: int, start: int, end: int) -> bytes:
+    """All bytes between; one call gives at most 2 GB."""
+    parts = []
+    while start < end and (part := os.pread(file, end - start, start)):
+        parts.append(part)
+        start += len(part)
+    return b"".join(parts)
 
 
 def _write(file: int, content: bytes) -> None:
@@ -213,37 +265,17 @@ def _write(file: int, content: bytes) -> None:
         raise
 
 
+def _content(row: Mapping[str, Any]) -> bytes:
+    return json.dumps(row, sort_keys=True, default=_digest_of_bytes).encode()
+
+
 def _digest_of_bytes(value: Any) -> str:
     if isinstance(value, (bytes, bytearray, memoryview)):
         return hashlib.blake2b(value, digest_size=16).hexdigest()
     raise TypeError
 
 
-def _media(row: Mapping[str, Any]) -> Iterator[str]:
-    """Every text of the row that may name a file of pixels or sound."""
-    for column in ("images", "videos", "audios"):
-        yield from _paths(row.get(column))
-    for message in row.get("messages") or ():
-        content = message.get("content") if isinstance(message, Mapping) else None
-        for item in content if isinstance(content, (list, tuple)) else ():
-            if isinstance(item, Mapping) and item.get("type") != "text":
-                yield from _paths(list(item.values()))
-
-
-def _paths(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _paths([inner for name, inner in value.items() if name in ("path", "url")])
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from _paths(inner)
-
-
-def _file_state(path: str) -> tuple[int, int] | None:
+def _state(path: str) -> tuple[int, int] | None:
     """Size and time of change of a file, or None where it is not there or no path at all."""
-    for folder in ("", os.environ.get("ROOT_IMAGE_DIR", "")):  # ms-swift's own variable for relative paths
-        with suppress(OSError, ValueError):
-            state = os.stat(os.path.join(folder, os.path.expanduser(path.strip())))
-            return state.st_size, state.st_mtime_ns
-    return None
+    state = file_state(path)
+    return None if state is None else (state.st_size, state.st_mtime_ns)

@@ -1,7 +1,7 @@
-"""The length pass over one source: chunks of rows, in processes of their own, remembered as they are measured.
+"""The length pass over a share of a source's rows: in processes of its own, remembered as they are measured.
 
-`Measurer.measure` gives the sizes of rows, from memory where they are known; `Measurer.compare` encodes rows both by
-header and in full, which is how trust in headers is earned. `in_chunks` runs either over many rows.
+`look_up` finds what is remembered, `draw` and `compare` encode rows both by header and in full, which is how trust in
+headers is earned, `measure` gives every other row its size, and `distrust` starts over without headers.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,96 +23,179 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from swift_vlpack.core.errors import VLPackError
+from swift_vlpack.core.shuffle import permutation
 from swift_vlpack.data.fusion import Row, RowSource, encode_row, with_system
-from swift_vlpack.data.length_cache import AGREED, BY_HEADER, IN_FULL, NO_KEY, SIZE, KnownSizes, LengthCache, Sizes
+from swift_vlpack.data.length_cache import AGREED, BY_HEADER, DIFFERS, IN_FULL, KEY, SIZE, LengthCache, Sizes
 from swift_vlpack.data.lengths import RowSizes, aspect_of, size_of
-from swift_vlpack.data.reasons import REASONS
+from swift_vlpack.data.reasons import REASONS, is_of_pixels, media_paths
 from swift_vlpack.data.samples import SampleError
 
 logger = logging.getLogger(__name__)
 
 NUM_SHOWN = 20
 """Failing rows that the log names; the count has them all."""
-_CHUNK_BY_HEADER, _CHUNK_IN_FULL = 128, 8
+_CHUNK_BY_HEADER, _CHUNK_IN_FULL = 128, 8  # rows, which may hold the bytes of their images
+_NUM_AHEAD = 4  # chunks a process has waiting
 _SECONDS_BETWEEN_LOOKS = 2.0
+
+Positions = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What became of some rows."""
+    """What became of some rows of the share."""
 
-    indices: NDArray[np.int64]
+    positions: Positions
     sizes: Sizes
-    keys: NDArray[np.void]
     is_new: NDArray[np.bool_]
-    """Which of them were not in memory."""
-    failures: list[tuple[int, str]] = field(default_factory=list)
-    """Rows that cannot be encoded, in words; only those that were tried now."""
+    """Which of them are to be remembered."""
+    failures: Mapping[int, str] = field(default_factory=dict)
+    """Rows that cannot be encoded, by index, in words."""
     difference: str | None = None
     """The first row of which headers and full encoding say different things, in words."""
 
 
-@dataclass(frozen=True)
-class Measurer:
-    """All that a process needs to measure rows of a source."""
+class LengthPass:
+    """The sizes of some rows of a source, as they become known."""
 
-    source: RowSource
-    by_header: Any
-    """Encodes rows without pixels; None where that cannot be."""
-    in_full: Any
-    cache: LengthCache
-    known: KnownSizes
-    strict: bool = False
+    def __init__(  # noqa: PLR0913 - what is measured, how, where it is remembered
+        self,
+        source: RowSource,
+        indices: NDArray[np.int64],
+        cache: LengthCache,
+        *,
+        by_header: Any,
+        in_full: Any,
+        num_processes: int = 1,
+        strict: bool = False,
+        is_shown: bool = True,
+    ) -> None:
+        """`by_header` and `in_full` are templates; the first one encodes without pixels."""
+        self.source = source
+        self.indices = indices
+        self.sizes = np.zeros(len(indices), SIZE)
+        self.failures: dict[int, str] = {}
+        self._is_known = np.zeros(len(indices), dtype=bool)
+        self._keys = np.zeros(len(indices), KEY)
+        self._cache = cache
+        self._by_header = by_header
+        self._in_full = in_full
+        self._num_processes = num_processes
+        self._strict = strict
+        self._is_shown = is_shown
 
-    def measure(self, indices: NDArray[np.int64]) -> Chunk:
-        """The sizes of rows: from memory, else by header, or in full where there is nothing else."""
-        rows, keys = self._rows(indices)
-        is_known, sizes = self.known.of(keys)
-        if self.by_header is None:
-            is_known &= sizes["proof"] != BY_HEADER
-        if self.strict:
-            is_known &= sizes["reason"] == 0  # tried again, to stop the run
-        failures = []
-        for at in np.flatnonzero(~is_known).tolist():
-            quick = self.by_header if self.by_header is not None and not rows[at].get("videos") else None
-            sizes[at], error = self._size(quick or self.in_full, rows[at], int(indices[at]))
-            sizes[at]["proof"] = IN_FULL if quick is None else BY_HEADER
-            if error is not None:
-                failures.append((int(indices[at]), f"{error.reason}: {error.detail}"))
-                keys[at] = keys[at] if error.is_lasting else NO_KEY
-        return Chunk(indices, sizes, keys, ~is_known, failures)
+    def look_up(self) -> str | None:
+        """Take over what is remembered; why headers are not to be trusted, if that is."""
+        with self._bar("Looking up lengths", len(self.indices)) as bar:
+            for positions, keys in self._in_chunks(self._keys_of, np.arange(len(self.indices)), _CHUNK_BY_HEADER, bar):
+                self._keys[positions] = keys
+        known = self._cache.load()
+        self._is_known, self.sizes = known.of(self._keys)
+        if self._strict:
+            self._is_known &= self.sizes["reason"] == 0  # tried again, to stop the run
+        if known.num_differing:
+            return f"they were found to differ at an earlier start, which {self._cache.path} remembers"
+        return None
 
-    def compare(self, indices: NDArray[np.int64]) -> Chunk:
-        """Encode rows both ways, but for those of which it is known that both agree.
+    def draw(self, num_rows: int) -> Positions:
+        """Some rows whose sizes are not known yet, always the same ones of them."""
+        unknown = np.flatnonzero(~self._is_known)
+        return unknown[permutation(len(unknown), "lengths", self.source.name)[:num_rows]]
 
-        A row whose header is good and whose pixels are not is no difference: it is left out when its pack is loaded.
-        """
-        rows, keys = self._rows(indices)
-        is_known, sizes = self.known.of(keys)
-        is_known &= (sizes["proof"] == AGREED) & ~(self.strict & (sizes["reason"] > 0))
-        for at in np.flatnonzero(~is_known).tolist():
-            if rows[at].get("videos"):
-                is_known[at] = True  # measured in full anyway
-                continue
-            sizes[at], quick_error = self._size(self.by_header, rows[at], int(indices[at]))
-            full, full_error = self._size(self.in_full, rows[at], int(indices[at]))
-            if not (full_error and not quick_error) and not _are_equal(sizes[at], full):
-                quick = f"{quick_error.reason}: {quick_error.detail}" if quick_error else _shown(sizes[at])
-                said = f"{self.source.sample_id(int(indices[at]))}: {quick} by header, {_shown(full)} in full"
-                return Chunk(indices, sizes, keys, np.zeros(len(indices), bool), [], said)
-            sizes[at]["proof"] = AGREED
+    def compare(self, positions: Positions) -> str | None:
+        """Encode rows both ways, but for those that were found equal before; the first difference, if there is one."""
+        todo = positions[~(self._is_known[positions] & (self.sizes["proof"][positions] >= AGREED))]
+        return self._run(self._compared, todo, _CHUNK_IN_FULL, "Checking lengths")
+
+    def measure(self) -> Sizes:
+        """The sizes of all rows of the share."""
+        size = _CHUNK_IN_FULL if self._by_header is None else _CHUNK_BY_HEADER
+        self._run(self._measured, np.flatnonzero(~self._is_known), size, "Lengths")
+        return self.sizes
+
+    def distrust(self) -> None:
+        """Forget what headers said, and encode in full from now on."""
+        self._by_header = None
+        self._is_known &= self.sizes["proof"] != BY_HEADER
+
+    def _run(self, work: Callable[[Positions], Chunk], positions: Positions, size: int, text: str) -> str | None:
+        with self._bar(text, len(positions)) as bar:
+            for chunk in self._in_chunks(work, positions, size, bar):
+                self._cache.append(self._keys[chunk.positions[chunk.is_new]], chunk.sizes[chunk.is_new])
+                self.sizes[chunk.positions] = chunk.sizes
+                self._is_known[chunk.positions] = True
+                self.failures |= chunk.failures
+                if chunk.difference is not None:
+                    return chunk.difference
+        return None
+
+    def _in_chunks(
+        self, work: Callable[[Positions], Any], positions: Positions, size: int, bar: tqdm[Any]
+    ) -> Iterator[Any]:
+        chunks = [positions[start : start + size] for start in range(0, len(positions), size)]
+        num_processes = min(self._num_processes, len(chunks))
+        for done in map(work, chunks) if num_processes < 2 else _in_processes(work, iter(chunks), num_processes):
+            yield done
+            bar.update(min(size, bar.total - bar.n))
+
+    def _bar(self, text: str, num_rows: int) -> tqdm[Any]:
+        text = f"{text} of {self.source.name}"
+        return tqdm(
+            desc=text, total=num_rows, unit="row", dynamic_ncols=True, disable=not (self._is_shown and num_rows)
+        )
+
+    def _rows(self, positions: Positions) -> list[Row]:
+        rows = rows_at(self.source.rows, self.indices[positions].tolist())
+        return [with_system(row, self.source.system) for row in rows]
+
+    # -- what a process does ------------------------------------------------------------------------------------------
+
+    def _keys_of(self, positions: Positions) -> tuple[Positions, NDArray[np.void]]:
+        return positions, self._cache.keys(self._rows(positions))
+
+    def _measured(self, positions: Positions) -> Chunk:
+        """By header where that can be, else in full: an image or video whose header says nothing."""
+        sizes, is_new, failures = _new(positions)
+        for at, (position, row) in enumerate(zip(positions.tolist(), self._rows(positions), strict=True)):
+            size, error = None, None
+            if self._by_header is not None:
+                size, error = self._size(self._by_header, row, position, BY_HEADER)
+            if size is None or (error is not None and error.reason != "over_max_length"):
+                size, error = self._size(self._in_full, row, position, IN_FULL)
+            self._note(position, error, failures, is_new, at)
+            sizes[at] = size
+        return Chunk(positions, sizes, is_new, failures)
+
+    def _compared(self, positions: Positions) -> Chunk:
+        """A row whose header is good and whose pixels are not is no difference: it is left out with its pack."""
+        sizes, is_new, failures = _new(positions)
+        for at, (position, row) in enumerate(zip(positions.tolist(), self._rows(positions), strict=True)):
+            full, error = self._size(self._in_full, row, position, IN_FULL)
+            quick, quick_error = self._size(self._by_header, row, position, AGREED)
             if quick_error is not None and not quick_error.is_lasting:
-                keys[at] = NO_KEY
-        return Chunk(indices, sizes, keys, ~is_known)
+                quick, quick_error = full, error
+            elif error is not None and quick_error is None and is_of_pixels(error.reason):
+                quick["proof"] = BY_HEADER
+            elif not _are_equal(quick, full):
+                full["proof"] = DIFFERS
+                self._note(position, error, failures, is_new, at)
+                sizes[at] = full
+                said = quick_error.detail if quick_error is not None else _shown(quick)
+                name = self.source.sample_id(int(self.indices[position]))
+                seen = slice(at + 1)
+                difference = f"{name} has {_shown(full)}, from its header {said}"
+                return Chunk(positions[seen], sizes[seen], is_new[seen], failures, difference)
+            self._note(position, quick_error, failures, is_new, at)
+            sizes[at] = quick
+        return Chunk(positions, sizes, is_new, failures)
 
-    def _rows(self, indices: NDArray[np.int64]) -> tuple[list[Row], NDArray[np.void]]:
-        rows = [with_system(row, self.source.system) for row in rows_at(self.source.rows, indices.tolist())]
-        return rows, self.cache.keys(rows)
-
-    def _size(self, template: Any, row: Row, index: int) -> tuple[Any, SampleError | None]:
+    def _size(self, template: Any, row: Row, position: int, proof: int) -> tuple[Any, SampleError | None]:
         size = np.zeros((), SIZE)
+        size["proof"] = proof
+        sample_id = self.source.sample_id(int(self.indices[position]))
         try:
-            encoded = encode_row(template, row, self.source.sample_id(index), strict=self.strict)
+            encoded = encode_row(template, row, sample_id, strict=self._strict)
         except SampleError as error:
             size["reason"] = REASONS.index(error.reason)
             return size, error
@@ -118,48 +203,49 @@ class Measurer:
         size["aspect"] = aspect_of(encoded)
         return size, None
 
-
-def in_chunks(
-    work: Callable[[NDArray[np.int64]], Chunk], indices: NDArray[np.int64], num_processes: int, bar: tqdm[Any]
-) -> Iterator[Chunk]:
-    """Run a method of a `Measurer` over many rows; what is new is remembered chunk by chunk."""
-    measurer: Measurer = work.__self__  # type: ignore[attr-defined]
-    is_slow = measurer.by_header is None or work == measurer.compare
-    size = _CHUNK_IN_FULL if is_slow else _CHUNK_BY_HEADER
-    chunks = [indices[start : start + size] for start in range(0, len(indices), size)]
-    for chunk in (
-        map(work, chunks) if num_processes < 2 or len(chunks) < 2 else _in_processes(work, chunks, num_processes)
-    ):
-        measurer.cache.append(chunk.keys[chunk.is_new], chunk.sizes[chunk.is_new])
-        bar.update(len(chunk.indices))
-        yield chunk
+    def _note(
+        self, position: int, error: SampleError | None, failures: dict[int, str], is_new: NDArray[np.bool_], at: int
+    ) -> None:
+        if error is not None:
+            failures[int(self.indices[position])] = f"{error.reason}: {error.detail}"
+            is_new[at] = error.is_lasting
 
 
-def _in_processes(
-    work: Callable[[NDArray[np.int64]], Chunk], chunks: Sequence[NDArray[np.int64]], num_processes: int
-) -> Iterator[Chunk]:
+def _new(positions: Positions) -> tuple[Sizes, NDArray[np.bool_], dict[int, str]]:
+    return np.zeros(len(positions), SIZE), np.ones(len(positions), dtype=bool), {}
+
+
+def _in_processes(work: Callable[[Positions], Any], chunks: Iterator[Positions], num_processes: int) -> Iterator[Any]:
     """Fork: rows, template and what is known are there at once, and nothing of it has to be pickled."""
     global _work
     _work = work
     executor = ProcessPoolExecutor(
-        min(num_processes, len(chunks)),
-        multiprocessing.get_context("fork"),
-        initializer=_start,
-        initargs=(os.getpid(),),
+        num_processes, multiprocessing.get_context("fork"), initializer=_start, initargs=(os.getpid(),)
     )
+    waiting: deque[Future[Any]] = deque()
     try:
-        yield from executor.map(_do, chunks)
+        for chunk in chunks:
+            waiting.append(executor.submit(_do, chunk))
+            if len(waiting) > _NUM_AHEAD * num_processes:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise VLPackError(
+            "a process of the length pass was killed, perhaps for want of memory. What was measured is remembered: "
+            "start again, with a lower dataset_num_proc if it happens again"
+        ) from error
     finally:
         executor.shutdown(cancel_futures=True)
         _work = None
 
 
-_work: Callable[[NDArray[np.int64]], Chunk] | None = None  # of this process, inherited by those it forks
+_work: Callable[[Positions], Any] | None = None  # of this process, inherited by those it forks
 
 
-def _do(indices: NDArray[np.int64]) -> Chunk:
+def _do(positions: Positions) -> Any:
     assert _work is not None
-    return _work(indices)
+    return _work(positions)
 
 
 def _start(parent: int) -> None:
@@ -188,12 +274,18 @@ def row_sizes(sizes: Sizes) -> RowSizes:
     return RowSizes(columns, {int(at): REASONS[sizes["reason"][at]] for at in np.flatnonzero(sizes["reason"])})
 
 
-def log_failures(source: RowSource, failures: Sequence[tuple[int, str]]) -> None:
-    """Name the first rows that cannot be encoded, count all."""
-    for index, detail in failures[:NUM_SHOWN]:
-        logger.warning("%s: left out: %s", source.sample_id(index), detail)
-    if len(failures) > NUM_SHOWN:
-        logger.warning("source %s: %d rows cannot be encoded, %d of them named", source.name, len(failures), NUM_SHOWN)
+def log_failures(source: RowSource, sizes: RowSizes, details: Mapping[int, str]) -> None:
+    """Name the first rows that cannot be encoded, with `details` where they were tried now, and count all by reason."""
+    if not sizes.failures:
+        return
+    for index in sorted(sizes.failures)[:NUM_SHOWN]:
+        remembered = f"{sizes.failures[index]} (remembered; files: {', '.join(media_paths(source.rows[index])) or '-'})"
+        logger.warning("%s: left out: %s", source.sample_id(index), details.get(index, remembered))
+    counts = Counter(sizes.failures.values())
+    logger.warning(
+        "source %s: %d of %d rows cannot be encoded: %s",
+        source.name, len(sizes.failures), len(sizes), ", ".join(f"{reason} {num}" for reason, num in counts.items()),
+    )  # fmt: skip
 
 
 def _are_equal(one: Any, other: Any) -> bool:

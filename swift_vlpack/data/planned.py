@@ -98,25 +98,35 @@ class PlannedPackingDataset(PackingDataset):
 
     def load(self, address: PackAddress) -> PackedSamples:
         """Encode the samples of a pack. The true length decides: what does not fit is left out, with a reason."""
-        kept: list[Encoded] = []
+        found: list[tuple[Encoded, bool]] = []
         left_out: list[LeftOut] = []
-        num_tokens = 0
         for where, sample in zip(address.samples, self._encoded(address.samples), strict=True):
             if isinstance(sample, SampleError):
                 left_out.append(self._failed(sample))
                 continue
             self._num_failed_in_a_row = 0
             self.dataset.correct(where, sample)
-            if kept and num_tokens + sample["length"] > self.config.packing_length:
-                left_out.append(LeftOut(sample["sample_id"], "longer_than_planned"))
-                logger.warning(
-                    "%s: left out: %d tokens do not fit beside the %d of its pack (packing_length %d)",
-                    sample["sample_id"], sample["length"], num_tokens, self.config.packing_length,
-                )  # fmt: skip
+            planned = self.dataset.planned_size(where)
+            found.append((sample, planned is not None and sample["length"] > planned.length))
+        kept, longer = self._fitting(found)
+        return packed_samples(kept, address.epoch, address.number, self.config, left_out + longer)
+
+    def _fitting(self, found: list[tuple[Encoded, bool]]) -> tuple[list[Encoded], list[LeftOut]]:
+        """Those that fit beside each other, in their order. Samples that grew give way to those that did not."""
+        keeps, left_out, num_tokens = [False] * len(found), [], 0
+        for at in sorted(range(len(found)), key=lambda at: found[at][1]):
+            sample, has_grown = found[at]
+            is_alone = not any(keeps) and (self.config.packing_allow_single_long or not has_grown)
+            if is_alone or num_tokens + sample["length"] <= self.config.packing_length:
+                keeps[at] = True
+                num_tokens += sample["length"]
                 continue
-            kept.append(sample)
-            num_tokens += sample["length"]
-        return packed_samples(kept, address.epoch, address.number, self.config, left_out)
+            left_out.append(LeftOut(sample["sample_id"], "longer_than_planned"))
+            logger.warning(
+                "%s: left out: %d tokens do not fit beside the %d of its pack (packing_length %d)",
+                sample["sample_id"], sample["length"], num_tokens, self.config.packing_length,
+            )  # fmt: skip
+        return [sample for (sample, _), is_kept in zip(found, keeps, strict=True) if is_kept], left_out
 
     def _encoded(self, samples: Sequence[Address]) -> list[Encoded | SampleError]:
         """Encode in as many threads as this worker may use: images are decoded and resized outside of Python's lock."""
@@ -169,7 +179,8 @@ def threads_per_worker() -> int:
     """The cores of this machine, shared by its ranks and their dataloader workers."""
     worker = get_worker_info()
     num_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * (worker.num_workers if worker else 1)
-    return max(1, len(os.sched_getaffinity(0)) // num_sharing)
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, num_cores // num_sharing)
 
 
 def _rounded_up(number: int, multiple: int) -> int:

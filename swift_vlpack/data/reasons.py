@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import stat
+import traceback
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any
+
+from swift_vlpack.data.media import file_state, media_texts
 
 REASONS = (
     "",
@@ -19,6 +23,7 @@ REASONS = (
     "images_malformed",
     "no_messages",
     "video_reader_missing",
+    "video_unreadable",
 )
 """All there are; files of lengths store the position in this list, so new ones go to the end."""
 
@@ -29,9 +34,10 @@ _BY_ERROR = {
     "UnidentifiedImageError": "image_unreadable",
     "DecompressionBombError": "image_too_large",
 }
+_VIDEO_READERS = ("torchcodec", "decord")  # qwen_vl_utils asks torchvision where they fail, which reads none
 _LONGEST_PATH = 2000  # as in ms-swift
-_PASSING = (OSError, MemoryError)
-"""Errors that may be gone the next time, of the kinds that are not said of the content."""
+_LONGEST_SHOWN = 200  # characters
+_SHORTEST_IMAGE = 40  # characters in base64, of a GIF of one pixel
 
 
 def reason_for(error: Exception, row: Mapping[str, Any]) -> str:
@@ -44,7 +50,9 @@ def reason_for(error: Exception, row: Mapping[str, Any]) -> str:
     if not row.get("messages"):
         return "no_messages"
     if row.get("videos") and _is_missing_reader(error):
-        return "video_reader_missing"
+        return "video_unreadable" if any(map(find_spec, _VIDEO_READERS)) else "video_reader_missing"
+    if not all(map(_is_image, _as_list(row.get("images")))):
+        return "images_malformed"
     for path in media_paths(row):
         if found := _of_file(path):
             return found
@@ -52,9 +60,7 @@ def reason_for(error: Exception, row: Mapping[str, Any]) -> str:
         return known
     if "aspect ratio" in str(error):
         return "aspect_ratio"
-    if any(not isinstance(image, (str, Mapping)) for image in _as_list(row.get("images"))):
-        return "images_malformed"
-    return "encode_failed"
+    return "image_unreadable" if _is_from_pillow(error) else "encode_failed"
 
 
 def described(error: Exception, row: Mapping[str, Any], reason: str) -> str:
@@ -62,42 +68,65 @@ def described(error: Exception, row: Mapping[str, Any], reason: str) -> str:
     said = f"{type(error).__name__}: {error}"
     paths = [path for path in media_paths(row) if path not in said]
     where = f" (files: {', '.join(paths)})" if paths else ""
-    way_out = "; install decord or torchcodec to read videos" if reason == "video_reader_missing" else ""
+    way_out = ""
+    if reason == "video_reader_missing":
+        way_out = "; to read videos, install torchcodec or decord"
+    elif reason == "images_malformed":
+        given = repr([item for item in _as_list(row.get("images")) if not _is_image(item)])
+        way_out = f"; not a path, a URL or the content of an image: {given[:_LONGEST_SHOWN]}"
     return said + where + way_out
 
 
-def is_lasting(error: Exception, reason: str) -> bool:
+def is_lasting(error: Exception, reason: str, row: Mapping[str, Any]) -> bool:
     """Whether the same row in the same state will fail again, so that the reason may be remembered."""
-    return reason not in ("file_missing", "video_reader_missing") and (
-        not isinstance(error, _PASSING) or type(error).__name__ in _BY_ERROR
-    )
+    if reason == "over_max_length":
+        return True
+    if reason in ("file_missing", "video_reader_missing") or isinstance(error, MemoryError):
+        return False
+    if any(text.startswith("http") for text in media_texts(row)):
+        return False
+    if not isinstance(error, OSError) or type(error).__name__ in _BY_ERROR:
+        return True
+    return reason == "image_unreadable" and error.errno is None  # Pillow says so of content; a disk has a number
+
+
+def is_of_pixels(reason: str) -> bool:
+    """Whether a row can fail for it although its headers are good."""
+    return reason not in ("over_max_length", "aspect_ratio")
 
 
 def media_paths(row: Mapping[str, Any]) -> Iterator[str]:
-    """The texts in the row's media columns that are paths, or look like one: a dot where base64 has none."""
-    for column in ("images", "videos", "audios"):
-        for item in _as_list(row.get(column)):
-            path = item.get("path") if isinstance(item, Mapping) else item
-            if not isinstance(path, str) or len(path) > _LONGEST_PATH or path.startswith(("http", "data:")):
-                continue
-            if "." in path or os.path.exists(path):
-                yield path
+    """The texts in the row that are paths, or look like one: with a dot, or too short for an image in base64."""
+    for text in media_texts(row):
+        is_short = len(text) <= _LONGEST_PATH and not text.startswith(("http", "data:"))
+        if is_short and ("." in text or len(text) < _SHORTEST_IMAGE or file_state(text) is not None):
+            yield text
 
 
 def _of_file(path: str) -> str | None:
     """What is wrong with a file as such, if anything is."""
-    root = os.environ.get("ROOT_IMAGE_DIR", "")  # ms-swift's own variable for relative paths
-    candidates = [os.path.join(folder, os.path.expanduser(path.strip())) for folder in ("", root)]
-    found = next((candidate for candidate in candidates if os.path.exists(candidate)), None)
-    if found is None:
+    state = file_state(path)
+    if state is None:
         return "file_missing"
-    if os.path.isdir(found):
+    if stat.S_ISDIR(state.st_mode):
         return "file_is_folder"
-    return "file_empty" if os.path.getsize(found) == 0 else None
+    return "file_empty" if state.st_size == 0 else None
 
 
 def _is_missing_reader(error: Exception) -> bool:
     return isinstance(error, ImportError) or (isinstance(error, AttributeError) and "read_video" in str(error))
+
+
+def _is_from_pillow(error: Exception) -> bool:
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_globals.get("__name__", "").startswith("PIL.") for frame, _ in frames)
+
+
+def _is_image(item: Any) -> bool:
+    """Whether an entry of `images` is of a form that can be an image at all."""
+    if isinstance(item, Mapping):
+        item = item.get("bytes") or item.get("path") or item.get("url")
+    return (isinstance(item, (str, bytes)) and bool(item)) or hasattr(item, "getbbox")
 
 
 def _as_list(images: Any) -> list[Any]:

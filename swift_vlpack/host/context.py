@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 _PACKAGES = (
+    "swift-vlpack",
     "ms-swift",
     "transformers",
     "tokenizers",
@@ -31,7 +32,8 @@ _PACKAGES = (
     "torchcodec",
 )
 _NOT_OF_LENGTH = re.compile(
-    r"packing|padding_free|model|dummy_model|processor|tokenizer|config|model_info|\w*_cache|_handles|TOKENIZERS_PARALLELISM"
+    r"packing|padding_free|model|dummy_model|processor|tokenizer|config|model_info"
+    r"|\w*_cache|_handles|_deepspeed_initialize|TOKENIZERS_PARALLELISM"
 )
 """Attributes and variables that change from run to run, or within one, and lengths do not."""
 _VARIABLE = re.compile(r"""(?:get_env_args\(|getenv\(|environ\.get\(|environ\[)\s*['"](\w+)['"]""")
@@ -57,6 +59,7 @@ def facts_of(template: Any) -> dict[str, Any]:
         "meta": vars(template.template_meta),
         "processor": {name: part.to_dict() for name, part in parts.items() if hasattr(part, "to_dict")},
         "tokenizer": _digest_of_tokenizer(template.tokenizer),
+        "chat_templates": [getattr(part, "chat_template", None) for part in (processor, template.tokenizer)],
         "variables": {name: os.environ.get(name) for name in sorted(variables_read_by(type(template)))},
         "constants": _constants("qwen_vl_utils.vision_process"),
     }
@@ -118,6 +121,8 @@ def _plain(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, (*value, *value.values())))
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, (str, int, float, bool))

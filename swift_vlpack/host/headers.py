@@ -74,7 +74,11 @@ class _GridProcessor:
             frames = [torch.empty((3, image.height, image.width), dtype=torch.uint8, device="meta") for image in images]
             return self._real(frames, *args, **options)
         patch = self._real.patch_size
-        return {"image_grid_thw": np.array([(1, image.height // patch, image.width // patch) for image in images])}
+        unit = patch * self._real.merge_size
+        if uneven := [image.size for image in images if image.width % unit or image.height % unit]:
+            raise RuntimeError(f"size {uneven[0]} is no multiple of {unit}: no tag in the text belongs to this image")
+        grids = [(1, image.height // patch, image.width // patch) for image in images]
+        return {"image_grid_thw": np.array(grids)}
 
 
 def pixel_free(template: Any) -> Any:

@@ -1,15 +1,15 @@
 """The length pass: the size of every row of a source, from image headers where that proves exact, else in full.
 
-Trust is earned: rows drawn by a seed, and afterwards the extremes of size and aspect, are encoded both ways, and one
-difference sends the whole source through the full encoding. Sizes are remembered in one file a source. The ranks of a
-run measure every n-th row each and tell each other.
+Trust is earned: rows drawn by a seed from those not known yet, and afterwards the extremes of size and aspect, are
+encoded both ways, and one difference sends the whole source through the full encoding, now and at later starts. Sizes
+are remembered in one file a source. The ranks of a run measure every n-th row each and tell each other.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,10 @@ import numpy as np
 from modelscope.hub.utils.utils import get_cache_dir
 from numpy.typing import NDArray
 from swift.utils import get_logger, is_master
-from tqdm import tqdm
 
-from swift_vlpack.core.shuffle import permutation
 from swift_vlpack.data.fusion import RowSource, own_template
 from swift_vlpack.data.length_cache import SIZE, LengthCache, Sizes
-from swift_vlpack.data.length_pass import Measurer, in_chunks, log_failures, row_sizes, rows_at
+from swift_vlpack.data.length_pass import NUM_SHOWN, LengthPass, log_failures, row_sizes, rows_at
 from swift_vlpack.host.context import context_of
 from swift_vlpack.host.headers import pixel_free
 from swift_vlpack.host.ranks import check_equal, num_ranks, rank, together
@@ -31,7 +29,7 @@ from swift_vlpack.host.ranks import check_equal, num_ranks, rank, together
 logger = get_logger()
 
 NUM_TRIED = 64
-"""Rows that are encoded both ways before headers are trusted."""
+"""Rows, out of those whose size is not known yet, that are encoded both ways before headers are trusted."""
 NUM_EXTREMES = 2
 """Rows at either end of length, patches and aspect that are encoded both ways afterwards."""
 NUM_COMPARED = 1024
@@ -44,20 +42,32 @@ def measured(source: RowSource, template: Any, args: Any, cache_dir: str | None 
     context = context_of(own)
     cache = LengthCache(cache_path(source, context, cache_dir), context)
     _check_same_rows(source, cache)
-    by_header = pixel_free(own)
-    measurer = Measurer(source, by_header, own, cache, cache.load(), strict=args.strict)
-    drawn = permutation(len(source.rows), "lengths", source.name)[:NUM_TRIED]
-    difference = _difference(measurer, drawn, args, "Checking lengths")
+    share = LengthPass(
+        source,
+        np.arange(rank(), len(source.rows), num_ranks()),
+        cache,
+        by_header=pixel_free(own),
+        in_full=own,
+        num_processes=args.dataset_num_proc or 1,
+        strict=args.strict,
+        is_shown=is_master(),
+    )
+    num_tried = -(-NUM_TRIED // num_ranks())
+    difference = _first(together(lambda: share.look_up() or share.compare(share.draw(num_tried))))
     if difference is None:
-        measurer = replace(measurer, known=cache.load())  # with those that were just compared
-        sizes = _sizes(measurer, args)
-        difference = _difference(measurer, _extremes(sizes), args, "Checking extremes")
+        sizes = _joined(together(share.measure))
+        difference = _first(together(lambda: share.compare(_own(_extremes(sizes)))))
     if difference is not None:
         logger.warning(
             f"source {source.name}: lengths are not taken from image headers, every row is encoded: {difference}"
         )
-        sizes = _sizes(replace(measurer, by_header=None, known=cache.load()), args)
-    return replace(source, sizes=row_sizes(sizes), cache=cache)
+        share.distrust()
+        sizes = _joined(together(share.measure))
+    everyone = together(lambda: dict(sorted(share.failures.items())[:NUM_SHOWN]))
+    result = row_sizes(sizes)
+    if is_master():
+        log_failures(source, result, {index: said for failures in everyone for index, said in failures.items()})
+    return replace(source, sizes=result, cache=cache)
 
 
 def cache_path(source: RowSource, context: str, cache_dir: str | None) -> Path:
@@ -72,44 +82,27 @@ def _check_same_rows(source: RowSource, cache: LengthCache) -> None:
     """Every rank measures some rows for all, so all must have the same."""
     if num_ranks() == 1:
         return
-    spread = np.unique(np.linspace(0, len(source.rows) - 1, NUM_COMPARED).astype(np.int64))
-    keys = cache.keys(rows_at(source.rows, spread.tolist()))
-    facts = {"rows": len(source.rows), "content": hashlib.sha256(keys.tobytes()).hexdigest()[:16]}
+    spread = np.unique(np.linspace(0, max(0, len(source.rows) - 1), NUM_COMPARED).astype(np.int64)).tolist()
+    rows = (row for index in spread for row in rows_at(source.rows, [index]))
+    facts = {"rows": len(source.rows), "content": cache.fingerprint(rows)}
     check_equal(f"rows of source {source.name!r} and the settings that lengths depend on", facts)
 
 
-def _sizes(measurer: Measurer, args: Any) -> Sizes:
-    """The sizes of all rows, a share of them measured here."""
-    num_rows = len(measurer.source.rows)
-    share = np.arange(rank(), num_rows, num_ranks())
+def _first(differences: Iterable[str | None]) -> str | None:
+    return next((difference for difference in differences if difference is not None), None)
 
-    def work() -> tuple[Sizes, list[tuple[int, str]]]:
-        sizes, failures = np.zeros(num_rows, SIZE), []
-        with _bar(f"Lengths of {measurer.source.name}", len(share)) as bar:
-            for chunk in in_chunks(measurer.measure, share, args.dataset_num_proc, bar):
-                sizes[chunk.indices] = chunk.sizes
-                failures += chunk.failures
-        return sizes[share], failures
 
-    everyone = together(work)
-    if is_master():
-        log_failures(measurer.source, sorted(failure for _, failures in everyone for failure in failures))
-    sizes = np.zeros(num_rows, SIZE)
-    for number, (part, _) in enumerate(everyone):
-        sizes[number :: num_ranks()] = part
+def _joined(shares: list[Sizes]) -> Sizes:
+    """The sizes of all rows; rank r measured the rows r, r + n, ..."""
+    sizes = np.zeros(sum(map(len, shares)), SIZE)
+    for number, share in enumerate(shares):
+        sizes[number :: len(shares)] = share
     return sizes
 
 
-def _difference(measurer: Measurer, indices: NDArray[np.int64], args: Any, text: str) -> str | None:
-    """The first difference between header and full encoding that any rank finds among these rows."""
-
-    def work() -> str | None:
-        share = indices[rank() :: num_ranks()]
-        with _bar(f"{text} of {measurer.source.name}", len(share)) as bar:
-            chunks = in_chunks(measurer.compare, share, args.dataset_num_proc, bar)
-            return next((chunk.difference for chunk in chunks if chunk.difference is not None), None)
-
-    return next((difference for difference in together(work) if difference is not None), None)
+def _own(indices: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Positions in this rank's share of those rows that are in it."""
+    return indices[indices % num_ranks() == rank()] // num_ranks()
 
 
 def _extremes(sizes: Sizes) -> NDArray[np.int64]:
@@ -123,7 +116,3 @@ def _extremes(sizes: Sizes) -> NDArray[np.int64]:
             yield order[-NUM_EXTREMES:]
 
     return np.unique(np.concatenate(list(ends())))
-
-
-def _bar(text: str, num_rows: int) -> tqdm[Any]:
-    return tqdm(desc=text, total=num_rows, unit="row", dynamic_ncols=True, disable=not is_master(), smoothing=0.1)

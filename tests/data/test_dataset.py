@@ -291,7 +291,7 @@ def test_row_that_breaks_after_the_plan_is_left_out_and_not_replaced(template, t
     Path(paths[4]).write_bytes(Path(paths[4]).read_bytes()[:200])
     with caplog.at_level(logging.WARNING, logger="swift_vlpack"):
         after = packs_of(dataset)
-    gone = {SampleId("data", 1): "file_missing", SampleId("data", 4): "encode_failed"}
+    gone = {SampleId("data", 1): "file_missing", SampleId("data", 4): "image_unreadable"}
     assert dict(left_out(after)) == gone
     assert len(after) == len(before)
     for pack, planned in zip(after, before, strict=True):

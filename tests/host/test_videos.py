@@ -78,4 +78,4 @@ def test_video_that_cannot_be_read_is_one_counted_reason(tiny, tmp_path):
     rows = [text_row(), video_row(str(tmp_path / "broken.mp4")), video_row(str(tmp_path / "missing.mp4"))]
     args = SimpleNamespace(dataset_num_proc=1, strict=False)
     sizes = measured(RowSource(name="clips", rows=rows), tiny("qwen2_5_vl").template, args, str(tmp_path)).sizes
-    assert sizes.failures == {1: "encode_failed", 2: "file_missing"}
+    assert sizes.failures == {1: "video_unreadable", 2: "file_missing"}
