@@ -15,10 +15,9 @@ from swift_vlpack.data.samples import PackAddress
 class PackSampler:
     """The packs of one rank in order, as addresses, so that workers that live on need not know the epoch's plan."""
 
-    def __init__(self, packs: PlannedPackingDataset, *, rank: int, num_skipped: int = 0) -> None:
+    def __init__(self, packs: PlannedPackingDataset, *, rank: int) -> None:
         self.packs = packs
         self.rank = rank
-        self.num_skipped = num_skipped
 
     @property
     def epoch(self) -> int:
@@ -30,11 +29,11 @@ class PackSampler:
         self.packs.set_epoch(epoch)
 
     def __len__(self) -> int:
-        return len(self.packs) // self.packs.num_ranks - self.num_skipped
+        """Packs of a whole epoch, from which the trainer computes its steps; a resumed epoch yields what is left."""
+        return self.packs.num_packs // self.packs.num_ranks
 
     def __iter__(self) -> Iterator[list[PackAddress]]:
-        for index in self.packs.plan.for_rank(self.rank)[self.num_skipped :]:
-            yield [self.packs.address(index)]
+        return ([address] for address in self.packs.addresses_left(self.rank))
 
 
 class PackLoader(DataLoaderShard):
@@ -46,10 +45,10 @@ class PackLoader(DataLoaderShard):
 
 
 def pack_loader(
-    packs: PlannedPackingDataset | BufferedPackingDataset, device: Any, *, rank: int, num_skipped: int, **options: Any
+    packs: PlannedPackingDataset | BufferedPackingDataset, device: Any, *, rank: int, **options: Any
 ) -> PackLoader:
     """The loader of one rank."""
     if isinstance(packs, PlannedPackingDataset):
-        sampler = PackSampler(packs, rank=rank, num_skipped=num_skipped)
+        sampler = PackSampler(packs, rank=rank)
         return PackLoader(packs, device=device, batch_sampler=sampler, **options)
     return PackLoader(packs, device=device, batch_size=1, **options)

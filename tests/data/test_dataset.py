@@ -472,7 +472,7 @@ def loader_of(template):
 
     def loader_of(dataset, num_workers, **options):
         options = {"persistent_workers": num_workers > 0, "collate_fn": Collator(template), **options}
-        made.append(pack_loader(dataset, CPU, rank=0, num_skipped=0, num_workers=num_workers, **options))
+        made.append(pack_loader(dataset, CPU, rank=0, num_workers=num_workers, **options))
         return made[-1]
 
     yield loader_of
