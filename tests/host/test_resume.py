@@ -40,13 +40,13 @@ def dataset(tmp_path_factory):
 def uninterrupted(tiny_folder, dataset, tmp_path_factory, environment):
     """Two epochs of adapters with dropout, a checkpoint at every step."""
     output = tmp_path_factory.mktemp("uninterrupted")
-    return output, losses(train(flags(tiny_folder, output, dataset)))
+    return output, losses(train(flags(tiny_folder, output, dataset, save_strategy="steps", save_steps=1)))
 
 
 def flags(tiny_folder, output, dataset, **options):
     return packed_argv(
         tiny_folder(FAMILY), FAMILY, output, dataset=dataset,
-        **{"num_train_epochs": 2, "tuner_type": "lora", "save_strategy": "steps", "save_steps": 1,
+        **{"num_train_epochs": 2, "tuner_type": "lora", "save_strategy": "no",
            "gradient_accumulation_steps": 2, "split_dataset_ratio": 0, **options},
     )  # fmt: skip
 
@@ -142,7 +142,11 @@ def test_nothing_that_is_skipped_is_encoded(tiny_folder, dataset, uninterrupted,
 
 def test_only_trained_packs_are_consumed(tiny_folder, dataset, tmp_path):
     """RESUME-2: three workers are ahead of the one step that was trained."""
-    train(flags(tiny_folder, tmp_path, dataset, max_steps=1, dataloader_num_workers=3))
+    train(
+        flags(
+            tiny_folder, tmp_path, dataset, max_steps=1, dataloader_num_workers=3, save_strategy="steps", save_steps=1
+        )
+    )
     state = json.loads((tmp_path / "checkpoint-1" / FILE).read_text())["state"]
     assert [cut[0] for cut in state["cuts"]] == [1]
     assert [cut[2] for cut in state["cuts"]] == [2]
@@ -248,10 +252,11 @@ def test_checkpoint_without_a_state_is_refused_unless_the_data_shall_restart(
     with pytest.raises(StateMismatch, match=rf"has no {FILE}.*VLPACK_RESUME_DATA=restart"):
         train(flags(tiny_folder, tmp_path / "out", dataset, resume_from_checkpoint=checkpoint))
     monkeypatch.setenv("VLPACK_RESUME_DATA", "restart")
-    train(flags(tiny_folder, tmp_path / "out", dataset, resume_from_checkpoint=checkpoint, num_train_epochs=1))
-    assert [pack[2] for pack in trained(tmp_path / "out")] == [pack[2] for pack in trained(whole) if pack[1] == 0]
+    train(flags(tiny_folder, tmp_path / "out", dataset, resume_from_checkpoint=checkpoint))
+    assert [pack[1:] for pack in trained(tmp_path / "out")] == [pack[1:] for pack in trained(whole)]
     assert trained(tmp_path / "out")[0][0] == step + 1, "the steps go on"
-    assert trained(tmp_path / "out")[-1][0] == step + steps_per_epoch(trained(whole))
+    assert trained(tmp_path / "out")[-1][0] == step + trained(whole)[-1][0]
+    assert "the data starts anew" in caplog.text
 
 
 def test_only_restart_can_be_asked_for(tmp_path, monkeypatch):
