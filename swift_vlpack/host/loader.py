@@ -7,9 +7,14 @@ from typing import Any
 
 from swift.dataloader import DataLoaderShard
 
+from swift_vlpack.core.errors import VLPackError
 from swift_vlpack.data.buffered import BufferedPackingDataset
 from swift_vlpack.data.planned import PlannedPackingDataset
 from swift_vlpack.data.samples import PackAddress
+
+
+class WorkerDied(VLPackError):
+    """A dataloader worker was killed, or left."""
 
 
 class PackSampler:
@@ -42,6 +47,32 @@ class PackLoader(DataLoaderShard):
     def set_epoch(self, epoch: int) -> None:
         """Reach the sources, in the sampler's process or in the workers."""
         self.dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            yield from super().__iter__()
+        except (OSError, EOFError) as error:  # which is what is seen of a worker that dies while its batch is fetched
+            if not (dead := self._dead_workers()):
+                raise
+            raise WorkerDied(
+                f"{'; '.join(dead)}, and its batch is lost. Signal 9 often means that memory ran out: take fewer "
+                "dataloader_num_workers or a smaller dataloader_prefetch_factor"
+            ) from error
+
+    def _get_iterator(self) -> Any:
+        self._reading = super()._get_iterator()
+        return self._reading
+
+    def _dead_workers(self) -> list[str]:
+        """The workers that ended with an error, in words."""
+        workers = enumerate(getattr(self._reading, "_workers", ()))
+        codes = [(number, worker.pid, worker.exitcode) for number, worker in workers]
+        return [
+            f"dataloader worker {number} (pid {pid}) "
+            + (f"was killed by signal {-code}" if code < 0 else f"exited: {code}")
+            for number, pid, code in codes
+            if code
+        ]
 
 
 def pack_loader(

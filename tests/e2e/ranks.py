@@ -37,8 +37,8 @@ class Run:
         }
         if num_ranks > 1:
             environ |= {"NPROC_PER_NODE": str(num_ranks), "MASTER_PORT": str(free_port())}
+            flags = [*flags, "--ddp_backend", "gloo", "--use_cpu", "true"]
         command = [sys.executable, "-m", "swift_vlpack.cli", "sft", *map(str, flags)]
-        command += ["--ddp_backend", "gloo", "--use_cpu", "true"]
         with log.open("w") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=file, env=environ, start_new_session=True)
 
@@ -60,9 +60,16 @@ class Run:
             time.sleep(0.05)
 
     def kill_rank(self, rank: int) -> None:
-        """`kill -9` one rank."""
-        [pid] = [pid for pid, environ in self._processes() if environ.get("RANK") == str(rank)]
+        """`kill -9` one rank; not its dataloader workers, whose environment is the same."""
+        pids = [pid for pid, environ in self._processes() if environ.get("RANK") == str(rank)]
+        [pid] = [pid for pid in pids if _parent_of(pid) not in pids]
         os.kill(pid, signal.SIGKILL)
+
+    def kill_worker(self) -> int:
+        """`kill -9` a dataloader worker, which torch names so; its process id."""
+        workers = [pid for pid, _ in self._processes() if Path(f"/proc/{pid}/comm").read_text() == "pt_data_worker\n"]
+        os.kill(workers[0], signal.SIGKILL)
+        return workers[0]
 
     def terminate(self) -> None:
         """SIGTERM to the launcher, as a scheduler sends it."""
@@ -91,6 +98,10 @@ class Run:
             if environ.get(MARK) == self.mark:
                 found.append((int(folder.name), environ))
         return found
+
+
+def _parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def free_port() -> int:

@@ -18,16 +18,30 @@ FAMILY = "qwen2_5_vl"
 NUM_ROWS = 48
 
 
+OPTIONS = {
+    "VLPACK_RECORD_PACKS": "true",
+    "VLPACK_PACKING_STRATEGY": "exact",
+    "VLPACK_PACKING_VERIFY": "false",
+    "VLPACK_PACKING_DROP_LAST": "false",
+}
+
+
 @pytest.fixture(scope="module", autouse=True)
 def environment():
-    with pytest.MonkeyPatch.context() as patch:
-        for key in [key for key in os.environ if key.startswith("VLPACK_")]:
-            patch.delenv(key)
-        patch.setenv("VLPACK_RECORD_PACKS", "true")
-        patch.setenv("VLPACK_PACKING_STRATEGY", "exact")
-        patch.setenv("VLPACK_PACKING_VERIFY", "false")
-        patch.setenv("VLPACK_PACKING_DROP_LAST", "false")
-        yield
+    yield
+    set_environment({})
+
+
+@pytest.fixture(autouse=True)
+def environment_of_a_test():
+    set_environment(OPTIONS)
+
+
+def set_environment(options):
+    """By hand: the data sets library replaces `os.environ`, so that what pytest restores is not what is in use."""
+    for key in [key for key in os.environ if key.startswith("VLPACK_")]:
+        del os.environ[key]
+    os.environ.update(options)
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +51,9 @@ def dataset(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tiny_folder, dataset, tmp_path_factory, environment):
+def uninterrupted(tiny_folder, dataset, tmp_path_factory):
     """Two epochs of adapters with dropout, a checkpoint at every step."""
+    set_environment(OPTIONS)
     output = tmp_path_factory.mktemp("uninterrupted")
     return output, losses(train(flags(tiny_folder, output, dataset, save_strategy="steps", save_steps=1)))
 
