@@ -25,7 +25,7 @@ from swift_vlpack.data.planned import PlannedPackingDataset
 from swift_vlpack.data.samples import PackRecord
 from swift_vlpack.host.callback import report_epoch
 from swift_vlpack.host.loader import PackLoader, pack_loader
-from swift_vlpack.host.ranks import check_equal, gathered, tolerate_packs_without_images, versions
+from swift_vlpack.host.ranks import check_equal, gathered, together, tolerate_packs_without_images, versions
 from swift_vlpack.host.state import WAY_OUT, load_state, plan_fingerprint, save_state
 
 PLAN = "plan"
@@ -111,10 +111,11 @@ class PackingTrainer(Seq2SeqTrainer):
     def _resume(self, checkpoint: Path) -> None:
         """Continue behind the last pack that the checkpoint was trained on."""
         self._global_step_before = _global_step(checkpoint)
-        saved = None if self.args.ignore_data_skip else load_state(checkpoint, PLAN, self._fingerprint)
+        if self.args.ignore_data_skip:  # the trainer's own way to say that the data shall start anew
+            return
+        saved, *_ = together(lambda: load_state(checkpoint, PLAN, self._fingerprint))
         if saved is None:
             return
-        check_equal("state in the checkpoint", saved)
         self.packs.resume(saved["epoch"], cuts_from(saved["cuts"]))
         if self.packs.plan_digest != saved["plan"]:
             raise StateMismatch(
@@ -185,16 +186,19 @@ class PackingTrainer(Seq2SeqTrainer):
         result = super()._save_checkpoint(*args, **kwargs)
         if self._is_planned:
             counted = self.counted_by_all_ranks()  # by now all ranks have written what is theirs
-            if self.args.should_save:
-                state = {
-                    "epoch": self.packs.epoch,
-                    "cuts": advanced(self.packs.cuts, self._num_trained * self.packs.num_ranks),
-                    "plan": self.packs.plan_digest,
-                    "counted": counted.state(),
-                }
-                checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-                save_state(checkpoint, PLAN, self._fingerprint, state)
+            together(lambda: self._save_plan_state(counted))
         return result
+
+    def _save_plan_state(self, counted: Telemetry) -> None:
+        if not self.args.should_save:
+            return
+        state = {
+            "epoch": self.packs.epoch,
+            "cuts": advanced(self.packs.cuts, self._num_trained * self.packs.num_ranks),
+            "plan": self.packs.plan_digest,
+            "counted": counted.state(),
+        }
+        save_state(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}", PLAN, self._fingerprint, state)
 
     @property
     def global_step(self) -> int:
