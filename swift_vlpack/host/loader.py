@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from typing import Any
 
 from swift.dataloader import DataLoaderShard
@@ -11,6 +12,8 @@ from swift_vlpack.core.errors import VLPackError
 from swift_vlpack.data.buffered import BufferedPackingDataset
 from swift_vlpack.data.planned import PlannedPackingDataset
 from swift_vlpack.data.samples import PackAddress
+
+SECONDS_TO_DIE = 1.0
 
 
 class WorkerDied(VLPackError):
@@ -65,8 +68,10 @@ class PackLoader(DataLoaderShard):
 
     def _dead_workers(self) -> list[str]:
         """The workers that ended with an error, in words."""
-        workers = enumerate(getattr(self._reading, "_workers", ()))
-        codes = [(number, worker.pid, worker.exitcode) for number, worker in workers]
+        workers = getattr(self._reading, "_workers", ())
+        # Its sockets are gone before it is: without waiting, the error that names it comes while another is printed.
+        wait([worker.sentinel for worker in workers], SECONDS_TO_DIE)
+        codes = [(number, worker.pid, worker.exitcode) for number, worker in enumerate(workers)]
         return [
             f"dataloader worker {number} (pid {pid}) "
             + (f"was killed by signal {-code}" if code < 0 else f"exited: {code}")
