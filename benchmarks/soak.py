@@ -68,10 +68,11 @@ def one_round(folder: Path, model: Path, dataset: str, rng: random.Random, *, nu
     packs: list[dict[str, Any]] = []
     checkpoint: Path | None = None
     for number in range(num_kills + 1):
-        shape = Shape(2 if number == 0 else rng.choice((1, 2, 3)), rng.choice((0, 1, 2)), rng.choice((1, 2, 3)))
+        is_killed = number < num_kills
+        num_ranks = 2 if number == 0 else rng.choice((2, 3) if is_killed else (1, 2, 3))
+        shape = Shape(num_ranks, rng.choice((0, 1, 2)), rng.choice((1, 2, 3)))
         output = folder / str(number)
         output.mkdir(parents=True)
-        is_killed = number < num_kills
         run = Run(
             flags(model, output, dataset, shape, checkpoint), output / "log.txt", num_ranks=shape.num_ranks, **OPTIONS
         )
