@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-oldest lint format bench scale clean
+.PHONY: help demo test test-slow test-oldest lint format bench scale soak clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -52,6 +52,9 @@ bench: $(READY)  ## Measure the strategies; prints the tables of benchmarks/RESU
 
 scale: $(READY)  ## Measure planning and voting for 64 to 8,192 ranks; prints the tables of docs/scale.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.scale
+
+soak: $(READY)  ## Kill and resume 20 runs; prints a table of benchmarks/RESULTS.md
+	$(BIN)/python -m benchmarks.soak
 
 clean:  ## Remove what the targets made
 	rm -rf $(VENV) .venv-oldest demo_output .pytest_cache .ruff_cache .mypy_cache *.egg-info

@@ -20,6 +20,10 @@ from swift_vlpack.core.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 ENV_PREFIX = "VLPACK_"
+RESUME_DATA = "VLPACK_RESUME_DATA"
+RECORD_PACKS = "VLPACK_RECORD_PACKS"
+NO_OPTIONS = (RESUME_DATA, RECORD_PACKS)
+"""Variables with our prefix that are no packing options: about one start of a run, not about its packs."""
 STRATEGIES = ("binpack", "greedy", "first_fit", "best_fit", "exact")
 STRATEGY_ALIASES = {"sequential": "greedy"}  # ms-swift's name
 MODES = ("auto", "plan", "buffer")
@@ -135,10 +139,10 @@ def options_in_env(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """The options that `VLPACK_*` variables set, by option name; a variable that names no option is refused."""
     environ = os.environ if environ is None else environ
     known = {ENV_PREFIX + name.upper(): name for name in option_names()}
-    found = {key: value for key, value in environ.items() if key.startswith(ENV_PREFIX)}
+    found = {key: value for key, value in environ.items() if key.startswith(ENV_PREFIX) and key not in NO_OPTIONS}
     for key in found:
         if key not in known:
-            raise ConfigError(_unknown(key, tuple(known)))
+            raise ConfigError(_unknown(key, (*known, *NO_OPTIONS)))
     return {known[key]: value for key, value in found.items()}
 
 

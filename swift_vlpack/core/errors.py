@@ -9,6 +9,9 @@ VLPackError
 |-- SampleError        a row cannot be encoded (data/samples.py); becomes a counted reason
 |-- TooManyFailures    so many rows in a row that the data must be broken (data/samples.py)
 |-- IsolationError     samples of a pack see each other, or the proof cannot be made (data/isolation.py)
+|-- RanksDiffer        the ranks would train on different data (host/ranks.py)
+|-- StateNotSaved      the state of the data cannot be written into a checkpoint (host/state.py)
+|-- WorkerDied         a dataloader worker was killed, or left (host/loader.py)
 `-- UnsupportedSwift   this ms-swift has moved something that packing holds on to (host/seam.py)
 """
 

@@ -183,11 +183,18 @@ class Plan(Sequence[list[int]]):
         return replace(self, offsets=np.concatenate((self.offsets, np.full(num_more, len(self.members)))))
 
     def reordered(self, order: NDArray[np.int64]) -> Plan:
-        """The same packs in another order."""
+        """The packs of these numbers, in this order."""
         counts = self.num_samples_per_pack[order]
         offsets = np.concatenate(([0], np.cumsum(counts)))
-        where = np.arange(len(self.members)) + np.repeat(self.offsets[order] - offsets[:-1], counts)
+        where = np.arange(offsets[-1]) + np.repeat(self.offsets[order] - offsets[:-1], counts)
         return replace(self, members=self.members[where], offsets=offsets)
+
+    def rest(self, num_consumed: int) -> Plan:
+        """What is left when the first packs were trained on, for other ranks to share: no steps, no empty packs."""
+        if not 0 <= num_consumed <= len(self):
+            raise PlanError(f"{num_consumed} packs of a plan of {len(self)} packs cannot have been trained on")
+        left = np.flatnonzero(self.num_samples_per_pack[num_consumed:]) + num_consumed
+        return replace(self.reordered(left), num_ranks=1)
 
     def renumbered(self, numbers: NDArray[np.int64], columns: NDArray[np.int64]) -> Plan:
         """The same packs over a longer list of items, in which item i of this plan is number `numbers[i]`.

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 NUM_FILL_BINS = 100
@@ -141,6 +141,22 @@ class Telemetry:
             if num_packs and seen >= wanted:
                 return fill
         return 0
+
+    def state(self) -> dict[str, Any]:
+        """The counts themselves, for a saved state."""
+        counts = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        return {**counts, "sources": {name: source.as_json() for name, source in self.sources.items()}}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Telemetry:
+        """Counts that go on from a saved state."""
+        sources = {
+            name: SourceCounts(
+                counts["num_read"], counts["num_packed"], counts["num_tokens"], Counter(counts["num_dropped"])
+            )
+            for name, counts in state["sources"].items()
+        }
+        return cls(**{**state, "sources": sources})
 
     def as_json(self, **labels: Any) -> dict[str, Any]:
         """Every count under its full name."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,6 +16,7 @@ from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.errors import DataError
 from swift_vlpack.core.plan import Plan
 from swift_vlpack.core.planner import plan
+from swift_vlpack.core.progress import Cut, shared
 from swift_vlpack.data.dataset import PackingDataset, counted_failure, packed_samples
 from swift_vlpack.data.fusion import Template
 from swift_vlpack.data.samples import Address, Encoded, LeftOut, PackAddress, PackedSamples, SampleError, SampleId
@@ -46,7 +47,10 @@ class PlannedPackingDataset(PackingDataset):
         self.num_ranks = num_ranks
         self.dataset.measure()
         self._plan: Plan | None = None
-        self._num_packs = self._num_packs_of_longest_epoch(max(1, num_epochs), num_packs)
+        self._plan_digest = ""
+        self._cuts: tuple[Cut, ...] = ()
+        self.num_packs = self._num_packs_of_longest_epoch(max(1, num_epochs), num_packs)
+        """Packs of every epoch, unless it is resumed; over all ranks."""
         self._num_failed_in_a_row = 0
 
     @property
@@ -54,20 +58,46 @@ class PlannedPackingDataset(PackingDataset):
         """The packs of the current epoch; indices are positions in the epoch's schedule."""
         if self._plan is None:
             planned = self._planned(is_logged=True)
-            # An epoch beyond `num_epochs` may need more packs than those that were looked at.
-            num_packs = max(self._num_packs, _rounded_up(len(planned), self.num_ranks))
-            self._plan = planned.align(self.num_ranks, num_packs=num_packs)
+            self._plan_digest = planned.digest()
+            self._plan, self._cuts = shared(planned, self._cuts, self.num_ranks, num_packs=self.num_packs)
         return self._plan
 
     def unaligned_plan(self) -> Plan:
         """The packs of the current epoch before any is cut to give ranks and epochs equally many."""
         return self._planned()
 
+    @property
+    def plan_digest(self) -> str:
+        """Digest of the epoch's packs before ranks share them: the same for any number of ranks."""
+        assert self.plan is not None
+        return self._plan_digest
+
+    @property
+    def cuts(self) -> tuple[Cut, ...]:
+        """How far the epoch had come when it was begun or resumed; the last cut is that of the present ranks."""
+        assert self.plan is not None
+        return self._cuts
+
+    @property
+    def num_steps_left(self) -> int:
+        """Packs that each rank trains on in the current epoch, from where it was begun or resumed."""
+        return (self.cuts[-1].num_packs - self.cuts[-1].num_consumed) // self.num_ranks
+
     def set_epoch(self, epoch: int) -> None:
         """Mix, then plan anew when the packs are next asked for."""
         if epoch != self.epoch:
-            self._plan = None
+            self._plan, self._cuts = None, ()
         super().set_epoch(epoch)
+
+    def resume(self, epoch: int, cuts: Sequence[Cut]) -> None:
+        """Go on in an epoch of which some packs were trained on, by any number of ranks."""
+        self.set_epoch(epoch)
+        self._plan, self._cuts = None, tuple(cuts)
+
+    def addresses_left(self, rank: int) -> Iterator[PackAddress]:
+        """The packs of a rank in the current epoch, from where it was begun or resumed."""
+        num_trained = self.cuts[-1].num_consumed // self.num_ranks
+        return (self.address(index) for index in self.plan.for_rank(rank)[num_trained:])
 
     def __len__(self) -> int:
         return len(self.plan)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from swift.callbacks import TrainerCallback
 from swift.utils import get_logger, is_master
 
+from swift_vlpack.core.telemetry import Telemetry
 from swift_vlpack.host.proof import prove_isolation
+from swift_vlpack.host.state import write_json
 
 logger = get_logger()
 
@@ -26,27 +25,25 @@ class PackingCallback(TrainerCallback):
             if is_master():
                 logger.info(line)
 
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The packs of this step are trained now."""
+        self.trainer.count_step()
+
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Close the epoch's account over all ranks, log it and write it beside the checkpoints."""
-        stats = self.trainer.close_epoch()
-        others: list[Any] = [stats]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            others = [None] * dist.get_world_size()
-            dist.all_gather_object(others, stats)
-        if not is_master():
-            return
-        total, *rest = others
-        for other in rest:
-            total.merge(other)
-        epoch = self.trainer.packs.epoch
-        logger.info(f"packing: {total.line(epoch=epoch)}")
-        facts = {"global_step": state.global_step, "loader_deleted": self.trainer.num_lost_by_loader()}
-        write_json(Path(args.output_dir) / "vlpack" / f"epoch_{epoch}.json", {**total.as_json(epoch=epoch), **facts})
+        total = self.trainer.counted_by_all_ranks()
+        if is_master():
+            report_epoch(self.trainer, total)
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+def report_epoch(trainer: Any, total: Telemetry) -> None:
+    """Log the account of the epoch that the packs are of, and write it."""
+    epoch = trainer.packs.epoch
+    trainer.count_what_the_plan_left_out(total)
+    logger.info(f"packing: {total.line(epoch=epoch)}")
+    facts = {"global_step": trainer.global_step, "loader_deleted": trainer.num_lost_by_loader()}
+    path = Path(trainer.args.output_dir) / "vlpack" / f"epoch_{epoch}.json"
+    try:
+        write_json(path, {**total.as_json(epoch=epoch), **facts})
+    except OSError as error:
+        logger.warning(f"packing: the report of epoch {epoch} is in the log only, {path} cannot be written: {error}")

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from typing import Any
 
 from swift.dataloader import DataLoaderShard
 
+from swift_vlpack.core.errors import VLPackError
 from swift_vlpack.data.buffered import BufferedPackingDataset
 from swift_vlpack.data.planned import PlannedPackingDataset
 from swift_vlpack.data.samples import PackAddress
+
+SECONDS_TO_DIE = 1.0
+
+
+class WorkerDied(VLPackError):
+    """A dataloader worker was killed, or left."""
 
 
 class PackSampler:
     """The packs of one rank in order, as addresses, so that workers that live on need not know the epoch's plan."""
 
-    def __init__(self, packs: PlannedPackingDataset, *, rank: int, num_skipped: int = 0) -> None:
+    def __init__(self, packs: PlannedPackingDataset, *, rank: int) -> None:
         self.packs = packs
         self.rank = rank
-        self.num_skipped = num_skipped
 
     @property
     def epoch(self) -> int:
@@ -30,11 +37,11 @@ class PackSampler:
         self.packs.set_epoch(epoch)
 
     def __len__(self) -> int:
-        return len(self.packs) // self.packs.num_ranks - self.num_skipped
+        """Packs of a whole epoch, from which the trainer computes its steps; a resumed epoch yields what is left."""
+        return self.packs.num_packs // self.packs.num_ranks
 
     def __iter__(self) -> Iterator[list[PackAddress]]:
-        for index in self.packs.plan.for_rank(self.rank)[self.num_skipped :]:
-            yield [self.packs.address(index)]
+        return ([address] for address in self.packs.addresses_left(self.rank))
 
 
 class PackLoader(DataLoaderShard):
@@ -44,12 +51,40 @@ class PackLoader(DataLoaderShard):
         """Reach the sources, in the sampler's process or in the workers."""
         self.dataset.set_epoch(epoch)
 
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            yield from super().__iter__()
+        except (OSError, EOFError) as error:  # which is what is seen of a worker that dies while its batch is fetched
+            if not (dead := self._dead_workers()):
+                raise
+            raise WorkerDied(
+                f"{'; '.join(dead)}, and its batch is lost. Signal 9 often means that memory ran out: take fewer "
+                "dataloader_num_workers or a smaller dataloader_prefetch_factor"
+            ) from error
+
+    def _get_iterator(self) -> Any:
+        self._reading = super()._get_iterator()
+        return self._reading
+
+    def _dead_workers(self) -> list[str]:
+        """The workers that ended with an error, in words."""
+        workers = getattr(self._reading, "_workers", ())
+        # Its sockets are gone before it is: without waiting, the error that names it comes while another is printed.
+        wait([worker.sentinel for worker in workers], SECONDS_TO_DIE)
+        codes = [(number, worker.pid, worker.exitcode) for number, worker in enumerate(workers)]
+        return [
+            f"dataloader worker {number} (pid {pid}) "
+            + (f"was killed by signal {-code}" if code < 0 else f"exited: {code}")
+            for number, pid, code in codes
+            if code
+        ]
+
 
 def pack_loader(
-    packs: PlannedPackingDataset | BufferedPackingDataset, device: Any, *, rank: int, num_skipped: int, **options: Any
+    packs: PlannedPackingDataset | BufferedPackingDataset, device: Any, *, rank: int, **options: Any
 ) -> PackLoader:
     """The loader of one rank."""
     if isinstance(packs, PlannedPackingDataset):
-        sampler = PackSampler(packs, rank=rank, num_skipped=num_skipped)
+        sampler = PackSampler(packs, rank=rank)
         return PackLoader(packs, device=device, batch_sampler=sampler, **options)
     return PackLoader(packs, device=device, batch_size=1, **options)

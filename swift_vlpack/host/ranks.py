@@ -7,9 +7,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+import swift
 import torch.distributed as dist
+import transformers
 from swift.utils import get_dist_setting
 
+import swift_vlpack
 from swift_vlpack.core.errors import VLPackError
 from swift_vlpack.core.resume import differing_fields
 
@@ -86,3 +89,32 @@ def check_equal(what: str, facts: Mapping[str, Any]) -> None:
                 f"ranks 0 and {other} do not agree on the {what}: {shown}. "
                 "Give all ranks the same files, versions and options"
             )
+
+
+def versions() -> dict[str, str]:
+    """What decides about packs and steps beside the data."""
+    return {package.__name__: package.__version__ for package in (swift_vlpack, swift, transformers)}
+
+
+def tolerate_packs_without_images(model: Any, training_args: Any) -> None:
+    """Let a rank whose pack has no image train beside one whose pack has, where the vision tower is trained.
+
+    DDP waits for a gradient of every parameter unless it is told to look which were used. The trainer does not tell it
+    so under gradient checkpointing, which with `use_reentrant` could not bear it; ms-swift sets that off under DDP.
+    """
+    checkpointing = training_args.gradient_checkpointing_kwargs or {}
+    if (
+        num_ranks() > 1
+        and training_args.ddp_find_unused_parameters is None
+        and not checkpointing.get("use_reentrant")
+        and _trains_vision(model)
+    ):
+        training_args.ddp_find_unused_parameters = True
+
+
+def _trains_vision(model: Any) -> bool:
+    arch = model.model_meta.model_arch
+    parts = [*getattr(arch, "vision_tower", ()), *getattr(arch, "aligner", ())]
+    return any(
+        parameter.requires_grad and any(part in name for part in parts) for name, parameter in model.named_parameters()
+    )

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import json
+import math
+import os
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from swift.trainers import Seq2SeqTrainer
+from swift.utils import is_master
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import seed_worker
 
-from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.core.config import RECORD_PACKS
+from swift_vlpack.core.errors import ConfigError, StateMismatch
+from swift_vlpack.core.progress import advanced, cuts_from, is_finished, num_consumed
 from swift_vlpack.core.telemetry import Telemetry
 from swift_vlpack.data.collate import RECORD, Collator, layout
 from swift_vlpack.data.dataset import PackingDataset
 from swift_vlpack.data.planned import PlannedPackingDataset
 from swift_vlpack.data.samples import PackRecord
+from swift_vlpack.host.callback import report_epoch
 from swift_vlpack.host.loader import PackLoader, pack_loader
+from swift_vlpack.host.ranks import check_equal, gathered, together, tolerate_packs_without_images, versions
+from swift_vlpack.host.state import WAY_OUT, load_state, plan_fingerprint, save_state
+
+PLAN = "plan"
+"""Kind of the state of planned packs."""
 
 
 class PackingTrainer(Seq2SeqTrainer):
@@ -27,8 +41,14 @@ class PackingTrainer(Seq2SeqTrainer):
         if not isinstance(packs, PackingDataset):
             raise ConfigError(f"PackingTrainer trains a PackingDataset, got {type(packs).__name__}")
         self.packs: Any = packs
-        self.stats = Telemetry(packing_length=packs.config.packing_length)
+        self.stats = self._no_counts()
+        self._in_step: list[PackRecord] = []  # trained, but their optimizer step is not taken yet
+        self._num_trained = 0  # packs of this rank in this epoch, since it was begun or resumed
+        self._global_step_before: int | None = None  # of the checkpoint, where one is resumed
+        self._fingerprint: dict[str, Any] = {}
+        self._records_packs = os.environ.get(RECORD_PACKS, "").lower() in ("true", "1")
         num_workers = training_args.dataloader_num_workers
+        tolerate_packs_without_images(kwargs["model"], training_args)
         super().__init__(*args, **kwargs)
         training_args.dataloader_num_workers = num_workers  # ms-swift allows iterable data one worker; ours shares rows
 
@@ -36,7 +56,7 @@ class PackingTrainer(Seq2SeqTrainer):
         return Collator(template, padding_to=template.max_length if args.tuner_type == "longlora" else None)
 
     def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:
-        """The packs of this rank, without the first `skip_batches`."""
+        """The packs of this rank. What was trained before a resume is no part of them, whatever `skip_batches` says."""
         args = self.args
         options = {
             "collate_fn": self.data_collator,
@@ -47,16 +67,14 @@ class PackingTrainer(Seq2SeqTrainer):
             "worker_init_fn": partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
             **self._maybe_multiprocessing_context(args),
         }
-        return pack_loader(
-            self.packs, self.accelerator.device, rank=args.process_index, num_skipped=skip_batches, **options
-        )
+        return pack_loader(self.packs, self.accelerator.device, rank=args.process_index, **options)
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Train one pack and count it: consumed means trained."""
+        """Train one pack; it is counted when its optimizer step is taken."""
         record: PackRecord = inputs.pop(RECORD)
         with layout(self.template, packed=True):
             loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
-        self._count(record)
+        self._in_step.append(record)
         return loss
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -77,17 +95,152 @@ class PackingTrainer(Seq2SeqTrainer):
         loss = outputs.logits.float().sum() * 0.0
         return (loss, outputs) if return_outputs else loss
 
-    def close_epoch(self) -> Telemetry:
-        """This rank's account of the epoch that ends; the next begins at zero."""
-        stats, self.stats = self.stats, Telemetry(packing_length=self.packs.config.packing_length)
-        if isinstance(self.packs, PlannedPackingDataset) and self.args.process_index == 0:
-            # The plan is the same on all ranks, so one of them accounts for it.
-            names = self.packs.dataset.schedule.names
-            for name, num_rows in zip(names, self.packs.dataset.schedule.num_rows_per_source, strict=True):
-                stats.read(name, num_rows)
-            for left_out in self.packs.left_out_by_plan():
-                stats.dropped(left_out.sample_id.source, left_out.reason)
-        return stats
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train, if all ranks have the same data; from a checkpoint on, the data goes on where it was."""
+        if self._is_planned:
+            self._fingerprint = plan_fingerprint(self.packs)
+            check_equal("data and versions", {**versions(), **self._fingerprint})
+            if resume_from_checkpoint:
+                self._resume(Path(resume_from_checkpoint))
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    @property
+    def _is_planned(self) -> bool:
+        return isinstance(self.packs, PlannedPackingDataset)
+
+    def _resume(self, checkpoint: Path) -> None:
+        """Continue behind the last pack that the checkpoint was trained on."""
+        self._global_step_before = _global_step(checkpoint)
+        if self.args.ignore_data_skip:  # the trainer's own way to say that the data shall start anew
+            return
+        saved, *_ = together(lambda: load_state(checkpoint, PLAN, self._fingerprint))
+        if saved is None:
+            return
+        self.packs.resume(saved["epoch"], cuts_from(saved["cuts"]))
+        if self.packs.plan_digest != saved["plan"]:
+            raise StateMismatch(
+                f"{checkpoint}: the same data and options give another plan of epoch {saved['epoch']} than then "
+                f"({self.packs.plan_digest}, then {saved['plan']}): swift_vlpack, numpy or binpacking is another "
+                f"version. {WAY_OUT}"
+            )
+        counted = Telemetry.from_state(saved["counted"])
+        if is_finished(self.packs.cuts):
+            if is_master():  # the run may have ended before it could
+                report_epoch(self, counted)
+            self.packs.set_epoch(saved["epoch"] + 1)
+        elif is_master():
+            self.stats = counted
+
+    def _num_skipped(self) -> int:
+        """Batches of the epoch that the trainer shall believe to have trained: whole steps, as it accumulates now."""
+        accumulation = self.args.gradient_accumulation_steps
+        packs_per_step = self.packs.num_ranks * accumulation
+        return int(num_consumed(self.packs.cuts) // packs_per_step * accumulation)
+
+    def _steps_of_epoch(self) -> tuple[int, int]:
+        """Batches and optimizer steps of the epoch: those believed to be trained, and those that are left."""
+        num_batches = self._num_skipped() + self.packs.num_steps_left
+        return num_batches, math.ceil(num_batches / self.args.gradient_accumulation_steps)
+
+    def set_initial_training_values(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """The trainer's epochs and steps; of a resumed run those of the checkpoint and those that are left."""
+        values: tuple[Any, ...] = super().set_initial_training_values(*args, **kwargs)
+        if self._global_step_before is None:
+            return values
+        num_epochs, steps_per_epoch, *others, max_steps = values
+        epoch, before = self.packs.epoch, self._global_step_before
+        steps_skipped = self._num_skipped() // self.args.gradient_accumulation_steps
+        _, steps_of_epoch = self._steps_of_epoch()
+        if self.args.max_steps <= 0:  # so max_steps is that of a run which always had as many ranks as this one
+            max_steps += before - epoch * steps_per_epoch - steps_skipped
+            if self.args.num_train_epochs - epoch >= 1:
+                max_steps += steps_of_epoch - steps_per_epoch
+        steps_after = max_steps - before - (steps_of_epoch - steps_skipped)
+        num_epochs = epoch + 1 + max(0, math.ceil(steps_after / steps_per_epoch)) if max_steps > before else epoch
+        return num_epochs, steps_per_epoch, *others, max_steps
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """The epoch to go on in, and how many of its batches are trained."""
+        trained: tuple[int, int] = super()._init_training_state(*args, **kwargs)
+        return trained if self._global_step_before is None else (self.packs.epoch, self._num_skipped())
+
+    def _run_epoch(
+        self, *args: Any, epoch: int, steps_in_epoch: int, num_update_steps_per_epoch: int, **kwargs: Any
+    ) -> None:
+        """Train an epoch on the same plan on all ranks; a resumed one can have more or fewer steps than the others."""
+        if self._is_planned:
+            self.packs.set_epoch(epoch)
+            check_equal(f"plan of epoch {epoch}", {"digest": self.packs.plan.digest(), "packs": len(self.packs)})
+            steps_in_epoch, num_update_steps_per_epoch = self._steps_of_epoch()
+        super()._run_epoch(
+            *args,
+            epoch=epoch,
+            steps_in_epoch=steps_in_epoch,
+            num_update_steps_per_epoch=num_update_steps_per_epoch,
+            **kwargs,
+        )
+        self.stats, self._num_trained = self._no_counts(), 0
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """ms-swift's checkpoint, then the state of the data, which marks it as complete."""
+        result = super()._save_checkpoint(*args, **kwargs)
+        if self._is_planned:
+            counted = self.counted_by_all_ranks()  # by now all ranks have written what is theirs
+            together(lambda: self._save_plan_state(counted))
+        return result
+
+    def _save_plan_state(self, counted: Telemetry) -> None:
+        if not self.args.should_save:
+            return
+        state = {
+            "epoch": self.packs.epoch,
+            "cuts": advanced(self.packs.cuts, self._num_trained * self.packs.num_ranks),
+            "plan": self.packs.plan_digest,
+            "counted": counted.state(),
+        }
+        save_state(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}", PLAN, self._fingerprint, state)
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps taken, those before a resume included."""
+        return max(self.state.global_step, self._global_step_before or 0)
+
+    def count_step(self) -> None:
+        """Count the packs whose optimizer step has just been taken: consumed means trained."""
+        for record in self._in_step:
+            self._count(record)
+        self._num_trained += len(self._in_step)
+        if self._records_packs:
+            self._record_packs()
+        self._in_step.clear()
+
+    def _record_packs(self) -> None:
+        path = Path(self.args.output_dir) / "vlpack" / f"packs_rank{self.args.process_index}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            for record in self._in_step:
+                pack = {"step": self.state.global_step + 1, "epoch": record.epoch, "pack": record.number}
+                file.write(json.dumps({**pack, "ids": [str(sample_id) for sample_id in record.sample_ids]}) + "\n")
+
+    def counted_by_all_ranks(self) -> Telemetry:
+        """The epoch's counts so far; all ranks have to call it."""
+        total = self._no_counts()
+        for counts in gathered(self.stats):
+            total.merge(counts)
+        return total
+
+    def count_what_the_plan_left_out(self, total: Telemetry) -> None:
+        """Add the rows of the epoch, and those that are in no pack; the plan is the same on all ranks, so only once."""
+        if not self._is_planned:
+            return
+        schedule = self.packs.dataset.schedule
+        for name, num_rows in zip(schedule.names, schedule.num_rows_per_source, strict=True):
+            total.read(name, num_rows)
+        for left_out in self.packs.left_out_by_plan():
+            total.dropped(left_out.sample_id.source, left_out.reason)
+
+    def _no_counts(self) -> Telemetry:
+        return Telemetry(packing_length=self.packs.config.packing_length)
 
     def num_lost_by_loader(self) -> dict[str, int]:
         """Rows that ms-swift's loader deleted, by source."""
@@ -95,7 +248,7 @@ class PackingTrainer(Seq2SeqTrainer):
 
     def _count(self, record: PackRecord) -> None:
         samples = [(key.source, length) for key, length in zip(record.sample_ids, record.lengths, strict=True)]
-        if not isinstance(self.packs, PlannedPackingDataset):
+        if not self._is_planned:
             for source, _ in samples:
                 self.stats.read(source)
             for left_out in record.left_out:
@@ -109,3 +262,9 @@ class PackingTrainer(Seq2SeqTrainer):
         metrics["pack/fill"].update(sum(record.lengths) / self.packs.config.packing_length)
         metrics["pack/samples"].update(float(len(samples)))
         metrics["pack/images"].update(float(record.num_images))
+
+
+def _global_step(checkpoint: Path) -> int:
+    """Steps of the checkpoint, where the trainer will find them too."""
+    path = checkpoint / TRAINER_STATE_NAME
+    return int(json.loads(path.read_text(encoding="utf-8"))["global_step"]) if path.is_file() else 0

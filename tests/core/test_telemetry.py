@@ -25,6 +25,15 @@ def merged(parts):
     return total.as_json()
 
 
+def test_counts_go_on_from_a_saved_state():
+    """STAT-1 RESUME-8"""
+    for seed in range(20):
+        stats = random_counts(seed)
+        saved = json.loads(json.dumps(stats.state()))
+        assert Telemetry.from_state(saved) == stats
+        assert merged([Telemetry.from_state(saved), random_counts(99)]) == merged([stats, random_counts(99)])
+
+
 def test_merge_is_addition_in_any_order():
     """STAT-1"""
     parts = [random_counts(seed) for seed in range(5)]

@@ -472,7 +472,7 @@ def loader_of(template):
 
     def loader_of(dataset, num_workers, **options):
         options = {"persistent_workers": num_workers > 0, "collate_fn": Collator(template), **options}
-        made.append(pack_loader(dataset, CPU, rank=0, num_skipped=0, num_workers=num_workers, **options))
+        made.append(pack_loader(dataset, CPU, rank=0, num_workers=num_workers, **options))
         return made[-1]
 
     yield loader_of
@@ -547,11 +547,12 @@ def test_pickled_packs_are_the_same_packs(template, rows, form):
     assert [sample["input_ids"] for sample in travelled] == [sample["input_ids"] for sample in expected[0]]
 
 
-def test_spawned_workers_deliver_the_same_packs(template, rows, loader_of):
-    """DATA-9: a fresh interpreter, with the data and the template as pickle brings them."""
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+def test_spawned_workers_deliver_the_same_packs(template, rows, loader_of, context):
+    """DATA-9 RANKS-1: a fresh interpreter, with the data and the template as pickle brings them."""
     dataset = packed(rows[:12], template)
     expected = [record.sample_ids for record in read_epoch(loader_of(dataset, 0), 0)]
-    loader = loader_of(dataset, 1, multiprocessing_context="spawn")
+    loader = loader_of(dataset, 1, multiprocessing_context=context)
     assert [record.sample_ids for record in read_epoch(loader, 0)] == expected
 
 

@@ -266,6 +266,7 @@ def test_fusion_config_mixes_sources(tiny_folder, data, tmp_path, options):
     [
         ({"truncation_strategy": "split"}, {}, "--truncation_strategy split cannot be used with packing"),
         ({"group_by_length": "true"}, {}, "--group_by_length true cannot be used with packing"),
+        ({"deepspeed_autotp_size": 2}, {}, "--deepspeed_autotp_size above 1 cannot be used with packing"),
         ({"streaming": "true"}, {}, "set --max_steps"),
         ({}, {"packing_mode": "buffer"}, "set --max_steps"),
         ({}, {"packing_buffer": "many"}, "packing_buffer must be a whole number"),
@@ -276,7 +277,7 @@ def test_fusion_config_mixes_sources(tiny_folder, data, tmp_path, options):
 def test_what_cannot_be_is_refused_before_anything_is_loaded(  # noqa: PLR0913
     flags, variables, message, tiny_folder, data, tmp_path, options
 ):
-    """TRAIN-5 TRAIN-3"""
+    """TRAIN-5 TRAIN-3 RANKS-7"""
     options(**variables)
     with pytest.raises(ConfigError, match=message):
         train(packed_argv(tiny_folder(FAMILY), FAMILY, tmp_path, dataset=data["train"], **flags))

@@ -1,0 +1,186 @@
+"""Two real ranks: killed, resumed by others, and with packs that differ in kind."""
+
+import importlib.util
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from swift_vlpack.host.state import FILE
+from swift_vlpack.launch import plugin_path
+from tests.e2e.ranks import ROOT, Run, free_port, ids, last_complete, step_of, trained
+from tests.host.runs import argv, epoch_report, packed_argv, train
+from tests.images import photo
+from tests.rows import image_row, text_row, write_jsonl
+
+FAMILY = "qwen3_vl"
+NUM_ROWS = 21  # an odd number of packs of one sample, so that one rank has an empty pack at the end
+OPTIONS = {
+    "packing_strategy": "exact",
+    "packing_balance": "false",
+    "packing_max_samples": 1,
+    "packing_drop_last": "false",
+    "record_packs": "true",
+}
+ALL = sorted(f"train:{n}" for n in range(NUM_ROWS))
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    """Every other row has no image."""
+    folder = tmp_path_factory.mktemp("data")
+    rows = [
+        image_row([photo(folder, str(n), 80, 60, seed=n)], answer=f"picture {n}")
+        if n % 2
+        else text_row(f"question {n}")
+        for n in range(NUM_ROWS)
+    ]
+    return write_jsonl(folder / "train.jsonl", rows)
+
+
+def flags(tiny_folder, output, dataset, **options):
+    """Everything is trained, the vision tower too, with gradient checkpointing, which is ms-swift's default."""
+    return argv(
+        tiny_folder(FAMILY), FAMILY, output, dataset=dataset,
+        **{"num_train_epochs": 1, "freeze_vit": "false", "freeze_aligner": "false", "save_strategy": "steps",
+           "save_steps": 1, "split_dataset_ratio": 0, **options},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def killed(tiny_folder, dataset, tmp_path_factory):
+    """Two ranks of which one was killed at a step that nobody chose."""
+    output = tmp_path_factory.mktemp("killed")
+    step = random.randint(2, 7)
+    run = Run(flags(tiny_folder, output, dataset), output / "log.txt", **OPTIONS)
+    run.until(lambda: bool(trained(output)) and trained(output)[-1]["step"] >= step)
+    run.kill_rank(1)
+    code = run.wait(120)
+    print(f"killed rank 1 after step {step}")
+    return output, code, run.output
+
+
+def test_rank_that_is_killed_ends_the_run(killed):
+    """RANKS-5"""
+    output, code, text = killed
+    assert code != 0
+    assert "Signal 9" in text or "SIGKILL" in text
+    assert last_complete(output)
+
+
+def test_ranks_with_and_without_an_image_train_side_by_side(killed):
+    """RANKS-4: Qwen3-VL, vision tower trained, gradient checkpointing: DDP must not wait for the tower."""
+    output, _, text = killed
+    assert "use_reentrant: False" in text
+    kinds = {}
+    for pack in trained(output):
+        kinds.setdefault(pack["step"], {})[pack["rank"]] = any(int(key.split(":")[1]) % 2 for key in pack["ids"])
+    mixed = [step for step, of_rank in kinds.items() if len(set(of_rank.values())) == 2]
+    assert mixed, "no step had both kinds"
+    assert step_of(last_complete(output)) >= min(mixed)
+
+
+def test_killed_terminated_and_resumed_by_one_rank_every_sample_is_trained_once(
+    killed, tiny_folder, dataset, tmp_path, monkeypatch
+):
+    """RANKS-3 RANKS-5 RESUME-4 RESUME-8 RESUME-9: two ranks, killed; two ranks, terminated; one rank, to the end."""
+    first, *_ = killed
+    checkpoint = last_complete(first)
+    packs = trained(first, up_to_step=step_of(checkpoint))
+    second = tmp_path / "second"
+    second.mkdir()
+    run = Run(flags(tiny_folder, second, dataset, resume_from_checkpoint=checkpoint), tmp_path / "log.txt", **OPTIONS)
+    run.until(lambda: bool(list(second.glob(f"checkpoint-*/{FILE}"))))
+    run.terminate()
+    assert run.wait(120) != 0
+    for path in second.glob(f"checkpoint-*/{FILE}"):
+        assert json.loads(path.read_text())["kind"] == "plan"
+    checkpoint = last_complete(second)
+    packs += trained(second, up_to_step=step_of(checkpoint))
+    assert len(packs) == 2 * step_of(checkpoint)
+    for name, value in OPTIONS.items():
+        monkeypatch.setenv(f"VLPACK_{name.upper()}", str(value))
+    third = tmp_path / "third"
+    train(
+        packed_argv(
+            tiny_folder(FAMILY), FAMILY, third, dataset=dataset, num_train_epochs=1, split_dataset_ratio=0,
+            freeze_vit="false", freeze_aligner="false", resume_from_checkpoint=checkpoint,
+        )
+    )  # fmt: skip
+    packs += trained(third)
+    assert ids(packs) == ALL
+    report = epoch_report(third)
+    assert report["is_closed"]
+    assert (report["num_read"], report["num_samples"], report["num_packs"]) == (NUM_ROWS, NUM_ROWS, NUM_ROWS)
+
+
+def test_two_ranks_train_to_the_end_with_an_empty_pack(killed, tiny_folder, dataset, tmp_path):
+    """RANKS-1 RANKS-4 DATA-10: the zero-loss pack of one rank beside an image of the other."""
+    checkpoint = last_complete(killed[0])
+    output = tmp_path / "out"
+    output.mkdir()
+    run = Run(
+        flags(
+            tiny_folder, output, dataset, resume_from_checkpoint=checkpoint, save_strategy="no",
+            dataloader_num_workers=1, gradient_accumulation_steps=2,
+        ),
+        tmp_path / "log.txt", **OPTIONS,
+    )  # fmt: skip
+    assert run.wait() == 0, run.output[-3000:]
+    packs = trained(killed[0], up_to_step=step_of(checkpoint)) + trained(output)
+    assert ids(packs) == ALL
+    assert sum(not pack["ids"] for pack in packs) == 1
+    assert epoch_report(output)["is_closed"]
+    assert "NaN" not in (output / "logging.jsonl").read_text()
+
+
+@pytest.mark.slow
+def test_three_ranks_go_on_from_two(killed, tiny_folder, dataset, tmp_path):
+    """RESUME-4"""
+    checkpoint = last_complete(killed[0])
+    run = Run(
+        flags(tiny_folder, tmp_path, dataset, resume_from_checkpoint=checkpoint, save_strategy="no"),
+        tmp_path / "log.txt", num_ranks=3, **OPTIONS,
+    )  # fmt: skip
+    assert run.wait() == 0, run.output[-3000:]
+    assert ids(trained(killed[0], up_to_step=step_of(checkpoint)) + trained(tmp_path)) == ALL
+
+
+@pytest.mark.parametrize(
+    ("word", "buffer", "told"), [("answer", 512, "content: "), ("question", 9, "packing_buffer: 512 and 9")]
+)
+def test_ranks_with_different_files_or_options_are_stopped_at_the_start(
+    word, buffer, told, tiny_folder, dataset, tmp_path
+):
+    """RANKS-2: two machines, one of which has another version of the file, or another environment."""
+    lines = Path(dataset).read_text().splitlines(keepends=True)
+    files = [lines, [*lines[:-1], lines[-1].replace("question", word)]]
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("VLPACK_")}
+    clean |= {f"VLPACK_{name.upper()}": str(value) for name, value in OPTIONS.items()}
+    clean |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    clean["MASTER_PORT"] = str(free_port())
+    entry = importlib.util.find_spec("swift.cli.sft").origin
+    ours = ["--external_plugins", plugin_path(), "--packing", "true", "--ddp_backend", "gloo", "--use_cpu", "true"]
+    processes = []
+    for rank, content in enumerate(files):
+        path = tmp_path / str(rank) / "train.jsonl"
+        path.parent.mkdir()
+        path.write_text("".join(content))
+        command = [sys.executable, entry, *flags(tiny_folder, tmp_path / "out", path.name), *ours]
+        places = {"RANK": str(rank), "LOCAL_RANK": str(rank), "VLPACK_PACKING_BUFFER": str((512, buffer)[rank])}
+        processes.append(
+            subprocess.Popen(
+                [str(part) for part in command], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                env={**clean, **places}, cwd=path.parent,
+            )
+        )  # fmt: skip
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] != [0, 0]
+    for text in outputs:
+        assert re.search(rf"ranks 0 and 1 do not agree on the .*: {told}", text), text[-3000:]
+    assert trained(tmp_path / "out") == []

@@ -1,0 +1,335 @@
+"""Resuming packed training through ms-swift's own pipeline, in process; every pack that is trained is on record."""
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from swift_vlpack.core.config import PackingConfig
+from swift_vlpack.core.errors import ConfigError, StateMismatch
+from swift_vlpack.host.state import FILE, StateNotSaved, load_state, save_state
+from tests.host.runs import epoch_report, packed_argv, train
+from tests.rows import mixed_rows, write_jsonl
+
+FAMILY = "qwen2_5_vl"
+NUM_ROWS = 36
+
+
+OPTIONS = {
+    "VLPACK_RECORD_PACKS": "true",
+    "VLPACK_PACKING_STRATEGY": "exact",
+    "VLPACK_PACKING_VERIFY": "false",
+    "VLPACK_PACKING_DROP_LAST": "false",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment():
+    yield
+    set_environment({})
+
+
+@pytest.fixture(autouse=True)
+def environment_of_a_test():
+    set_environment(OPTIONS)
+
+
+def set_environment(options):
+    """By hand: the data sets library replaces `os.environ`, so that what pytest restores is not what is in use."""
+    for key in [key for key in os.environ if key.startswith("VLPACK_")]:
+        del os.environ[key]
+    os.environ.update(options)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    return write_jsonl(folder / "train.jsonl", mixed_rows(folder / "train", NUM_ROWS, largest=160))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny_folder, dataset, tmp_path_factory):
+    """Two epochs of adapters with dropout, a checkpoint at every step."""
+    set_environment(OPTIONS)
+    output = tmp_path_factory.mktemp("uninterrupted")
+    return output, losses(train(flags(tiny_folder, output, dataset, save_strategy="steps", save_steps=1)))
+
+
+def flags(tiny_folder, output, dataset, **options):
+    return packed_argv(
+        tiny_folder(FAMILY), FAMILY, output, dataset=dataset,
+        **{"num_train_epochs": 2, "tuner_type": "lora", "save_strategy": "no",
+           "gradient_accumulation_steps": 2, "split_dataset_ratio": 0, **options},
+    )  # fmt: skip
+
+
+def losses(result):
+    return {line["step"]: line["loss"] for line in result["log_history"] if "loss" in line}
+
+
+def trained(output, rank=0):
+    """Packs as they were trained: (step, epoch, ids)."""
+    path = output / "vlpack" / f"packs_rank{rank}.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [(line["step"], line["epoch"], line["ids"]) for line in lines]
+
+
+def ids(packs, epoch):
+    return sorted(sample_id for _, of, inside in packs if of == epoch for sample_id in inside)
+
+
+ALL = sorted(f"train:{n}" for n in range(NUM_ROWS))
+
+
+def steps_per_epoch(packs):
+    return len({step for step, epoch, _ in packs if epoch == 0})
+
+
+def checkpoint_at(output, where):
+    """The checkpoint at a step, counted from the epoch's boundary."""
+    return output / f"checkpoint-{steps_per_epoch(trained(output)) + where}"
+
+
+@pytest.mark.parametrize(("where", "workers"), [(-3, 0), (-1, 3), (0, 0), (1, 1)])
+def test_resumed_run_is_the_rest_of_the_uninterrupted_one(
+    where, workers, tiny_folder, dataset, uninterrupted, tmp_path
+):
+    """RESUME-2 RESUME-3 RESUME-8: in the first epoch, on its end, in the second; other workers make no difference."""
+    whole, expected = uninterrupted
+    checkpoint = checkpoint_at(whole, where)
+    step = int(checkpoint.name.split("-")[1])
+    result = train(
+        flags(
+            tiny_folder, tmp_path, dataset, resume_from_checkpoint=checkpoint, dataloader_num_workers=workers,
+            dataloader_persistent_workers="true" if workers else "false",
+        )
+    )  # fmt: skip
+    assert trained(tmp_path) == [pack for pack in trained(whole) if pack[0] > step]
+    seen = {at: loss for at, loss in losses(result).items() if at > step}
+    assert seen == pytest.approx({at: loss for at, loss in expected.items() if at > step}, abs=1e-6)
+    assert max(seen) == max(expected)
+    for epoch in range(0 if where <= 0 else 1, 2):
+        report = epoch_report(tmp_path, epoch)
+        assert report == epoch_report(whole, epoch)
+        assert report["is_closed"]
+        assert report["num_samples"] == NUM_ROWS
+
+
+@pytest.mark.parametrize(("accumulation", "where"), [(1, -3), pytest.param(3, -2, marks=pytest.mark.slow), (3, 2)])
+def test_other_accumulation_trains_what_is_left_once(
+    accumulation, where, tiny_folder, dataset, uninterrupted, tmp_path
+):
+    """RESUME-4"""
+    whole, _ = uninterrupted
+    checkpoint = checkpoint_at(whole, where)
+    step = int(checkpoint.name.split("-")[1])
+    flagged = flags(
+        tiny_folder, tmp_path, dataset, resume_from_checkpoint=checkpoint, gradient_accumulation_steps=accumulation
+    )
+    result = train(flagged)
+    before = [pack for pack in trained(whole) if pack[0] <= step]
+    after = trained(tmp_path)
+    assert [ids(before + after, epoch) for epoch in (0, 1)] == [ALL, ALL]
+    packs_left = [[pack for pack in after if pack[1] == epoch] for epoch in (0, 1)]
+    num_steps = sum(-(-len(packs) // accumulation) for packs in packs_left)
+    assert [at for at, _, _ in after][-1] == step + num_steps, "the bound was not moved to what is left"
+    per_step = [sum(at == pack[0] for pack in after) for at in sorted({pack[0] for pack in after})]
+    assert set(per_step[:-1]) <= {accumulation, len(packs_left[0]) % accumulation}
+    assert max(losses(result)) == step + num_steps
+
+
+def test_nothing_that_is_skipped_is_encoded(tiny_folder, dataset, uninterrupted, tmp_path, monkeypatch):
+    """RESUME-2"""
+    from swift_vlpack.data.planned import PlannedPackingDataset
+
+    load, loaded = PlannedPackingDataset.load, []
+    monkeypatch.setattr(PlannedPackingDataset, "load", lambda self, at: loaded.append(at) or load(self, at))
+    whole, _ = uninterrupted
+    checkpoint = checkpoint_at(whole, 2)
+    train(flags(tiny_folder, tmp_path, dataset, resume_from_checkpoint=checkpoint))
+    left = [pack for pack in trained(whole) if pack[0] > int(checkpoint.name.split("-")[1])]
+    assert [address.epoch for address in loaded] == [1] * len(left)
+    assert len(loaded) == len(left)
+
+
+def test_only_trained_packs_are_consumed(tiny_folder, dataset, tmp_path):
+    """RESUME-2: three workers are ahead of the one step that was trained."""
+    train(
+        flags(
+            tiny_folder, tmp_path, dataset, max_steps=1, dataloader_num_workers=3, save_strategy="steps", save_steps=1
+        )
+    )
+    state = json.loads((tmp_path / "checkpoint-1" / FILE).read_text())["state"]
+    assert [cut[0] for cut in state["cuts"]] == [1]
+    assert [cut[2] for cut in state["cuts"]] == [2]
+    assert state["counted"]["num_packs"] == 2
+    report = epoch_report(tmp_path)
+    assert report["num_held"] == NUM_ROWS - report["num_samples"]
+
+
+def test_max_steps_bounds_all_runs_together(tiny_folder, dataset, uninterrupted, tmp_path):
+    """RESUME-5"""
+    whole, _ = uninterrupted
+    checkpoint = checkpoint_at(whole, -2)
+    step = int(checkpoint.name.split("-")[1])
+    train(flags(tiny_folder, tmp_path, dataset, resume_from_checkpoint=checkpoint, max_steps=step + 3))
+    assert [at for at, _, _ in trained(tmp_path)][-1] == step + 3
+    assert trained(tmp_path) == [pack for pack in trained(whole) if step < pack[0] <= step + 3]
+
+
+def test_finished_run_trains_no_more(tiny_folder, dataset, uninterrupted, tmp_path):
+    """RESUME-5"""
+    whole, _ = uninterrupted
+    last = whole / f"checkpoint-{trained(whole)[-1][0]}"
+    train(flags(tiny_folder, tmp_path, dataset, resume_from_checkpoint=last))
+    assert trained(tmp_path) == []
+    assert epoch_report(tmp_path, 1) == epoch_report(whole, 1), "its last report is written if it was not"
+
+
+@pytest.mark.slow
+def test_checkpoints_of_epochs_resume(tiny_folder, dataset, uninterrupted, tmp_path):
+    """RESUME-3: the epoch's account is closed before such a checkpoint is written."""
+    whole, _ = uninterrupted
+    first = flags(
+        tiny_folder, tmp_path / "first", dataset, save_strategy="epoch", max_steps=steps_per_epoch(trained(whole))
+    )
+    train(first)
+    [checkpoint] = (tmp_path / "first").glob("checkpoint-*")
+    train(flags(tiny_folder, tmp_path / "second", dataset, resume_from_checkpoint=checkpoint))
+    assert trained(tmp_path / "first") + trained(tmp_path / "second") == trained(whole)
+
+
+def test_state_is_small_and_names_what_it_depends_on(uninterrupted):
+    """RESUME-1"""
+    whole, _ = uninterrupted
+    for checkpoint in whole.glob("checkpoint-*"):
+        assert (checkpoint / FILE).stat().st_size < 5000
+        saved = json.loads((checkpoint / FILE).read_text())
+        assert saved["kind"] == "plan"
+        assert {"seed", "data", "lengths", "sources", "packing_length", "packing_balance"} <= set(saved["fingerprint"])
+        assert not list(checkpoint.glob("*.partial"))
+
+
+def changed(dataset, folder, change):
+    lines = Path(dataset).read_text().splitlines()
+    path = folder / "train.jsonl"
+    path.write_text("\n".join(change(lines)) + "\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "fields"),
+    [
+        (lambda lines: [*lines[:-1], lines[-1].replace("the", "car").replace("tree", "house")], ["data"]),
+        (lambda lines: lines[:-1], ["data", "lengths", "sources"]),
+        (lambda lines: [lines[1], lines[0], *lines[2:]], ["data"]),
+    ],
+)
+def test_other_data_is_refused(change, fields, tiny_folder, dataset, uninterrupted, tmp_path):
+    """RESUME-6"""
+    other = changed(dataset, tmp_path, change)
+    assert other.read_text() != Path(dataset).read_text()
+    checkpoint = checkpoint_at(uninterrupted[0], -2)
+    with pytest.raises(StateMismatch) as refused:
+        train(flags(tiny_folder, tmp_path / "out", other, resume_from_checkpoint=checkpoint))
+    for field in fields:
+        assert f"{field} (" in str(refused.value)
+    assert "VLPACK_RESUME_DATA=restart" in str(refused.value)
+
+
+def test_other_options_and_lengths_are_refused(tiny_folder, dataset, uninterrupted, tmp_path, monkeypatch):
+    """RESUME-6"""
+    checkpoint = checkpoint_at(uninterrupted[0], -2)
+    monkeypatch.setenv("VLPACK_PACKING_BUFFER", "9")
+    with pytest.raises(StateMismatch, match=r"packing_buffer \(512, now 9\)") as refused:
+        train(
+            flags(
+                tiny_folder, tmp_path, dataset, resume_from_checkpoint=checkpoint, max_pixels=6000, seed=7, data_seed=7
+            )
+        )
+    assert "lengths (" in str(refused.value)
+    assert "seed (42, now 7)" in str(refused.value)
+    assert "packing_min_fill_ratio" not in str(refused.value)
+
+
+def test_checkpoint_without_a_state_is_refused_unless_the_data_shall_restart(
+    tiny_folder, dataset, uninterrupted, tmp_path, monkeypatch, caplog
+):
+    """RESUME-7"""
+    whole, _ = uninterrupted
+    original = checkpoint_at(whole, -2)
+    checkpoint = tmp_path / original.name
+    shutil.copytree(original, checkpoint)
+    (checkpoint / FILE).unlink()
+    step = int(original.name.split("-")[1])
+    with pytest.raises(StateMismatch, match=rf"has no {FILE}.*VLPACK_RESUME_DATA=restart"):
+        train(flags(tiny_folder, tmp_path / "out", dataset, resume_from_checkpoint=checkpoint))
+    monkeypatch.setenv("VLPACK_RESUME_DATA", "restart")
+    train(flags(tiny_folder, tmp_path / "out", dataset, resume_from_checkpoint=checkpoint))
+    assert [pack[1:] for pack in trained(tmp_path / "out")] == [pack[1:] for pack in trained(whole)]
+    assert trained(tmp_path / "out")[0][0] == step + 1, "the steps go on"
+    assert trained(tmp_path / "out")[-1][0] == step + trained(whole)[-1][0]
+    assert "the data starts anew" in caplog.text
+
+
+def test_only_restart_can_be_asked_for(tmp_path, monkeypatch):
+    """RESUME-7"""
+    monkeypatch.setenv("VLPACK_RESUME_DATA", "again")
+    with pytest.raises(ConfigError, match="VLPACK_RESUME_DATA can only be restart, got 'again'"):
+        load_state(tmp_path, "plan", {})
+    PackingConfig.from_env({"VLPACK_RESUME_DATA": "restart"}, packing_length=8)
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"version": 1}', "[]"])
+def test_damaged_state_is_refused_by_name(content, tmp_path):
+    """RESUME-7"""
+    (tmp_path / FILE).write_text(content)
+    with pytest.raises(StateMismatch, match=rf"{FILE}: .*restart"):
+        load_state(tmp_path, "plan", {})
+
+
+def test_state_that_cannot_be_written_leaves_the_old_one(tmp_path):
+    """RESUME-9: the kernel refuses the bytes in the middle of the file, as on a full disk."""
+    import resource
+
+    save_state(tmp_path, "plan", {"a": 1}, {"cuts": []})
+    before = (tmp_path / FILE).read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50, limits[1]))
+    try:
+        with pytest.raises(StateNotSaved, match=rf"{FILE} cannot be written: .*File too large"):
+            save_state(tmp_path, "plan", {"a": 1}, {"cuts": [[2, 400, 20]] * 50})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / FILE).read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+def test_first_batch_after_a_resume_comes_at_once(tiny_folder, tmp_path):
+    """RESUME-2: 1,999 of 2,000 packs are behind; the next one takes as long as the first one did."""
+    from swift_vlpack import PackingDataset
+    from swift_vlpack.core.progress import advanced
+    from swift_vlpack.host.loader import pack_loader
+
+    num_encoded = 0
+
+    class Template:
+        packing = padding_free = False
+
+        def encode(self, inputs, return_length=False):
+            nonlocal num_encoded
+            num_encoded += 1
+            return {"input_ids": [1] * 60, "labels": [1] * 60, "length": 60}
+
+    packs = PackingDataset([{"messages": []}] * 2000, Template(), PackingConfig(packing_length=100))
+    num_measured = num_encoded
+    packs.resume(0, advanced(packs.cuts, 1999))
+    assert packs.num_steps_left == 1
+    start = time.perf_counter()
+    [[last]] = pack_loader(packs, None, rank=0, collate_fn=list)
+    assert last.record.number == 1999
+    assert num_encoded == num_measured + 1
+    assert time.perf_counter() - start < 1
