@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +16,7 @@ from tqdm import tqdm
 
 from swift_vlpack.core.errors import ConfigError, DataError
 from swift_vlpack.core.fusion import Schedule, Source, schedule
+from swift_vlpack.core.shares import EVERYTHING, Share
 from swift_vlpack.core.shuffle import permutation
 from swift_vlpack.data.length_cache import LengthCache
 from swift_vlpack.data.lengths import RowSize, RowSizes, aspect_of, size_of
@@ -145,10 +147,12 @@ class FusionCaptionDataset(Dataset[Encoded]):
         row = with_system(source.rows[address.row_index], source.system)
         return encode_row(self._templates[address.source], row, source.sample_id(address.row_index), strict=self.strict)
 
-    def encoded(self, number: int = 0, num_shares: int = 1) -> Iterator[Encoded | SampleError]:
-        """One share of the epoch in order, every n-th row: the sample, or why it cannot be encoded."""
-        for position in range(number, len(self), num_shares):
-            yield self.tried(self.address(position))
+    def encoded(
+        self, share: Share = EVERYTHING, *, start: int = 0, also: Collection[int] = ()
+    ) -> Iterator[Encoded | SampleError]:
+        """The share's rows from the `start`-th on, after those `also` wanted: the sample, or why there is none."""
+        rows = chain(map(share.row, sorted(also)), range(share.row(start), len(self), share.num_shares))
+        return (self.tried(self.address(position)) for position in rows)
 
     def tried(self, address: Address) -> Encoded | SampleError:
         """Encode one row, or say why it cannot be."""

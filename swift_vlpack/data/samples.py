@@ -74,6 +74,8 @@ class PackRecord:
     num_images: int
     single_long: bool = False
     left_out: tuple[LeftOut, ...] = field(default=())
+    progress: tuple[dict[str, Any], ...] = field(default=(), repr=False)
+    """Where its worker stands after this pack, as JSON; none where packs are planned."""
 
     @property
     def boundaries(self) -> Boundaries:

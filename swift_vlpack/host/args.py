@@ -34,6 +34,11 @@ def packing_config(args: Any) -> PackingConfig:
     )
 
 
+def is_buffered(args: Any, config: PackingConfig) -> bool:
+    """Whether packs are made of rows as they come, so that nobody knows how many there will be."""
+    return bool(args.streaming) or config.packing_mode == "buffer"
+
+
 def prepare_args(args: Any, *, flash_check: Callable[[Any], None]) -> None:
     """Check a packed run before anything is loaded, and bring its arguments into the shape packing needs."""
     config = packing_config(args)
@@ -44,6 +49,8 @@ def prepare_args(args: Any, *, flash_check: Callable[[Any], None]) -> None:
         flash_check(args)  # ms-swift's own check of the name
     args.padding_free = True
     _fold_batch_size(args)
+    if is_buffered(args, config):
+        _count_tokens_of_all_ranks(args)
     if CALLBACK not in args.callbacks:
         args.callbacks = [*args.callbacks, CALLBACK]
 
@@ -66,13 +73,27 @@ def _refuse_what_cannot_be(args: Any, config: PackingConfig) -> None:
         (args.sequence_parallel_size > 1, "--sequence_parallel_size above 1", "set it to 1"),
         ((args.deepspeed_autotp_size or 1) > 1, "--deepspeed_autotp_size above 1", "every rank trains on other packs"),
         (args.streaming and config.packing_mode == "plan", "--streaming true with packing_mode=plan", "use buffer"),
+        (
+            args.streaming and config.fusion_config,
+            "--streaming true with a fusion_config",
+            "ratios need data with a length; leave --streaming out, or name the files with --dataset",
+        ),
     ):
         if is_so:
             raise ConfigError(f"{what} cannot be used with packing: {way_out}")
-    if (args.streaming or config.packing_mode == "buffer") and not args.max_steps > 0:
+    if is_buffered(args, config) and not args.max_steps > 0:
         raise ConfigError(
             "buffer mode does not know how many packs there will be: set --max_steps, "
             "or use packing_mode=plan without --streaming, which knows"
+        )
+
+
+def _count_tokens_of_all_ranks(args: Any) -> None:
+    """A mean of the ranks' means would count a rank that has run dry as a loss of 0."""
+    if not args.average_tokens_across_devices and args.global_world_size > 1:
+        args.average_tokens_across_devices = True
+        logger.warning(
+            "packing: --average_tokens_across_devices becomes true: in buffer mode a rank may have no pack for a step"
         )
 
 

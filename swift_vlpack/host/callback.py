@@ -31,6 +31,7 @@ class PackingCallback(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Close the epoch's account over all ranks, log it and write it beside the checkpoints."""
+        self.trainer.close_epoch()
         total = self.trainer.counted_by_all_ranks()
         if is_master():
             report_epoch(self.trainer, total)

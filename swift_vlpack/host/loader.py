@@ -84,7 +84,9 @@ def pack_loader(
     packs: PlannedPackingDataset | BufferedPackingDataset, device: Any, *, rank: int, **options: Any
 ) -> PackLoader:
     """The loader of one rank."""
+    from swift_vlpack.host.stream_loader import StreamLoader  # which is a PackLoader
+
     if isinstance(packs, PlannedPackingDataset):
         sampler = PackSampler(packs, rank=rank)
         return PackLoader(packs, device=device, batch_sampler=sampler, **options)
-    return PackLoader(packs, device=device, batch_size=1, **options)
+    return StreamLoader(packs, device=device, **options)

@@ -21,7 +21,7 @@ from swift_vlpack.data.samples import SampleError
 from swift_vlpack.data.streams import StreamedRows
 from swift_vlpack.host.args import OWN_ATTENTION, packing_config
 from swift_vlpack.host.lengths import measured
-from swift_vlpack.host.ranks import num_ranks_of_run
+from swift_vlpack.host.ranks import num_ranks_of_run, rank
 from swift_vlpack.host.sources import load_sources, load_stream
 
 logger = get_logger()
@@ -66,9 +66,9 @@ def packed(
     dataset: FusionCaptionDataset | StreamedRows, template: Any, args: Any, config: PackingConfig
 ) -> PackingDataset:
     """The packs, planned or buffered."""
-    if config.packing_mode == "buffer" or not hasattr(dataset, "__len__"):
-        return BufferedPackingDataset(dataset, template, config, seed=data_seed(args))
     num_ranks = num_ranks_of_run()
+    if config.packing_mode == "buffer" or not hasattr(dataset, "__len__"):
+        return BufferedPackingDataset(dataset, template, config, seed=data_seed(args), rank=rank(), num_ranks=num_ranks)
     packs_per_step = num_ranks * args.training_args.gradient_accumulation_steps
     return PlannedPackingDataset(
         dataset,

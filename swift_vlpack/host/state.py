@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,18 @@ from swift_vlpack.core.config import RESUME_DATA
 from swift_vlpack.core.errors import ConfigError, StateMismatch, VLPackError
 from swift_vlpack.core.resume import seal, unseal
 from swift_vlpack.core.shuffle import permutation
-from swift_vlpack.data.fusion import RowSource
+from swift_vlpack.data.buffered import BufferedPackingDataset, Progress
+from swift_vlpack.data.fusion import FusionCaptionDataset, RowSource
 from swift_vlpack.data.planned import PlannedPackingDataset
+from swift_vlpack.data.streams import StreamedRows
 
 logger = get_logger()
 
 FILE = "vlpack_state.json"
+RANK_FILE = "vlpack_state_rank{}.json"
 RESTART = "restart"
 WAY_OUT = f"Resume with what the checkpoint was written with, or set {RESUME_DATA}={RESTART} to start the data anew"
+NUM_STREAM_ROWS_READ = 16
 NUM_ROWS_READ = 10_000
 """Rows of a source whose content goes into the digest of the data; the lengths of all rows have a digest too."""
 
@@ -36,13 +40,36 @@ class StateNotSaved(VLPackError):
     """A checkpoint has no account of its data; an earlier one has to be resumed from."""
 
 
+def save_progress(checkpoint: Path, rank: int, global_step: int, progress: Progress) -> None:
+    """Write where the workers of a rank stand, before the state that marks the checkpoint as complete."""
+    facts = {"rank": rank, "global_step": global_step}
+    _write_state(checkpoint / RANK_FILE.format(rank), seal("progress", facts, progress.state()))
+
+
+def load_progress(checkpoint: Path, rank: int, global_step: int) -> Progress:
+    """Where the workers of a rank stood when the checkpoint was written."""
+    path = checkpoint / RANK_FILE.format(rank)
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        return Progress.of(unseal(saved, "progress", {"rank": rank, "global_step": global_step}))
+    except FileNotFoundError:
+        problem = f"{checkpoint} has no {path.name}; every rank writes one, so collect them where nodes share no disk"
+    except (OSError, ValueError) as error:
+        problem = f"{path}: {error}"
+    raise StateMismatch(f"{problem}. {WAY_OUT}")
+
+
 def save_state(checkpoint: Path, kind: str, fingerprint: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     """Write the state of the data into a checkpoint that is otherwise complete."""
+    _write_state(checkpoint / FILE, seal(kind, fingerprint, state))
+
+
+def _write_state(path: Path, sealed: Mapping[str, Any]) -> None:
     try:
-        write_json(checkpoint / FILE, seal(kind, fingerprint, state))
+        write_json(path, sealed)
     except OSError as error:
         raise StateNotSaved(
-            f"{checkpoint / FILE} cannot be written: {error}. This checkpoint cannot be resumed from; mend the output "
+            f"{path} cannot be written: {error}. This checkpoint cannot be resumed from; mend the output "
             "directory (is the disk full?) and resume from an earlier one"
         ) from error
 
@@ -91,12 +118,37 @@ def plan_fingerprint(packs: PlannedPackingDataset) -> dict[str, Any]:
     sources = packs.dataset.sources
     return {
         "seed": packs.seed,
-        "shuffle": packs.dataset.shuffle,
-        "sources": {source.name: [len(source.rows), source.ratio, source.sample_limit] for source in sources},
-        "data": _digest(*(part for source in sources for part in _content(source))),
+        **_data_fingerprint(packs.dataset),
         "lengths": _digest(*(source.sizes.columns.astype("<i8").tobytes() for source in sources)),
         **packs.config.pack_options(),
         "packing_balance": packs.config.packing_balance,
+    }
+
+
+def buffer_fingerprint(packs: BufferedPackingDataset, num_workers: int) -> dict[str, Any]:
+    """Everything that the packs of every reader follow from. Of a stream, its beginning stands for the data."""
+    data = packs.dataset
+    return {
+        "num_ranks": packs.num_ranks,
+        "num_workers": num_workers,
+        "seed": packs.seed,
+        **(_stream_fingerprint(data) if isinstance(data, StreamedRows) else _data_fingerprint(data)),
+        **packs.config.pack_options(),
+    }
+
+
+def _stream_fingerprint(stream: StreamedRows) -> dict[str, Any]:
+    return {
+        "num_shards": getattr(stream.rows, "num_shards", 1),
+        "data": _digest(*map(_row, stream.first_rows(NUM_STREAM_ROWS_READ))),
+    }
+
+
+def _data_fingerprint(data: FusionCaptionDataset) -> dict[str, Any]:
+    return {
+        "shuffle": data.shuffle,
+        "sources": {source.name: [len(source.rows), source.ratio, source.sample_limit] for source in data.sources},
+        "data": _digest(*(part for source in data.sources for part in _content(source))),
     }
 
 
@@ -107,14 +159,14 @@ def _content(source: RowSource) -> list[bytes]:
     return [
         json.dumps(facts).encode(),
         np.asarray(numbers, dtype="<i8").tobytes(),
-        *(_row(source.rows, index) for index in permutation(len(source.rows), "content")[:NUM_ROWS_READ].tolist()),
+        *(_row(source.rows[index]) for index in permutation(len(source.rows), "content")[:NUM_ROWS_READ].tolist()),
     ]
 
 
-def _row(rows: Sequence[Any], index: int) -> bytes:
+def _row(row: Mapping[str, Any]) -> bytes:
     # ms-swift's tag for the file as it was named on the command line says nothing about what is in it.
-    row = {key: value for key, value in dict(rows[index]).items() if key != "dataset"}
-    return json.dumps(row, sort_keys=True, default=_plain).encode()
+    content = {key: value for key, value in row.items() if key != "dataset"}
+    return json.dumps(content, sort_keys=True, default=_plain).encode()
 
 
 def _plain(value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,26 @@ from swift_vlpack.core.config import RECORD_PACKS
 from swift_vlpack.core.errors import ConfigError, StateMismatch
 from swift_vlpack.core.progress import advanced, cuts_from, is_finished, num_consumed
 from swift_vlpack.core.telemetry import Telemetry
+from swift_vlpack.data.buffered import Progress
 from swift_vlpack.data.collate import RECORD, Collator, layout
 from swift_vlpack.data.dataset import PackingDataset
 from swift_vlpack.data.planned import PlannedPackingDataset
-from swift_vlpack.data.samples import PackRecord
+from swift_vlpack.data.samples import LeftOut, PackRecord
 from swift_vlpack.host.callback import report_epoch
 from swift_vlpack.host.loader import PackLoader, pack_loader
 from swift_vlpack.host.ranks import check_equal, gathered, together, tolerate_packs_without_images, versions
-from swift_vlpack.host.state import WAY_OUT, load_state, plan_fingerprint, save_state
+from swift_vlpack.host.state import (
+    WAY_OUT,
+    buffer_fingerprint,
+    load_progress,
+    load_state,
+    plan_fingerprint,
+    save_progress,
+    save_state,
+)
 
-PLAN = "plan"
-"""Kind of the state of planned packs."""
+PLAN, BUFFER = "plan", "buffer"
+"""Kinds of the state."""
 
 
 class PackingTrainer(Seq2SeqTrainer):
@@ -48,6 +58,7 @@ class PackingTrainer(Seq2SeqTrainer):
         self._fingerprint: dict[str, Any] = {}
         self._records_packs = os.environ.get(RECORD_PACKS, "").lower() in ("true", "1")
         num_workers = training_args.dataloader_num_workers
+        self.progress = Progress(num_workers)
         tolerate_packs_without_images(kwargs["model"], training_args)
         super().__init__(*args, **kwargs)
         training_args.dataloader_num_workers = num_workers  # ms-swift allows iterable data one worker; ours shares rows
@@ -57,6 +68,8 @@ class PackingTrainer(Seq2SeqTrainer):
 
     def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:
         """The packs of this rank. What was trained before a resume is no part of them, whatever `skip_batches` says."""
+        if skip_batches and not self._is_planned:
+            return self.callback_handler.train_dataloader  # one loader for all epochs, as without a resume
         args = self.args
         options = {
             "collate_fn": self.data_collator,
@@ -95,13 +108,28 @@ class PackingTrainer(Seq2SeqTrainer):
         loss = outputs.logits.float().sum() * 0.0
         return (loss, outputs) if return_outputs else loss
 
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """Batches of one optimizer step. At the end of a stream's epoch rows without loss complete it.
+
+        The trainer steps after every `num_batches`-th batch of an epoch whose length it does not know; the gradients
+        of an incomplete group would end in the next epoch's first step, with its number of tokens.
+        """
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if batches and not self._is_planned:
+            empty = self.callback_handler.train_dataloader.empty_batch
+            batches += [empty() for _ in range(num_batches - len(batches))]
+        return batches, num_items
+
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train, if all ranks have the same data; from a checkpoint on, the data goes on where it was."""
-        if self._is_planned:
-            self._fingerprint = plan_fingerprint(self.packs)
-            check_equal("data and versions", {**versions(), **self._fingerprint})
-            if resume_from_checkpoint:
-                self._resume(Path(resume_from_checkpoint))
+        self._fingerprint = (
+            plan_fingerprint(self.packs)
+            if self._is_planned
+            else buffer_fingerprint(self.packs, self.progress.num_workers)
+        )
+        check_equal("data and versions", {**versions(), **self._fingerprint})
+        if resume_from_checkpoint:
+            self._resume(Path(resume_from_checkpoint))
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     @property
@@ -113,8 +141,12 @@ class PackingTrainer(Seq2SeqTrainer):
         self._global_step_before = _global_step(checkpoint)
         if self.args.ignore_data_skip:  # the trainer's own way to say that the data shall start anew
             return
-        saved, *_ = together(lambda: load_state(checkpoint, PLAN, self._fingerprint))
+        kind = PLAN if self._is_planned else BUFFER
+        saved, *_ = together(lambda: load_state(checkpoint, kind, self._fingerprint))
         if saved is None:
+            return
+        if not self._is_planned:
+            self._restore_stream(checkpoint, saved)
             return
         self.packs.resume(saved["epoch"], cuts_from(saved["cuts"]))
         if self.packs.plan_digest != saved["plan"]:
@@ -130,6 +162,13 @@ class PackingTrainer(Seq2SeqTrainer):
             self.packs.set_epoch(saved["epoch"] + 1)
         elif is_master():
             self.stats = counted
+
+    def _restore_stream(self, checkpoint: Path, saved: dict[str, Any]) -> None:
+        rank, step = self.args.process_index, self._global_step_before or 0
+        self.progress = together(lambda: load_progress(checkpoint, rank, step))[rank]
+        self.packs.restore(self.progress)
+        if is_master():
+            self.stats = Telemetry.from_state(saved["counted"])
 
     def _num_skipped(self) -> int:
         """Batches of the epoch that the trainer shall believe to have trained: whole steps, as it accumulates now."""
@@ -148,6 +187,9 @@ class PackingTrainer(Seq2SeqTrainer):
         if self._global_step_before is None:
             return values
         num_epochs, steps_per_epoch, *others, max_steps = values
+        if not self._is_planned:  # as many epochs as it takes, but none if all steps are trained
+            is_done = self._global_step_before >= max_steps
+            return self.packs.epoch if is_done else num_epochs, steps_per_epoch, *others, max_steps
         epoch, before = self.packs.epoch, self._global_step_before
         steps_skipped = self._num_skipped() // self.args.gradient_accumulation_steps
         _, steps_of_epoch = self._steps_of_epoch()
@@ -160,9 +202,14 @@ class PackingTrainer(Seq2SeqTrainer):
         return num_epochs, steps_per_epoch, *others, max_steps
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """The epoch to go on in, and how many of its batches are trained."""
+        """The epoch to go on in, and how many of its batches are trained.
+
+        A stream's loader goes on by itself; the number makes the trainer step where it would have stepped.
+        """
         trained: tuple[int, int] = super()._init_training_state(*args, **kwargs)
-        return trained if self._global_step_before is None else (self.packs.epoch, self._num_skipped())
+        if self._global_step_before is None:
+            return trained
+        return self.packs.epoch, self._num_skipped() if self._is_planned else self.progress.num_trained
 
     def _run_epoch(
         self, *args: Any, epoch: int, steps_in_epoch: int, num_update_steps_per_epoch: int, **kwargs: Any
@@ -184,21 +231,27 @@ class PackingTrainer(Seq2SeqTrainer):
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """ms-swift's checkpoint, then the state of the data, which marks it as complete."""
         result = super()._save_checkpoint(*args, **kwargs)
-        if self._is_planned:
-            counted = self.counted_by_all_ranks()  # by now all ranks have written what is theirs
-            together(lambda: self._save_plan_state(counted))
+        if not self._is_planned:
+            together(self._save_progress)
+        counted = self.counted_by_all_ranks()  # by now all ranks have written what is theirs
+        together(lambda: self._save_state(counted))
         return result
 
-    def _save_plan_state(self, counted: Telemetry) -> None:
+    @property
+    def _checkpoint(self) -> Path:
+        return Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+
+    def _save_progress(self) -> None:
+        save_progress(self._checkpoint, self.args.process_index, self.state.global_step, self.progress)
+
+    def _save_state(self, counted: Telemetry) -> None:
         if not self.args.should_save:
             return
-        state = {
-            "epoch": self.packs.epoch,
-            "cuts": advanced(self.packs.cuts, self._num_trained * self.packs.num_ranks),
-            "plan": self.packs.plan_digest,
-            "counted": counted.state(),
-        }
-        save_state(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}", PLAN, self._fingerprint, state)
+        state = {"epoch": self.packs.epoch, "counted": counted.state()}
+        if self._is_planned:
+            state["cuts"] = advanced(self.packs.cuts, self._num_trained * self.packs.num_ranks)
+            state["plan"] = self.packs.plan_digest
+        save_state(self._checkpoint, PLAN if self._is_planned else BUFFER, self._fingerprint, state)
 
     @property
     def global_step(self) -> int:
@@ -209,6 +262,7 @@ class PackingTrainer(Seq2SeqTrainer):
         """Count the packs whose optimizer step has just been taken: consumed means trained."""
         for record in self._in_step:
             self._count(record)
+            self.progress.trained(record)
         self._num_trained += len(self._in_step)
         if self._records_packs:
             self._record_packs()
@@ -228,6 +282,12 @@ class PackingTrainer(Seq2SeqTrainer):
         for counts in gathered(self.stats):
             total.merge(counts)
         return total
+
+    def close_epoch(self) -> None:
+        """Count what was left out behind the last pack of the epoch, where a stream's readers found such."""
+        if not self._is_planned:
+            self._count_left_out(self.packs.left_out_behind)
+            self.packs.left_out_behind = []
 
     def count_what_the_plan_left_out(self, total: Telemetry) -> None:
         """Add the rows of the epoch, and those that are in no pack; the plan is the same on all ranks, so only once."""
@@ -251,10 +311,7 @@ class PackingTrainer(Seq2SeqTrainer):
         if not self._is_planned:
             for source, _ in samples:
                 self.stats.read(source)
-            for left_out in record.left_out:
-                self.stats.read(left_out.sample_id.source)
-        for left_out in record.left_out:
-            self.stats.dropped(left_out.sample_id.source, left_out.reason)
+        self._count_left_out(record.left_out)
         if not samples:
             return
         self.stats.packed(samples, num_images=record.num_images, single_long=record.single_long)
@@ -262,6 +319,12 @@ class PackingTrainer(Seq2SeqTrainer):
         metrics["pack/fill"].update(sum(record.lengths) / self.packs.config.packing_length)
         metrics["pack/samples"].update(float(len(samples)))
         metrics["pack/images"].update(float(record.num_images))
+
+    def _count_left_out(self, left_out: Sequence[LeftOut]) -> None:
+        for sample_id, reason in left_out:
+            if not self._is_planned:
+                self.stats.read(sample_id.source)
+            self.stats.dropped(sample_id.source, reason)
 
 
 def _global_step(checkpoint: Path) -> int:

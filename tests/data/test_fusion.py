@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from swift_vlpack.core.errors import ConfigError, DataError
+from swift_vlpack.core.shares import Share
 from swift_vlpack.data.fusion import FusionCaptionDataset, RowSource, encode_row
 from swift_vlpack.data.lengths import RowSize, RowSizes, size_of
 from swift_vlpack.data.samples import Address, SampleError, SampleId
@@ -155,7 +156,7 @@ def test_shares_of_an_epoch_are_disjoint_and_whole(template):
     """DATA-9"""
     sized, stream = fused(template, source(rows=texts(11))), StreamedRows(texts(11), template, name="data")
     for dataset in (sized, stream):
-        shares = [[sample["sample_id"] for sample in dataset.encoded(n, 3)] for n in range(3)]
+        shares = [[sample["sample_id"] for sample in dataset.encoded(Share(n, 3))] for n in range(3)]
         assert sorted(map(len, shares)) == [3, 4, 4]
         assert sorted(sample_id for share in shares for sample_id in share) == [
             SampleId("data", row) for row in range(11)
