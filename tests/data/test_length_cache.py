@@ -309,3 +309,17 @@ def test_difference_is_remembered_even_under_another_record(path):
     cache.append(keys(1), differing)
     cache.append(keys(1), sizes(11))
     assert LengthCache(Path(path), "context").load().num_differing == 1
+
+
+def test_end_of_a_replaced_file_is_not_taken_for_an_unfinished_block(path):
+    """LEN-9: what was seen of the old file is no place in the new one."""
+    filled(path, num_blocks=4, num_rows=1)
+    mine = LengthCache(path, "context")
+    mine.load()
+    path.rename(path.with_suffix(".aside"))
+    LengthCache(path, "context").append(keys(1, 2, 3), sizes(10, 20, 30))
+    last = sizes(40, 50)
+    last["reason"][1], last["proof"][1] = b"ro"  # as a block begins, exactly where the old file ended
+    LengthCache(path, "context").append(keys(4, 5), last)
+    mine.append(keys(6), sizes(60))
+    assert found(path) == {number: 10 * number for number in range(1, 7)}
