@@ -155,14 +155,16 @@ class _Buffer:
             yield self._pack([])
 
     def state(self) -> WorkerState:
-        """Everything a fresh buffer needs to have the same future, as JSON without a sample in it."""
+        """What a fresh buffer needs after a pack to have the same future, as JSON without a sample in it.
+
+        What was left out so far is not part of it: the pack's record has told of it.
+        """
         return {
             "worker": self._worker,
             "num_read": self._num_read,
             "num_packs": self._num_packs,
             "num_failed_in_a_row": self._num_failed_in_a_row,
             "is_at_end": self._is_at_end,
-            "left_out": [[*left_out.sample_id, left_out.reason] for left_out in self._left_out],
             "ready": [[list(item) for item in items] for items in self._ready],
             "packer": self._packer.state(),
         }
@@ -173,7 +175,6 @@ class _Buffer:
         self._num_packs = state["num_packs"]
         self._num_failed_in_a_row = state["num_failed_in_a_row"]
         self._is_at_end = state["is_at_end"]
-        self._left_out = [LeftOut(SampleId(source, row), reason) for source, row, reason in state["left_out"]]
         self._ready = deque(tuple(Item(*item) for item in items) for items in state["ready"])
         self._packer.load(state["packer"])
 
