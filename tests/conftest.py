@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,19 @@ os.environ.setdefault("USE_HF", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Lengths are remembered; tests must not remember those of other runs.
 os.environ.setdefault("MODELSCOPE_CACHE", tempfile.mkdtemp(prefix="vlpack-cache-"))
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """Every test leaves the environment as it was. `datasets` puts a copy in the place of `os.environ` while it maps,
+    and `monkeypatch` would then undo its variables in the wrong one."""
+    environ, content = os.environ, dict(os.environ)
+    yield
+    for key in set(os.environ) - set(content):
+        os.unsetenv(key)
+    os.environ = environ  # noqa: B003 - the very object, and below its content
+    os.environ.clear()
+    os.environ.update(content)
 
 
 class Tiny(NamedTuple):
