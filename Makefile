@@ -27,7 +27,7 @@ demo: $(READY)  ## Train a tiny model padded and packed, and compare
 	$(BIN)/python -m benchmarks.demo
 
 test: $(READY)  ## Run the test suite (a few minutes)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 test-slow: $(READY)  ## Run the long tests
 	$(BIN)/python -m pytest -m slow

@@ -47,6 +47,7 @@ class PlannedPackingDataset(PackingDataset):
         self.num_ranks = num_ranks
         self.dataset.measure()
         self._plan: Plan | None = None
+        self._first: Plan | None = None  # of epoch 0, until ranks share it: a large plan is not made twice
         self._plan_digest = ""
         self._cuts: tuple[Cut, ...] = ()
         self.num_packs = self._num_packs_of_longest_epoch(max(1, num_epochs), num_packs)
@@ -57,7 +58,8 @@ class PlannedPackingDataset(PackingDataset):
     def plan(self) -> Plan:
         """The packs of the current epoch; indices are positions in the epoch's schedule."""
         if self._plan is None:
-            planned = self._planned(is_logged=True)
+            first, self._first = self._first, None
+            planned = first if first is not None and self.epoch == 0 else self._planned(is_logged=True)
             self._plan_digest = planned.digest()
             self._plan, self._cuts = shared(planned, self._cuts, self.num_ranks, num_packs=self.num_packs)
         return self._plan
@@ -107,7 +109,7 @@ class PlannedPackingDataset(PackingDataset):
 
     def __getstate__(self) -> dict[str, Any]:
         """Workers get addresses, so the plan stays at home."""
-        return {**self.__dict__, "_plan": None}
+        return {**self.__dict__, "_plan": None, "_first": None}
 
     def address(self, index: int) -> PackAddress:
         """What pack `index` of the current epoch is made of."""
@@ -198,7 +200,9 @@ class PlannedPackingDataset(PackingDataset):
         with tqdm(desc="Planning epochs", dynamic_ncols=True, disable=is_quick) as bar:
             while epoch < num_epochs if num_packs is None else epoch * most < num_packs or not epoch:
                 self.set_epoch(epoch)
-                most = max(most, _rounded_up(len(self._planned()), self.num_ranks))
+                planned = self._planned(is_logged=epoch == 0)
+                self._first = planned if epoch == 0 else self._first
+                most = max(most, _rounded_up(len(planned), self.num_ranks))
                 epoch += 1
                 bar.update()
         self.set_epoch(0)
