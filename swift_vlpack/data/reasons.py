@@ -49,13 +49,16 @@ def reason_for(error: Exception, row: Mapping[str, Any]) -> str:
         return known
     if not row.get("messages"):
         return "no_messages"
-    if row.get("videos") and _is_missing_reader(error):
-        return "video_unreadable" if any(map(find_spec, _VIDEO_READERS)) else "video_reader_missing"
+    is_video = bool(row.get("videos")) and _is_missing_reader(error)
+    if is_video and not any(map(find_spec, _VIDEO_READERS)):
+        return "video_reader_missing"
     if not all(map(_is_image, _as_list(row.get("images")))):
         return "images_malformed"
     for path in media_paths(row):
         if found := _of_file(path):
             return found
+    if is_video:
+        return "video_unreadable"
     if known is not None:
         return known
     if "aspect ratio" in str(error):
