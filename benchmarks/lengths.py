@@ -19,6 +19,7 @@ import torch
 from datasets import Dataset
 
 from swift_vlpack.data.fusion import RowSource
+from swift_vlpack.data.length_pass import LengthPass
 from swift_vlpack.host import lengths
 from tests.images import photo
 from tests.rows import image_row, sentence, text_row
@@ -75,16 +76,16 @@ def measure(template: Any, rows: Dataset, num_processes: int, cache: str) -> dic
             rows, num_proc=num_processes, load_from_cache_file=False, batch_size=100
         )
     )
-    times, check = {}, lengths._difference
+    times, compare = {"check": 0.0}, LengthPass.compare
 
-    def timed(*options: Any) -> Any:
-        taken, found = seconds(lambda: check(*options))
-        times["check"] = times.get("check", 0.0) + taken
+    def timed(self: LengthPass, positions: Any) -> Any:
+        taken, found = seconds(lambda: compare(self, positions))
+        times["check"] += taken
         return found
 
-    lengths._difference = timed
+    LengthPass.compare = timed
     cold, ours = seconds(lambda: lengths.measured(source, template, args, cache))
-    lengths._difference = check
+    LengthPass.compare = compare
     warm, _ = seconds(lambda: lengths.measured(source, template, args, cache))
     assert ours.sizes.lengths.tolist() == [sum(row) for row in mapped["lengths"]], "the lengths differ"
     return {"theirs": theirs, "cold": cold, "check": times["check"], "warm": warm}
