@@ -17,6 +17,7 @@ __all__ = [
     "Collator",
     "FusionCaptionDataset",
     "Item",
+    "LengthIndex",
     "Pack",
     "Packer",
     "PackingConfig",
@@ -30,6 +31,7 @@ __all__ = [
 _NEED_TORCH = {
     "Collator": "swift_vlpack.data.collate",
     "FusionCaptionDataset": "swift_vlpack.data.fusion",
+    "LengthIndex": "swift_vlpack.data.lengths",
     "PackingDataset": "swift_vlpack.data.dataset",
     "RowSource": "swift_vlpack.data.fusion",
 }

@@ -19,7 +19,7 @@ from swift_vlpack.core.fusion import Schedule, Source, schedule
 from swift_vlpack.core.shares import EVERYTHING, Share
 from swift_vlpack.core.shuffle import permutation
 from swift_vlpack.data.length_cache import LengthCache
-from swift_vlpack.data.lengths import RowSize, RowSizes, aspect_of, size_of
+from swift_vlpack.data.lengths import LengthIndex, RowSize, aspect_of, size_of
 from swift_vlpack.data.reasons import described, is_lasting, reason_for
 from swift_vlpack.data.samples import Address, Encoded, SampleError, SampleId
 
@@ -58,7 +58,7 @@ class RowSource:
     """Seed of this source's draws, in place of the run's."""
     row_numbers: Sequence[int] | None = None
     """Number of each row in its file; None where all rows of the file are there."""
-    sizes: RowSizes | None = None
+    sizes: LengthIndex | None = None
     """Length of each row; None until a length pass has run."""
     cache: LengthCache | None = None
     """Where lengths are remembered, to correct one that turns out wrong."""
@@ -179,7 +179,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
             for number, source in enumerate(self.sources)
         )
 
-    def _measured(self, number: int, source: RowSource) -> RowSizes:
+    def _measured(self, number: int, source: RowSource) -> LengthIndex:
         sizes, failures = [], {}
         for index in tqdm(range(len(source.rows)), desc=f"Lengths of {source.name}", dynamic_ncols=True):
             sample = self.tried(Address(number, index))
@@ -187,9 +187,9 @@ class FusionCaptionDataset(Dataset[Encoded]):
                 failures[index] = sample.reason
                 logger.warning("%s: cannot be encoded: %s", sample.sample_id, sample.detail)
             sizes.append(RowSize(0) if isinstance(sample, SampleError) else size_of(sample))
-        return RowSizes.of(sizes, failures)
+        return LengthIndex.of(sizes, failures)
 
-    def scheduled_sizes(self) -> RowSizes:
+    def scheduled_sizes(self) -> LengthIndex:
         """The sizes of every position of the schedule."""
         columns = np.zeros((3, len(self)), dtype=np.int64)
         for number, source in enumerate(self.sources):
@@ -198,7 +198,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
             rows = self.schedule.row[here]
             limited = self._limited[number]
             columns[:, here] = source.sizes.columns[:, rows if limited is None else limited[rows]]
-        return RowSizes(columns, {})
+        return LengthIndex(columns, {})
 
     def failure(self, address: Address) -> str:
         """Why a row without a length cannot be encoded."""

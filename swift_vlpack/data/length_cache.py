@@ -60,19 +60,19 @@ class KnownSizes:
 
     def __init__(self, records: NDArray[np.void]) -> None:
         order = np.argsort(records["key"]["high"], kind="stable")  # of equal keys the latest is last
-        self._records = records[order]
-        self._high = np.ascontiguousarray(self._records["key"]["high"])
+        self.records = records[order]
+        self._high = np.ascontiguousarray(self.records["key"]["high"])
         self.num_differing = int((records["size"]["proof"] == DIFFERS).sum())
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self.records)
 
     def of(self, keys: NDArray[np.void]) -> tuple[NDArray[np.bool_], Sizes]:
         """Which of the keys are known, and the sizes of those that are."""
-        if not len(self._records):
+        if not len(self.records):
             return np.zeros(len(keys), dtype=bool), np.zeros(len(keys), SIZE)
         at = np.searchsorted(self._high, keys["high"], side="right") - 1
-        found = self._records[np.maximum(at, 0)]
+        found = self.records[np.maximum(at, 0)]
         is_known = (at >= 0) & (found["key"] == keys) & (keys != NO_KEY)
         return is_known, found["size"]
 
@@ -122,8 +122,21 @@ class LengthCache:
             self._give_up(error)
 
     def remember(self, row: Mapping[str, Any], size: tuple[int, int, int], aspect: float) -> None:
-        """Append the true size of one row."""
-        self.append(self.keys([row]), np.array([(*size, aspect, 0, IN_FULL)], SIZE))
+        """Note the true size of one row for the next run; one that is resumed goes on with what was planned."""
+        self._notes.append(self.keys([row]), np.array([(*size, aspect, 0, IN_FULL)], SIZE))
+
+    def take_over_notes(self) -> None:
+        """A new run begins with the sizes that loading found to be true."""
+        notes = self._notes
+        if notes.path.exists():
+            records = notes.load().records
+            self.append(records["key"], records["size"])
+            with suppress(OSError):
+                notes.path.unlink()
+
+    @property
+    def _notes(self) -> LengthCache:
+        return LengthCache(self.path.with_suffix(".notes"), "")
 
     def key(self, row: Mapping[str, Any]) -> NDArray[np.void]:
         """The key of a row: its content, and which files it names in which state; `NO_KEY` where it has no content."""
@@ -141,8 +154,8 @@ class LengthCache:
         return np.array([self.key(row) for row in rows], KEY)
 
     def fingerprint(self, rows: Iterable[Mapping[str, Any]]) -> str:
-        """Of the content of rows and the settings; files may be copies, in another state on another machine."""
-        digest = hashlib.blake2b(self._context, digest_size=8)
+        """Of the content of rows; files may be copies, in another state on another machine."""
+        digest = hashlib.blake2b(digest_size=8)
         for row in rows:
             with suppress(TypeError, ValueError):
                 digest.update(_content(row))

@@ -27,7 +27,7 @@ from swift_vlpack.core.errors import VLPackError
 from swift_vlpack.core.shuffle import permutation
 from swift_vlpack.data.fusion import Row, RowSource, encode_row, with_system
 from swift_vlpack.data.length_cache import AGREED, BY_HEADER, DIFFERS, IN_FULL, KEY, SIZE, LengthCache, Sizes
-from swift_vlpack.data.lengths import RowSizes, aspect_of, size_of
+from swift_vlpack.data.lengths import LengthIndex, aspect_of, size_of
 from swift_vlpack.data.reasons import REASONS, is_of_pixels, media_paths
 from swift_vlpack.data.samples import SampleError
 
@@ -268,13 +268,13 @@ def rows_at(rows: Any, indices: list[int]) -> list[Row]:
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def row_sizes(sizes: Sizes) -> RowSizes:
+def row_sizes(sizes: Sizes) -> LengthIndex:
     """As the plan wants them."""
     columns = np.stack([sizes[name].astype(np.int64) for name in ("length", "images", "patches")])
-    return RowSizes(columns, {int(at): REASONS[sizes["reason"][at]] for at in np.flatnonzero(sizes["reason"])})
+    return LengthIndex(columns, {int(at): REASONS[sizes["reason"][at]] for at in np.flatnonzero(sizes["reason"])})
 
 
-def log_failures(source: RowSource, sizes: RowSizes, details: Mapping[int, str]) -> None:
+def log_failures(source: RowSource, sizes: LengthIndex, details: Mapping[int, str]) -> None:
     """Name the first rows that cannot be encoded, with `details` where they were tried now, and count all by reason."""
     if not sizes.failures:
         return

@@ -21,7 +21,7 @@ class RowSize(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RowSizes:
+class LengthIndex:
     """The sizes of many rows, as columns, and why some have none."""
 
     columns: NDArray[np.int64]  # (3, num_rows): length, images, patches
@@ -29,7 +29,7 @@ class RowSizes:
     """The reason, for every row of length 0."""
 
     @classmethod
-    def of(cls, sizes: Iterable[RowSize], failures: Mapping[int, str] | None = None) -> RowSizes:
+    def of(cls, sizes: Iterable[RowSize], failures: Mapping[int, str] | None = None) -> LengthIndex:
         """From one size a row."""
         rows = np.array(list(sizes), dtype=np.int64).reshape(-1, 3)
         return cls(rows.T.copy(), failures or {})

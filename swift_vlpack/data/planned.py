@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 NUM_ROWS_SHOWN = 500_000
 """Planning more rows than that takes long enough for a progress bar."""
+NUM_EPOCHS_TRIED = 8
+"""Epochs that are planned ahead to know their length where not epochs but steps are given."""
 
 
 class PlannedPackingDataset(PackingDataset):
@@ -194,11 +196,16 @@ class PlannedPackingDataset(PackingDataset):
         return made if len(usable) == len(sizes) else made.renumbered(usable, sizes.columns)
 
     def _num_packs_of_longest_epoch(self, num_epochs: int, num_packs: int | None) -> int:
-        """All epochs get as many packs as the one that needs most, so that steps are known from the start."""
+        """All epochs get as many packs as the one that needs most, so that steps are known from the start.
+
+        Where steps are given, a few epochs are looked at; one that needs more than those has more.
+        """
         most = epoch = 0
         is_quick = len(self.dataset) * num_epochs < NUM_ROWS_SHOWN
         with tqdm(desc="Planning epochs", dynamic_ncols=True, disable=is_quick) as bar:
-            while epoch < num_epochs if num_packs is None else epoch * most < num_packs or not epoch:
+            while epoch < num_epochs if num_packs is None else not epoch or epoch * most < num_packs:
+                if num_packs is not None and epoch == NUM_EPOCHS_TRIED:
+                    break
                 self.set_epoch(epoch)
                 planned = self._planned(is_logged=epoch == 0)
                 self._first = planned if epoch == 0 else self._first

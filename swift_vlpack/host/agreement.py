@@ -10,6 +10,7 @@ rank that fails lets the others know, so that they stop with it instead of waiti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from enum import IntEnum
 from typing import TypeVar
 
@@ -37,8 +38,9 @@ class Vote(IntEnum):
 class Ranks:
     """The ranks of the run, over a CPU group of their own; every rank has to make it, in the same order."""
 
-    def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo") if num_ranks() > 1 else None
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        """`timeout` is how long a rank waits for the slowest; without it torch's half an hour."""
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if num_ranks() > 1 else None
 
     def vote(self, mine: Vote) -> Callable[[], Vote]:
         """Start a vote; what comes back waits for its outcome."""

@@ -33,16 +33,26 @@ _PACKAGES = (
 )
 _NOT_OF_LENGTH = re.compile(
     r"packing|padding_free|model|dummy_model|processor|tokenizer|config|model_info"
-    r"|\w*_cache|_handles|_deepspeed_initialize|TOKENIZERS_PARALLELISM"
+    r"|\w*_cache|_handles|_deepspeed_initialize|TOKENIZERS_PARALLELISM|root_image_dir|ROOT_IMAGE_DIR"
 )
-"""Attributes and variables that change from run to run, or within one, and lengths do not."""
+"""Attributes and variables that change from run to run, or within one, and lengths do not. Where images are to be found
+is in the state of the files that a row names."""
 _VARIABLE = re.compile(r"""(?:get_env_args\(|getenv\(|environ\.get\(|environ\[)\s*['"](\w+)['"]""")
 
 
 def context_of(template: Any) -> str:
     """32 hexadecimal digits that are equal when all of it is."""
-    text = json.dumps(facts_of(template), sort_keys=True, default=_plain)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return _digest_of(facts_of(template), 16)
+
+
+def digests_of(template: Any) -> dict[str, str]:
+    """A digest of each part, so that ranks that differ can say in what."""
+    return {name: _digest_of(facts, 4) for name, facts in facts_of(template).items()}
+
+
+def _digest_of(facts: Any, num_bytes: int) -> str:
+    text = json.dumps(facts, sort_keys=True, default=_plain)
+    return hashlib.blake2b(text.encode(), digest_size=num_bytes).hexdigest()
 
 
 def facts_of(template: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from swift.utils import get_logger, is_master
 from swift_vlpack.data.fusion import RowSource, own_template
 from swift_vlpack.data.length_cache import SIZE, LengthCache, Sizes
 from swift_vlpack.data.length_pass import NUM_SHOWN, LengthPass, log_failures, row_sizes, rows_at
-from swift_vlpack.host.context import context_of
+from swift_vlpack.host.context import context_of, digests_of
 from swift_vlpack.host.headers import pixel_free
 from swift_vlpack.host.ranks import check_equal, num_ranks, rank, together
 
@@ -41,7 +41,9 @@ def measured(source: RowSource, template: Any, args: Any, cache_dir: str | None 
     own = own_template(template, source)
     context = context_of(own)
     cache = LengthCache(cache_path(source, context, cache_dir), context)
-    _check_same_rows(source, cache)
+    _check_same_rows(source, cache, own)
+    if not getattr(args, "resume_from_checkpoint", None):
+        cache.take_over_notes()
     share = LengthPass(
         source,
         np.arange(rank(), len(source.rows), num_ranks()),
@@ -78,13 +80,13 @@ def cache_path(source: RowSource, context: str, cache_dir: str | None) -> Path:
     return folder.expanduser() / f"{name}-{digest}.lengths"
 
 
-def _check_same_rows(source: RowSource, cache: LengthCache) -> None:
+def _check_same_rows(source: RowSource, cache: LengthCache, template: Any) -> None:
     """Every rank measures some rows for all, so all must have the same."""
     if num_ranks() == 1:
         return
     spread = np.unique(np.linspace(0, max(0, len(source.rows) - 1), NUM_COMPARED).astype(np.int64)).tolist()
     rows = (row for index in spread for row in rows_at(source.rows, [index]))
-    facts = {"rows": len(source.rows), "content": cache.fingerprint(rows)}
+    facts = {"rows": len(source.rows), "content": cache.fingerprint(rows), **digests_of(template)}
     check_equal(f"rows of source {source.name!r} and the settings that lengths depend on", facts)
 
 
@@ -113,6 +115,6 @@ def _extremes(sizes: Sizes) -> NDArray[np.int64]:
         for column in ("length", "patches", "aspect"):
             order = usable[np.argsort(sizes[column][usable], kind="stable")]
             yield order[:NUM_EXTREMES]
-            yield order[-NUM_EXTREMES:]
+            yield order[max(0, len(order) - NUM_EXTREMES) :]
 
     return np.unique(np.concatenate(list(ends())))

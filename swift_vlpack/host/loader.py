@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -81,7 +82,12 @@ class PackLoader(DataLoaderShard):
 
 
 def pack_loader(
-    packs: PlannedPackingDataset | BufferedPackingDataset, device: Any, *, rank: int, **options: Any
+    packs: PlannedPackingDataset | BufferedPackingDataset,
+    device: Any,
+    *,
+    rank: int,
+    vote_timeout: timedelta | None = None,
+    **options: Any,
 ) -> PackLoader:
     """The loader of one rank."""
     from swift_vlpack.host.stream_loader import StreamLoader  # which is a PackLoader
@@ -89,4 +95,4 @@ def pack_loader(
     if isinstance(packs, PlannedPackingDataset):
         sampler = PackSampler(packs, rank=rank)
         return PackLoader(packs, device=device, batch_sampler=sampler, **options)
-    return StreamLoader(packs, device=device, **options)
+    return StreamLoader(packs, device=device, vote_timeout=vote_timeout, **options)

@@ -21,7 +21,7 @@ from swift_vlpack.data.samples import SampleError
 from swift_vlpack.data.streams import StreamedRows
 from swift_vlpack.host.args import OWN_ATTENTION, packing_config
 from swift_vlpack.host.lengths import measured
-from swift_vlpack.host.ranks import num_ranks_of_run, rank
+from swift_vlpack.host.ranks import check_equal, num_ranks_of_run, rank, versions
 from swift_vlpack.host.sources import load_sources, load_stream
 
 logger = get_logger()
@@ -32,9 +32,10 @@ def prepare_dataset(pipeline: Any) -> list[Any]:
     args, template = pipeline.args, pipeline.template
     config = packing_config(args)
     logger.info(f"packing: {config}")
+    check_equal("versions", versions())  # before anything that would differ without saying why
     use_attention(pipeline.model, args.attn_impl)
     if args.streaming:
-        train_dataset, val_rows = load_stream(args, template), None
+        train_dataset, val_rows = load_stream(args, template)
     else:
         sources, val_rows = load_sources(args, config)
         train_dataset = fused(sources, template, args, config)

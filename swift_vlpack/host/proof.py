@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from swift.utils import to_device
 
-from swift_vlpack.core.errors import BoundaryError
+from swift_vlpack.core.errors import BoundaryError, DataError
 from swift_vlpack.data.collate import RECORD
 from swift_vlpack.data.isolation import IsolationError, diagnosis, prove, untouched
 from swift_vlpack.data.planned import PlannedPackingDataset
@@ -31,6 +31,8 @@ def prove_isolation(trainer: Any) -> str:
             proof = prove(
                 forward_of(trainer), samples, is_ordinary_token(trainer.template.tokenizer), dtype_of(trainer)
             )
+    except DataError:
+        raise
     except (IsolationError, BoundaryError, ImportError) as error:
         cause = diagnosis(error, config, attention)
         raise IsolationError(
@@ -57,7 +59,7 @@ def short_samples(trainer: Any) -> list[Encoded]:
     usable = (sample for sample in encoded if not isinstance(sample, SampleError))
     by_length = sorted(islice(usable, NUM_TRIED), key=lambda sample: int(sample["length"]))
     if not by_length:
-        raise IsolationError("not one row could be encoded")
+        raise DataError("not one row could be encoded; the log has the reasons")
     with_images = [sample for sample in by_length if num_images(sample)][:2]
     text_only = [sample for sample in by_length if not num_images(sample)]
     chosen = [*with_images, *text_only, *by_length[len(with_images) :]][:NUM_SAMPLES]

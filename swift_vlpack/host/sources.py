@@ -61,15 +61,23 @@ def _load(spec: SourceSpec, args: Any) -> tuple[RowSource, HfDataset | None]:
     return source, val_dataset
 
 
-def load_stream(args: Any, template: Any) -> StreamedRows:
-    """The rows of `--streaming true`, one after the other, by ms-swift's own loader."""
-    rows, _ = load_dataset(args.dataset, shuffle=args.dataset_shuffle, **args.get_dataset_kwargs())
-    return StreamedRows(rows, template, strict=args.strict)
+def load_stream(args: Any, template: Any) -> tuple[StreamedRows, HfDataset | None]:
+    """The rows of `--streaming true`, one after the other, by ms-swift's own loader, and the validation rows."""
+    rows, part = load_dataset(
+        args.dataset,
+        split_dataset_ratio=args.split_dataset_ratio,
+        shuffle=args.dataset_shuffle,
+        **args.get_dataset_kwargs(),
+    )
+    val_dataset = None if part is None else HfDataset.from_list(list(part))
+    return StreamedRows(rows, template, strict=args.strict), _validation(args) if args.val_dataset else val_dataset
 
 
 def _validation(args: Any) -> HfDataset | None:
+    """Sized, also where the training rows are a stream: every evaluation is over the same rows, and ends."""
+    options = {**args.get_dataset_kwargs(), "streaming": False}
     _, val_dataset = load_dataset(
-        args.val_dataset, split_dataset_ratio=1.0, shuffle=args.val_dataset_shuffle, **args.get_dataset_kwargs()
+        args.val_dataset, split_dataset_ratio=1.0, shuffle=args.val_dataset_shuffle, **options
     )
     return val_dataset
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 from swift.utils import get_logger, is_master, to_device
@@ -24,10 +25,17 @@ Batch = dict[str, Any]
 class StreamLoader(PackLoader):
     """The packs of one rank, equally many as on every other."""
 
-    def __init__(self, packs: BufferedPackingDataset, device: Any = None, **options: Any) -> None:
+    def __init__(
+        self,
+        packs: BufferedPackingDataset,
+        device: Any = None,
+        *,
+        vote_timeout: timedelta | None = None,
+        **options: Any,
+    ) -> None:
         assert packs.num_ranks == num_ranks(), f"shares of {packs.num_ranks} ranks for {num_ranks()}"
         super().__init__(packs, device=device, batch_size=1, **options)
-        self._ranks = Ranks()
+        self._ranks = Ranks(vote_timeout)
         self._warn_of_shared_rows()
 
     def __iter__(self) -> Iterator[Batch]:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import seed_worker
 
 from swift_vlpack.core.config import RECORD_PACKS
-from swift_vlpack.core.errors import ConfigError, StateMismatch
+from swift_vlpack.core.errors import ConfigError, DataError, StateMismatch
 from swift_vlpack.core.progress import advanced, cuts_from, is_finished, num_consumed
 from swift_vlpack.core.telemetry import Telemetry
 from swift_vlpack.data.buffered import Progress
@@ -80,7 +81,10 @@ class PackingTrainer(Seq2SeqTrainer):
             "worker_init_fn": partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
             **self._maybe_multiprocessing_context(args),
         }
-        return pack_loader(self.packs, self.accelerator.device, rank=args.process_index, **options)
+        timeout = timedelta(seconds=args.ddp_timeout)
+        return pack_loader(
+            self.packs, self.accelerator.device, rank=args.process_index, vote_timeout=timeout, **options
+        )
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Train one pack; it is counted when its optimizer step is taken."""
@@ -226,6 +230,8 @@ class PackingTrainer(Seq2SeqTrainer):
             num_update_steps_per_epoch=num_update_steps_per_epoch,
             **kwargs,
         )
+        if not self._is_planned and not (counted := self.counted_by_all_ranks()).num_packs:
+            raise DataError(f"epoch {epoch} has no pack; of its rows were left out: {dict(counted.num_dropped)}")
         self.stats, self._num_trained = self._no_counts(), 0
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:

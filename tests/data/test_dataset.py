@@ -16,7 +16,7 @@ from swift_vlpack.data.buffered import BufferedPackingDataset
 from swift_vlpack.data.collate import RECORD, Collator
 from swift_vlpack.data.dataset import PackingDataset
 from swift_vlpack.data.fusion import FusionCaptionDataset, RowSource
-from swift_vlpack.data.lengths import RowSize, RowSizes
+from swift_vlpack.data.lengths import LengthIndex, RowSize
 from swift_vlpack.data.planned import PlannedPackingDataset
 from swift_vlpack.data.samples import LeftOut, SampleId, TooManyFailures
 from swift_vlpack.host.loader import pack_loader
@@ -188,7 +188,7 @@ def test_only_the_rows_of_the_pack_are_encoded(template, monkeypatch):
 def test_plan_measures_what_has_no_lengths_yet_once(template, rows, monkeypatch):
     """DATA-6"""
     asked = counted(template, monkeypatch)
-    sizes = RowSizes.of([RowSize(50)] * 4)
+    sizes = LengthIndex.of([RowSize(50)] * 4)
     sources = [RowSource(name="known", rows=texts(4), sizes=sizes), RowSource(name="new", rows=rows)]
     dataset = packed(FusionCaptionDataset(sources, template), template)
     for epoch in range(3):
@@ -323,7 +323,7 @@ def some_missing(tmp_path, pattern):
 def test_more_failures_in_a_row_than_allowed_stop_the_run(template, tmp_path, form, pattern, stops):
     """DATA-7"""
     rows = some_missing(tmp_path, pattern)
-    sizes = RowSizes.of([RowSize(30)] * len(rows))  # the files went after the length pass
+    sizes = LengthIndex.of([RowSize(30)] * len(rows))  # the files went after the length pass
     data = FusionCaptionDataset([RowSource(name="data", rows=rows, sizes=sizes)], template, shuffle=False)
     dataset = packed(data, template, form, packing_strategy="greedy", packing_max_failures=3)
     if stops:
@@ -350,7 +350,7 @@ def test_sample_that_grew_is_left_out_where_it_does_not_fit(template, caplog):
     """DATA-8"""
     rows = texts(3, 40)
     num_tokens = len(template.encode(rows[0])["input_ids"])
-    sizes = RowSizes.of([RowSize(num_tokens // 3)] * 3)
+    sizes = LengthIndex.of([RowSize(num_tokens // 3)] * 3)
     data = FusionCaptionDataset([RowSource(name="data", rows=rows, sizes=sizes)], template, shuffle=False)
     with caplog.at_level(logging.WARNING, logger="swift_vlpack"):
         (pack,) = packs_of(packed(data, template, packing_length=2 * num_tokens, packing_strategy="greedy"))
@@ -363,7 +363,9 @@ def test_wrong_lengths_never_make_a_pack_too_long_and_lose_nothing_unsaid(templa
     """DATA-8"""
     true = [len(template.encode(row)["input_ids"]) for row in rows]
     for factors in ((0.3,), (0.5, 1.0, 2.0), (0.9, 1.1)):
-        sizes = RowSizes.of(RowSize(max(1, int(n * factor))) for n, factor in zip(true, cycle(factors), strict=False))
+        sizes = LengthIndex.of(
+            RowSize(max(1, int(n * factor))) for n, factor in zip(true, cycle(factors), strict=False)
+        )
         dataset = packed(FusionCaptionDataset([RowSource(name="data", rows=rows, sizes=sizes)], template), template)
         packs = packs_of(dataset)
         assert_records_are_true(packs, 300)
@@ -527,7 +529,8 @@ def test_planned_packs_do_not_depend_on_the_workers(template, rows, loader_of):
 def test_error_in_a_worker_reaches_the_training_process(template, tmp_path, loader_of, form):
     """DATA-7 DATA-9"""
     data = FusionCaptionDataset(
-        [RowSource(name="data", rows=some_missing(tmp_path, "xxxxxx"), sizes=RowSizes.of([RowSize(30)] * 6))], template
+        [RowSource(name="data", rows=some_missing(tmp_path, "xxxxxx"), sizes=LengthIndex.of([RowSize(30)] * 6))],
+        template,
     )
     dataset = packed(data, template, form, packing_max_failures=3)
     with pytest.raises(TooManyFailures, match="4 rows in a row"):

@@ -8,7 +8,7 @@ import torch
 from swift_vlpack.core.errors import ConfigError, DataError
 from swift_vlpack.core.shares import Share
 from swift_vlpack.data.fusion import FusionCaptionDataset, RowSource, encode_row
-from swift_vlpack.data.lengths import RowSize, RowSizes, size_of
+from swift_vlpack.data.lengths import LengthIndex, RowSize, size_of
 from swift_vlpack.data.samples import Address, SampleError, SampleId
 from swift_vlpack.data.streams import StreamedRows
 from tests.images import photo
@@ -274,7 +274,7 @@ def test_source_that_contradicts_itself_is_refused():
     with pytest.raises(ConfigError, match="'data': sample_limit must be at least 1, got 0"):
         source(sample_limit=0)
     with pytest.raises(DataError, match="'data': 1 lengths for 10 rows"):
-        source(sizes=RowSizes.of([RowSize(5)]))
+        source(sizes=LengthIndex.of([RowSize(5)]))
     with pytest.raises(DataError, match="no source"):
         FusionCaptionDataset([], None)
 

@@ -291,10 +291,13 @@ def test_disk_that_fills_up_leaves_the_file_whole(path, monkeypatch, caplog):
 
 
 def test_true_size_is_remembered_over_the_planned_one(path):
-    """LEN-13"""
+    """LEN-13: when the next run takes it over, and not before."""
     cache, row = LengthCache(path, "context"), text_row()
     cache.append(cache.keys([row]), sizes(10))
     cache.remember(row, (20, 0, 0), 0.0)
+    assert LengthCache(path, "context").load().of(cache.keys([row]))[1]["length"].tolist() == [10]
+    LengthCache(path, "context").take_over_notes()
+    assert not list(path.parent.glob("*.notes"))
     is_known, there = LengthCache(path, "context").load().of(cache.keys([row]))
     assert is_known.all()
     assert (there["length"][0], there["proof"][0]) == (20, IN_FULL)

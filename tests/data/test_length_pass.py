@@ -30,6 +30,7 @@ def template(tiny):
 def sized(rows, template, path):
     """The source after a pass of its own, as a start of a run makes it."""
     cache = LengthCache(path, "context")
+    cache.take_over_notes()
     source = RowSource(name="data", rows=rows)
     share = LengthPass(source, np.arange(len(rows)), cache, by_header=template, in_full=template, is_shown=False)
     assert share.look_up() is None

@@ -264,7 +264,10 @@ def test_no_image_is_decoded(template, images, monkeypatch):
     """LEN-2: with the decoder of every image format gone, headers still give the sizes."""
     from PIL import ImageFile
 
+    decoded = []
+
     def no_decoder(self):
+        decoded.append(self)
         raise AssertionError("an image was decoded")
 
     rows = dataset([image_row([images["photo.jpg"]]), text_row()])
@@ -274,9 +277,10 @@ def test_no_image_is_decoded(template, images, monkeypatch):
     sizes = measured(source(rows, "undecoded"), template, ARGS).sizes
     assert (sizes.lengths > 0).all()
     assert sizes.images.tolist() == [1, 0]
+    assert not decoded
 
 
-def test_row_with_a_video_is_encoded_in_full(template, tmp_path, monkeypatch):
+def test_frames_of_a_video_are_no_headers(template, tmp_path, monkeypatch):
     """LEN-2: a video of frames, which needs no reader; a header would lie."""
     frames = [photo(tmp_path, f"frame {n}", 200, 160, seed=n) for n in range(4)]
     rows = [{**text_row("<video>what?"), "videos": [frames]}, *texts(3)]
@@ -697,12 +701,28 @@ def test_ranks_with_copies_of_the_files_agree(template, tmp_path, monkeypatch):
         os.environ["ROOT_IMAGE_DIR"] = str(tmp_path / str(rank))
         Path(os.environ["ROOT_IMAGE_DIR"]).mkdir()
         os.utime(photo(Path(os.environ["ROOT_IMAGE_DIR"]), "photo"), (rank + 1, rank + 1))
-        monkeypatch.setattr(lengths, "context_of", lambda template: "equal but for the folder")
         return measured(source(rows), template, ARGS, str(tmp_path / "cache")).sizes.lengths.tolist()
 
     first, second = on_two_ranks(case, template, tmp_path)
     assert first == second
     assert all(length > 0 for length in first)
+
+
+def test_ranks_with_other_settings_are_told_which(template, tmp_path, monkeypatch):
+    """LEN-12: another version of a package, another limit of pixels."""
+    rows = dataset(texts(4))
+
+    def case(rank, template):
+        if rank == 1:
+            monkeypatch.setattr("swift_vlpack.host.context._version", lambda package: "0.0.1")
+            monkeypatch.setattr(template, "max_pixels", 9999)
+        return measured(source(rows), template, ARGS, str(tmp_path / "cache"))
+
+    for kind, message in on_two_ranks(case, template, tmp_path):
+        assert kind == RanksDiffer.__name__
+        assert "packages: " in message
+        assert "settings: " in message
+        assert "content: " not in message
 
 
 def test_error_on_one_rank_stops_both(template, tmp_path):

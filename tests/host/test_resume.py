@@ -12,7 +12,8 @@ from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.errors import ConfigError, StateMismatch
 from swift_vlpack.host.state import FILE, StateNotSaved, load_state, save_state
 from tests.host.runs import epoch_report, packed_argv, train
-from tests.rows import mixed_rows, write_jsonl
+from tests.images import photo
+from tests.rows import image_row, mixed_rows, text_row, write_jsonl
 
 FAMILY = "qwen2_5_vl"
 NUM_ROWS = 36
@@ -333,3 +334,32 @@ def test_first_batch_after_a_resume_comes_at_once(tiny_folder, tmp_path):
     assert last.record.number == 1999
     assert num_encoded == num_measured + 1
     assert time.perf_counter() - start < 1
+
+
+def test_run_goes_on_with_the_lengths_it_planned_although_one_was_wrong(tiny_folder, tmp_path, monkeypatch):
+    """RESUME-6 LEN-13: what loading finds to be longer is for the next run, not for the one that is resumed."""
+    from swift_vlpack.host import headers, lengths
+
+    wide, other = photo(tmp_path, "wide", 300, 200), photo(tmp_path, "other", 150, 100)
+    rows = [*[text_row(f"question {n}", "answer " * 20) for n in range(28)], image_row([wide]), image_row([other])]
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
+    real = headers._header_of
+    monkeypatch.setattr(lengths, "NUM_TRIED", 0)
+    monkeypatch.setattr(lengths, "NUM_EXTREMES", 0)
+    monkeypatch.setattr(
+        headers,
+        "_header_of",
+        lambda image, load: headers.HeaderImage((64, 64)) if "wide" in str(image) else real(image, load),
+    )
+    set_environment({**OPTIONS, "VLPACK_PACKING_CACHE_DIR": str(tmp_path / "cache")})
+    options = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 1, "gradient_accumulation_steps": 1}
+    train(flags(tiny_folder, tmp_path / "whole", data, **options))
+    whole = trained(tmp_path / "whole")
+    assert list((tmp_path / "cache").glob("*.notes"))
+    checkpoint = tmp_path / "whole" / "checkpoint-1"
+    train(flags(tiny_folder, tmp_path / "rest", data, **options, resume_from_checkpoint=checkpoint))
+    assert trained(tmp_path / "rest") == [pack for pack in whole if pack[0] > 1]
+    train(flags(tiny_folder, tmp_path / "new", data, **options))
+    assert not list((tmp_path / "cache").glob("*.notes"))
+    assert epoch_report(tmp_path / "rest") == epoch_report(tmp_path / "whole")
+    assert epoch_report(tmp_path / "new")["num_samples"] == len(rows)

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from swift_vlpack.core.errors import ConfigError, StateMismatch
+from swift_vlpack.core.errors import ConfigError, DataError, StateMismatch
 from swift_vlpack.host.state import FILE, RANK_FILE
 from tests.host.runs import epoch_report, packed_argv, train
 from tests.rows import mixed_rows, text_row, write_jsonl
@@ -241,3 +241,28 @@ def test_state_that_does_not_fit_is_refused_with_the_remedy(resumable, options, 
     refused(r"another num_ranks \(4, now 1\)", resume_from_checkpoint=tmp_path / "four")
     (checkpoint / RANK_FILE.format(0)).unlink()
     refused("has no vlpack_state_rank0.json; every rank writes one")
+
+
+def test_stream_is_evaluated_on_the_validation_rows(tiny_folder, files, tmp_path):
+    """STREAM-11"""
+    result = train(
+        packed_argv(
+            tiny_folder(FAMILY), FAMILY, tmp_path, dataset=files[0], val_dataset=files[1], streaming="true",
+            max_steps=2, eval_strategy="steps", eval_steps=1,
+        )
+    )  # fmt: skip
+    assert len([line for line in result["log_history"] if line.get("eval_loss", 0) > 0]) == 2
+
+
+@pytest.mark.parametrize("verify", ["true", "false"])
+def test_stream_of_which_nothing_can_be_read_is_one_clear_error(verify, tiny_folder, tmp_path, options):
+    """STREAM-12"""
+    rows = [{**text_row("<image>what?"), "images": [str(tmp_path / f"gone{n}.jpg")]} for n in range(4)]
+    options(packing_verify=verify)
+    with pytest.raises(DataError, match=r"not one row could be encoded|epoch 0 has no pack; .*'file_missing': 4"):
+        train(
+            packed_argv(
+                tiny_folder(FAMILY), FAMILY, tmp_path, dataset=write_jsonl(tmp_path / "rows.jsonl", rows),
+                streaming="true", max_steps=2,
+            )
+        )  # fmt: skip
