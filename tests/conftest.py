@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.environment import restored_environment
+
 # One thread: two that share a busy machine with others wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("USE_HF", "1")
@@ -21,15 +23,9 @@ os.environ.setdefault("MODELSCOPE_CACHE", tempfile.mkdtemp(prefix="vlpack-cache-
 
 @pytest.fixture(autouse=True)
 def _environment() -> Iterator[None]:
-    """Every test leaves the environment as it was. `datasets` puts a copy in the place of `os.environ` while it maps,
-    and `monkeypatch` would then undo its variables in the wrong one."""
-    environ, content = os.environ, dict(os.environ)
-    yield
-    for key in set(os.environ) - set(content):
-        os.unsetenv(key)
-    os.environ = environ  # noqa: B003 - the very object, and below its content
-    os.environ.clear()
-    os.environ.update(content)
+    """Every test leaves the environment as it was."""
+    with restored_environment():
+        yield
 
 
 class Tiny(NamedTuple):

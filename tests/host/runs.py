@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_vlpack.launch import plugin_path
+from tests.environment import restored_environment
 
 OFFLINE = {
     "torch_dtype": "float32",
@@ -53,7 +54,8 @@ def train(flags: list[str]) -> dict[str, Any]:
     """Run it; ms-swift's own result, with `log_history`."""
     from swift.pipelines import sft_main
 
-    result: dict[str, Any] = sft_main(flags)
+    with restored_environment():  # also where a fixture trains for a whole module
+        result: dict[str, Any] = sft_main(flags)
     return result
 
 

@@ -248,7 +248,7 @@ def test_stream_is_evaluated_on_the_validation_rows(tiny_folder, files, tmp_path
     result = train(
         packed_argv(
             tiny_folder(FAMILY), FAMILY, tmp_path, dataset=files[0], val_dataset=files[1], streaming="true",
-            max_steps=2, eval_strategy="steps", eval_steps=1,
+            max_steps=2, eval_strategy="steps", eval_steps=1, dataloader_persistent_workers="false",
         )
     )  # fmt: skip
     assert len([line for line in result["log_history"] if line.get("eval_loss", 0) > 0]) == 2
