@@ -210,7 +210,7 @@ class _Buffer:
             return
         self._num_failed_in_a_row = 0
         self._waiting[number] = sample
-        self._ready += [pack.items for pack in self._packer.push(Item(number, *size_of(sample)))]
+        self._ready += [pack.items for pack in self._packer.push(_item(number, sample))]
 
     def _next(self) -> PackedSamples:
         samples = []
@@ -234,6 +234,11 @@ class _Buffer:
 
     def _dropped(self, item: Item, reason: Dropped) -> None:
         self._left_out.append(LeftOut(_id_of(self._waiting.pop(item.id)), reason.value))
+
+
+def _item(number: int, sample: Encoded) -> Item:
+    size = size_of(sample)
+    return Item(number, size.length, size.images, size.patches)
 
 
 def _id_of(sample: Encoded | SampleError) -> SampleId:

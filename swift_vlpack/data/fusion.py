@@ -19,7 +19,7 @@ from swift_vlpack.core.fusion import Schedule, Source, schedule
 from swift_vlpack.core.shares import EVERYTHING, Share
 from swift_vlpack.core.shuffle import permutation
 from swift_vlpack.data.length_cache import LengthCache
-from swift_vlpack.data.lengths import LengthIndex, RowSize, aspect_of, size_of
+from swift_vlpack.data.lengths import NUM_COLUMNS, LengthIndex, RowSize, aspect_of, size_of
 from swift_vlpack.data.reasons import described, is_lasting, reason_for
 from swift_vlpack.data.samples import Address, Encoded, SampleError, SampleId
 
@@ -191,7 +191,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
 
     def scheduled_sizes(self) -> LengthIndex:
         """The sizes of every position of the schedule."""
-        columns = np.zeros((3, len(self)), dtype=np.int64)
+        columns = np.zeros((NUM_COLUMNS, len(self)), dtype=np.int64)
         for number, source in enumerate(self.sources):
             assert source.sizes is not None
             here = self.schedule.source == number

@@ -27,7 +27,7 @@ from swift_vlpack.data.media import file_state, media_texts
 
 logger = logging.getLogger(__name__)
 
-MAGIC = b"vlpack lengths 1\n"
+MAGIC = b"vlpack lengths 2\n"
 _BLOCK = struct.Struct("<4sIII")  # mark, number of records, checksum of the records, checksum of all this
 _MARK = b"rows"
 
@@ -36,6 +36,7 @@ SIZE = np.dtype(
         ("length", "<u4"),  # tokens; 0 where the row cannot be encoded
         ("images", "<u4"),
         ("patches", "<u4"),
+        ("supervised", "<u4"),  # tokens with a label
         ("aspect", "<f4"),  # longer side over shorter, of the most extreme image or video
         ("reason", "u1"),  # why it cannot be encoded: an index into `samples.REASONS`
         ("proof", "u1"),  # how far the size is to be trusted
@@ -121,7 +122,7 @@ class LengthCache:
         except OSError as error:
             self._give_up(error)
 
-    def remember(self, row: Mapping[str, Any], size: tuple[int, int, int], aspect: float) -> None:
+    def remember(self, row: Mapping[str, Any], size: tuple[int, int, int, int], aspect: float) -> None:
         """Note the true size of one row for the next run; one that is resumed goes on with what was planned."""
         self._notes.append(self.keys([row]), np.array([(*size, aspect, 0, IN_FULL)], SIZE))
 

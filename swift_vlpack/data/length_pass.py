@@ -27,7 +27,7 @@ from swift_vlpack.core.errors import VLPackError
 from swift_vlpack.core.shuffle import permutation
 from swift_vlpack.data.fusion import Row, RowSource, encode_row, with_system
 from swift_vlpack.data.length_cache import AGREED, BY_HEADER, DIFFERS, IN_FULL, KEY, SIZE, LengthCache, Sizes
-from swift_vlpack.data.lengths import LengthIndex, aspect_of, size_of
+from swift_vlpack.data.lengths import LengthIndex, RowSize, aspect_of, size_of
 from swift_vlpack.data.reasons import REASONS, is_of_pixels, media_paths
 from swift_vlpack.data.samples import SampleError
 
@@ -199,7 +199,8 @@ class LengthPass:
         except SampleError as error:
             size["reason"] = REASONS.index(error.reason)
             return size, error
-        size["length"], size["images"], size["patches"] = size_of(encoded)
+        for name, number in size_of(encoded)._asdict().items():
+            size[name] = number
         size["aspect"] = aspect_of(encoded)
         return size, None
 
@@ -270,7 +271,7 @@ def rows_at(rows: Any, indices: list[int]) -> list[Row]:
 
 def row_sizes(sizes: Sizes) -> LengthIndex:
     """As the plan wants them."""
-    columns = np.stack([sizes[name].astype(np.int64) for name in ("length", "images", "patches")])
+    columns = np.stack([sizes[name].astype(np.int64) for name in RowSize._fields])
     return LengthIndex(columns, {int(at): REASONS[sizes["reason"][at]] for at in np.flatnonzero(sizes["reason"])})
 
 
@@ -289,10 +290,13 @@ def log_failures(source: RowSource, sizes: LengthIndex, details: Mapping[int, st
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    return all(one[name] == other[name] for name in ("length", "images", "patches"))
+    return all(one[name] == other[name] for name in RowSize._fields)
 
 
 def _shown(size: Any) -> str:
     if size["reason"]:
         return REASONS[size["reason"]]
-    return f"{size['length']} tokens, {size['images']} images, {size['patches']} patches"
+    return (
+        f"{size['length']} tokens, {size['images']} images, {size['patches']} patches, "
+        f"{size['supervised']} supervised tokens"
+    )

@@ -11,27 +11,34 @@ from numpy.typing import NDArray
 
 from swift_vlpack.data.samples import Encoded, num_images
 
+NO_LABEL = -100
+
 
 class RowSize(NamedTuple):
-    """Tokens, images and vision patches of one row; all 0 where it cannot be encoded."""
+    """Tokens, images, vision patches and supervised tokens of one row; all 0 where it cannot be encoded."""
 
     length: int
     images: int = 0
     patches: int = 0
+    supervised: int = 0
+    """Tokens with a label, which are those that the loss is a mean of."""
+
+
+NUM_COLUMNS = len(RowSize._fields)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LengthIndex:
     """The sizes of many rows, as columns, and why some have none."""
 
-    columns: NDArray[np.int64]  # (3, num_rows): length, images, patches
+    columns: NDArray[np.int64]  # (4, num_rows): the fields of `RowSize`
     failures: Mapping[int, str]
     """The reason, for every row of length 0."""
 
     @classmethod
     def of(cls, sizes: Iterable[RowSize], failures: Mapping[int, str] | None = None) -> LengthIndex:
         """From one size a row."""
-        rows = np.array(list(sizes), dtype=np.int64).reshape(-1, 3)
+        rows = np.array(list(sizes), dtype=np.int64).reshape(-1, NUM_COLUMNS)
         return cls(rows.T.copy(), failures or {})
 
     def __len__(self) -> int:
@@ -52,13 +59,26 @@ class LengthIndex:
         """Vision patches of each row, of images and videos."""
         return self.columns[2]
 
+    @property
+    def supervised(self) -> NDArray[np.int64]:
+        """Tokens of each row that have a label."""
+        return self.columns[3]
+
 
 def size_of(sample: Encoded) -> RowSize:
     """The size of an encoded sample."""
     length = int(sample.get("length") or len(sample["input_ids"]))
     grids = (sample.get("image_grid_thw"), sample.get("video_grid_thw"))
     patches = sum(int(grid.prod(-1).sum()) for grid in grids if grid is not None and len(grid))
-    return RowSize(length, num_images(sample), patches)
+    return RowSize(length, num_images(sample), patches, num_supervised(sample))
+
+
+def num_supervised(sample: Encoded) -> int:
+    """Tokens of an encoded sample that have a label."""
+    labels = sample.get("labels")
+    if labels is None:
+        return 0
+    return len(labels) - list(labels).count(NO_LABEL)
 
 
 def aspect_of(sample: Encoded) -> float:

@@ -193,7 +193,7 @@ class PlannedPackingDataset(PackingDataset):
         )
         if not len(made):
             raise DataError(f"epoch {self.epoch} has no pack; all {len(usable)} rows were left out: {made.num_dropped}")
-        return made if len(usable) == len(sizes) else made.renumbered(usable, sizes.columns)
+        return made if len(usable) == len(sizes) else made.renumbered(usable, sizes.columns[:3])
 
     def _num_packs_of_longest_epoch(self, num_epochs: int, num_packs: int | None) -> int:
         """All epochs get as many packs as the one that needs most, so that steps are known from the start.

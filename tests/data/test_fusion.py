@@ -170,10 +170,12 @@ def test_measured_sizes_are_those_of_the_encoded_rows(template, pictures, tmp_pa
     dataset.measure()
     sizes = dataset.scheduled_sizes()
     for position, sample in enumerate(dataset.encoded()):
-        expected = (0, 0, 0)
+        expected = (0, 0, 0, 0)
         if not isinstance(sample, SampleError):
             patches = len(sample.get("pixel_values", ()))
-            expected = (len(sample["input_ids"]), len(sample.get("image_grid_thw", ())), patches)
+            num_labels = sum(label >= 0 for label in sample["labels"])
+            assert 0 < num_labels < len(sample["input_ids"])
+            expected = (len(sample["input_ids"]), len(sample.get("image_grid_thw", ())), patches, num_labels)
         assert tuple(sizes.columns[:, position].tolist()) == expected
     assert dataset.failure(Address(0, 2)) == "file_missing"
 

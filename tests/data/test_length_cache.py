@@ -32,7 +32,7 @@ def keys(*numbers):
 
 
 def sizes(*lengths):
-    return np.array([(length, 1, 4, 1.5, 0, 0) for length in lengths], SIZE)
+    return np.array([(length, 1, 4, 2, 1.5, 0, 0) for length in lengths], SIZE)
 
 
 def filled(path, num_blocks=4, num_rows=3):
@@ -67,7 +67,7 @@ def test_of_two_records_with_one_key_the_later_counts(path):
 
 def test_keys_that_agree_in_one_half_are_told_apart():
     """LEN-6"""
-    known = KnownSizes(np.array([((7, 1), (10, 0, 0, 0, 0, 0))], RECORD))
+    known = KnownSizes(np.array([((7, 1), (10, 0, 0, 0, 0, 0, 0))], RECORD))
     is_known, _ = known.of(np.array([(7, 1), (7, 2), (8, 1), (0, 0)], KEY))
     assert is_known.tolist() == [True, False, False, False]
 
@@ -294,7 +294,7 @@ def test_true_size_is_remembered_over_the_planned_one(path):
     """LEN-13: when the next run takes it over, and not before."""
     cache, row = LengthCache(path, "context"), text_row()
     cache.append(cache.keys([row]), sizes(10))
-    cache.remember(row, (20, 0, 0), 0.0)
+    cache.remember(row, (20, 0, 0, 0), 0.0)
     assert LengthCache(path, "context").load().of(cache.keys([row]))[1]["length"].tolist() == [10]
     LengthCache(path, "context").take_over_notes()
     assert not list(path.parent.glob("*.notes"))

@@ -109,7 +109,7 @@ def test_pack_encoded_in_threads_equals_one_encoded_one_by_one(template, tmp_pat
     rows += [image_row([str(tmp_path / f"gone{n}.jpg")]) for n in range(6)]
     random.Random(0).shuffle(rows)
     sizes = sized(rows, template, tmp_path / "lengths").sizes
-    columns = np.where(sizes.columns[0] == 0, [[50], [1], [4]], sizes.columns)  # planned, and gone afterwards
+    columns = np.where(sizes.columns[0] == 0, [[50], [1], [4], [9]], sizes.columns)  # planned, and gone afterwards
     source = RowSource(name="data", rows=rows, sizes=type(sizes)(columns, {}))
     packs = packs_of(source, template, packing_length=1500, packing_strategy="best_fit")
     assert max(len(packs.address(n).samples) for n in range(len(packs))) > 8
