@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from swift.arguments import SftArguments
@@ -16,6 +18,7 @@ from swift_vlpack.data import attention
 from swift_vlpack.host.fusion_config import read_fusion_config
 from swift_vlpack.host.install import CALLBACK
 from swift_vlpack.host.ranks import num_ranks_of_run
+from swift_vlpack.launch import plugin_path
 
 logger = get_logger()
 
@@ -32,6 +35,27 @@ def packing_config(args: Any) -> PackingConfig:
     return PackingConfig.from_env(
         os.environ, packing=True, packing_length=args.packing_length, packing_strategy=args.packing_strategy
     )
+
+
+def portable(args: Any) -> Any:
+    """The arguments as they are saved: what is of this package is left out, the user's own plugins stay.
+
+    `swift infer` and `swift export` import the plugins again and take the attention from there, on any machine.
+    """
+    saved = copy.copy(args)
+    for name in ("external_plugins", "custom_register_path"):
+        setattr(saved, name, [path for path in getattr(args, name, None) or () if not _is_our_plugin(path)])
+    saved.callbacks = [name for name in args.callbacks if name != CALLBACK]
+    saved.training_args = copy.copy(args.training_args)
+    saved.training_args.callbacks = saved.callbacks
+    if args.attn_impl == attention.NAME:
+        saved.attn_impl = saved.training_args.attn_impl = None
+    return saved
+
+
+def _is_our_plugin(path: str) -> bool:
+    """By its content, so that a copy or another checkout of it counts."""
+    return Path(path).read_bytes() == plugin_path().read_bytes()
 
 
 def is_buffered(args: Any, config: PackingConfig) -> bool:

@@ -71,6 +71,22 @@ def activate() -> None:
 
     _prepare_dataset._vlpack_original = prepare  # type: ignore[attr-defined]
     SwiftSft._prepare_dataset = _prepare_dataset
+    _save_portable_args()
+
+
+def _save_portable_args() -> None:
+    """Let args.json, which `swift infer` and `swift export` obey, name nothing that only this package has."""
+    from swift.arguments import SftArguments
+
+    save = SftArguments.save_args
+
+    @functools.wraps(save)
+    def save_args(self: Any, output_dir: Any = None) -> None:
+        from swift_vlpack.host.args import is_ours, portable
+
+        save(portable(self) if is_ours(self) else self, output_dir)
+
+    SftArguments.save_args = save_args
 
 
 def deactivate() -> None:

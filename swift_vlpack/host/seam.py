@@ -16,6 +16,7 @@ SEAM: tuple[tuple[str, str, frozenset[str]], ...] = tuple(
     for module, name, parameters in (
         ("swift.arguments", "SftArguments._check_padding_free", "self"),
         ("swift.arguments", "SftArguments.get_dataset_kwargs", "self"),
+        ("swift.arguments", "SftArguments.save_args", "self output_dir"),
         ("swift.callbacks", "callbacks_map", ""),
         ("swift.callbacks", "TrainerCallback", "args trainer"),
         ("swift.dataloader", "DataLoaderShard", "dataset device"),

@@ -47,7 +47,7 @@ def argv(model: Path, family: str, output: Path, **options: Any) -> list[str]:
 
 def packed_argv(model: Path, family: str, output: Path, **options: Any) -> list[str]:
     """The same with the plugin and packing."""
-    return argv(model, family, output, external_plugins=plugin_path(), packing="true", **options)
+    return argv(model, family, output, **{"external_plugins": plugin_path(), "packing": "true", **options})
 
 
 def train(flags: list[str]) -> dict[str, Any]:
