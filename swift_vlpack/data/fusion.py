@@ -20,6 +20,7 @@ from swift_vlpack.core.shares import EVERYTHING, Share
 from swift_vlpack.core.shuffle import permutation
 from swift_vlpack.data.length_cache import LengthCache
 from swift_vlpack.data.lengths import NUM_COLUMNS, LengthIndex, RowSize, aspect_of, size_of
+from swift_vlpack.data.places import place
 from swift_vlpack.data.reasons import described, is_lasting, reason_for
 from swift_vlpack.data.samples import Address, Encoded, SampleError, SampleId
 
@@ -64,6 +65,8 @@ class RowSource:
     """Where lengths are remembered, to correct one that turns out wrong."""
     num_lost: int = 0
     """Rows of the file that never became rows, because the loader deleted them."""
+    origin: str | None = None
+    """The local file with its whole path, or the folder's or hub's name; None where the rows are from neither."""
 
     def __post_init__(self) -> None:
         if self.sample_limit is not None and self.sample_limit < 1:
@@ -78,7 +81,15 @@ class RowSource:
 
     def sample_id(self, index: int) -> SampleId:
         """The name of a row, which stays right when the loader dropped others."""
-        return SampleId(self.name, index if self.row_numbers is None else int(self.row_numbers[index]))
+        return SampleId(self.name, self.row_number(index))
+
+    def row_number(self, index: int) -> int:
+        """The number of a row in its file, from 0."""
+        return index if self.row_numbers is None else int(self.row_numbers[index])
+
+    def where(self, index: int) -> str:
+        """The place to look at for a row: `file:line`, or the file or data set and the row in it."""
+        return place(self.origin or self.name, self.row_number(index))
 
 
 class FusionCaptionDataset(Dataset[Encoded]):

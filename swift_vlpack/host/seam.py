@@ -20,6 +20,7 @@ SEAM: tuple[tuple[str, str, frozenset[str]], ...] = tuple(
         ("swift.callbacks", "callbacks_map", ""),
         ("swift.callbacks", "TrainerCallback", "args trainer"),
         ("swift.dataloader", "DataLoaderShard", "dataset device"),
+        ("swift.dataset", "DatasetSyntax.parse", "dataset"),
         ("swift.dataset", "LazyLLMDataset", "dataset encode_func strict random_state"),
         ("swift.dataset", "RowPreprocessor.batched_preprocess", "self batched_row strict ignore_max_length_error"),
         ("swift.dataset", "RowPreprocessor.standard_keys", ""),

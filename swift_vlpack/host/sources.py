@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 from datasets import Dataset as HfDataset
-from swift.dataset import RowPreprocessor, load_dataset
+from swift.dataset import DatasetSyntax, RowPreprocessor, load_dataset
 from swift.utils import get_logger
 
 from swift_vlpack.core.config import PackingConfig
@@ -57,8 +58,15 @@ def _load(spec: SourceSpec, args: Any) -> tuple[RowSource, HfDataset | None]:
         seed=spec.seed,
         row_numbers=row_numbers,
         num_lost=num_lost,
+        origin=_origin(spec.dataset),
     )
     return source, val_dataset
+
+
+def _origin(dataset: str) -> str:
+    """The local file or folder with its whole path, otherwise the name on the hub."""
+    name = DatasetSyntax.parse(dataset).dataset
+    return os.path.abspath(name) if os.path.exists(name) else name
 
 
 def load_stream(args: Any, template: Any) -> tuple[StreamedRows, HfDataset | None]:
