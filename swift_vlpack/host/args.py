@@ -96,6 +96,7 @@ def _refuse_what_cannot_be(args: Any, config: PackingConfig) -> None:
         (args.tuner_backend == "unsloth", "--tuner_backend unsloth", "use peft"),
         (args.sequence_parallel_size > 1, "--sequence_parallel_size above 1", "set it to 1"),
         ((args.deepspeed_autotp_size or 1) > 1, "--deepspeed_autotp_size above 1", "every rank trains on other packs"),
+        (args.use_flash_ckpt, "--use_flash_ckpt true", "it says that a checkpoint is saved before it is; leave it out"),
         (args.streaming and config.packing_mode == "plan", "--streaming true with packing_mode=plan", "use buffer"),
         (
             args.streaming and config.fusion_config,

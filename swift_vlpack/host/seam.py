@@ -35,6 +35,7 @@ SEAM: tuple[tuple[str, str, frozenset[str]], ...] = tuple(
         ("swift.trainers", "Seq2SeqTrainer._init_training_state", "self"),
         ("swift.trainers", "Seq2SeqTrainer._run_epoch", "self epoch steps_in_epoch num_update_steps_per_epoch"),
         ("swift.trainers", "Seq2SeqTrainer._save_checkpoint", "self"),
+        ("swift.trainers", "Seq2SeqTrainer._update_last_checkpoint_symlink", "self barrier"),
         ("swift.trainers", "Seq2SeqTrainer.set_initial_training_values", "self"),
         ("swift.trainers", "TrainerFactory.TRAINER_MAPPING", ""),
     )

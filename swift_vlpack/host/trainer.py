@@ -27,9 +27,11 @@ from swift_vlpack.data.dataset import PackingDataset
 from swift_vlpack.data.planned import PlannedPackingDataset
 from swift_vlpack.data.samples import LeftOut, PackRecord
 from swift_vlpack.host.callback import report_epoch
+from swift_vlpack.host.checkpoints import nothing_deleted, rotate, save_training_args, sync, sync_folder
 from swift_vlpack.host.loader import PackLoader, pack_loader
 from swift_vlpack.host.ranks import check_equal, gathered, together, tolerate_packs_without_images, versions
 from swift_vlpack.host.state import (
+    FILE,
     WAY_OUT,
     buffer_fingerprint,
     load_progress,
@@ -57,6 +59,7 @@ class PackingTrainer(Seq2SeqTrainer):
         self._num_trained = 0  # packs of this rank in this epoch, since it was begun or resumed
         self._global_step_before: int | None = None  # of the checkpoint, where one is resumed
         self._fingerprint: dict[str, Any] = {}
+        self._is_saving = False  # a checkpoint, which is not complete yet
         self._records_packs = os.environ.get(RECORD_PACKS, "").lower() in ("true", "1")
         num_workers = training_args.dataloader_num_workers
         self.progress = Progress(num_workers)
@@ -235,13 +238,39 @@ class PackingTrainer(Seq2SeqTrainer):
         self.stats, self._num_trained = self._no_counts(), 0
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """ms-swift's checkpoint, then the state of the data, which marks it as complete."""
-        result = super()._save_checkpoint(*args, **kwargs)
+        """ms-swift's checkpoint, then the state of the data, which marks it as complete; then an older one may go."""
+        if self.args.should_save:
+            (self._checkpoint / FILE).unlink(missing_ok=True)  # of an earlier run into the same directory
+        self._is_saving = True
+        with nothing_deleted(self.args):
+            result = super()._save_checkpoint(*args, **kwargs)
+        self._is_saving = False
         if not self._is_planned:
             together(self._save_progress)
         counted = self.counted_by_all_ranks()  # by now all ranks have written what is theirs
-        together(lambda: self._save_state(counted))
+        together(self._sync_checkpoint)
+        together(lambda: self._complete_checkpoint(counted))
+        self._update_last_checkpoint_symlink(barrier=False)
         return result
+
+    def _sync_checkpoint(self) -> None:
+        """On every machine, whose files these may be."""
+        if self.args.should_save:
+            save_training_args(self._checkpoint, self.args)
+        if self.args.local_process_index == 0:
+            sync(self._checkpoint)
+
+    def _complete_checkpoint(self, counted: Telemetry) -> None:
+        if not self.args.should_save:
+            return
+        self._save_state(counted)
+        sync_folder(self._checkpoint)
+        rotate(self._checkpoint, self.args.save_total_limit, self.state.best_model_checkpoint)
+
+    def _update_last_checkpoint_symlink(self, barrier: bool = True) -> None:
+        """The name `last-checkpoint` is there to be resumed from, so it waits for the state."""
+        if not self._is_saving:
+            super()._update_last_checkpoint_symlink(barrier=barrier)
 
     @property
     def _checkpoint(self) -> Path:
@@ -251,8 +280,6 @@ class PackingTrainer(Seq2SeqTrainer):
         save_progress(self._checkpoint, self.args.process_index, self.state.global_step, self.progress)
 
     def _save_state(self, counted: Telemetry) -> None:
-        if not self.args.should_save:
-            return
         state = {"epoch": self.packs.epoch, "counted": counted.state()}
         if self._is_planned:
             state["cuts"] = advanced(self.packs.cuts, self._num_trained * self.packs.num_ranks)

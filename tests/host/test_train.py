@@ -267,6 +267,7 @@ def test_fusion_config_mixes_sources(tiny_folder, data, tmp_path, options):
         ({"truncation_strategy": "split"}, {}, "--truncation_strategy split cannot be used with packing"),
         ({"group_by_length": "true"}, {}, "--group_by_length true cannot be used with packing"),
         ({"deepspeed_autotp_size": 2}, {}, "--deepspeed_autotp_size above 1 cannot be used with packing"),
+        ({"use_flash_ckpt": "true"}, {}, "--use_flash_ckpt true cannot be used with packing"),
         ({"streaming": "true"}, {}, "set --max_steps"),
         ({}, {"packing_mode": "buffer"}, "set --max_steps"),
         ({}, {"packing_buffer": "many"}, "packing_buffer must be a whole number"),
