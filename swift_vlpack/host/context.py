@@ -1,7 +1,8 @@
 """Everything but the row that a length depends on, in one digest: the key of remembered lengths.
 
 Too much of it only measures again; too little would be wrong. So what a template reads is found, not listed: its
-attributes, its processor's settings, the constants of qwen_vl_utils, the environment variables that its source names.
+attributes, its processor's settings, the constants of qwen_vl_utils, the environment variables that its source names,
+and that source itself, with the plugins that may have patched it.
 """
 
 from __future__ import annotations
@@ -10,14 +11,22 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
-import inspect
 import json
 import os
 import re
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from swift_vlpack.host.source_code import (
+    COVERED,
+    code_of,
+    digest_of_files,
+    digest_of_functions,
+    digest_of_package,
+    is_installed,
+    source_files,
+)
 
 _PACKAGES = (
     "swift-vlpack",
@@ -40,14 +49,17 @@ is in the state of the files that a row names."""
 _VARIABLE = re.compile(r"""(?:get_env_args\(|getenv\(|environ\.get\(|environ\[)\s*['"](\w+)['"]""")
 
 
-def context_of(template: Any) -> str:
-    """32 hexadecimal digits that are equal when all of it is."""
-    return _digest_of(facts_of(template), 16)
+_LOADING = ("swift.template.vision_utils", "qwen_vl_utils.vision_process")
 
 
-def digests_of(template: Any) -> dict[str, str]:
+def context_of(template: Any, plugins: Iterable[str] = ()) -> str:
+    """32 hexadecimal digits that are equal when all of it is; `plugins` are the files of `--external_plugins`."""
+    return _digest_of(facts_of(template, plugins), 16)
+
+
+def digests_of(template: Any, plugins: Iterable[str] = ()) -> dict[str, str]:
     """A digest of each part, so that ranks that differ can say in what."""
-    return {name: _digest_of(facts, 4) for name, facts in facts_of(template).items()}
+    return {name: _digest_of(facts, 4) for name, facts in facts_of(template, plugins).items()}
 
 
 def _digest_of(facts: Any, num_bytes: int) -> str:
@@ -55,46 +67,52 @@ def _digest_of(facts: Any, num_bytes: int) -> str:
     return hashlib.blake2b(text.encode(), digest_size=num_bytes).hexdigest()
 
 
-def facts_of(template: Any) -> dict[str, Any]:
+def facts_of(template: Any, plugins: Iterable[str] = ()) -> dict[str, Any]:
     """What a length depends on, by name."""
     processor = template.processor
     parts = {
         name: getattr(processor, name, None) for name in ("image_processor", "video_processor", "feature_extractor")
     }
     settings = {name: value for name, value in vars(template).items() if not _NOT_OF_LENGTH.fullmatch(name)}
+    helpers = [template.template_meta, template.loss_scale, *_agent_template(template)]
+    makers = [template, *helpers, processor, template.tokenizer, *filter(None, parts.values())]
+    code = code_of(makers, plugins)
     return {
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: _version(name) for name in sorted({*_PACKAGES, *code.packages})},
+        "working copies": {name: digest_of_package(name) for name in COVERED},
         "template": f"{type(template).__module__}.{type(template).__qualname__}",
         "settings": settings,
         "meta": vars(template.template_meta),
+        "helpers": helpers,
+        "code": [digest_of_files(code.files), digest_of_functions(makers)],
         "processor": {name: part.to_dict() for name, part in parts.items() if hasattr(part, "to_dict")},
         "tokenizer": _digest_of_tokenizer(template.tokenizer),
         "chat_templates": [getattr(part, "chat_template", None) for part in (processor, template.tokenizer)],
-        "variables": {name: os.environ.get(name) for name in sorted(variables_read_by(type(template)))},
+        "variables": {name: os.environ.get(name) for name in sorted(variables_read_by(type(template), code.files))},
         "constants": _constants("qwen_vl_utils.vision_process"),
     }
 
 
-def variables_read_by(template_class: type) -> set[str]:
-    """Environment variables that the source of the template, of its bases and of ms-swift's image loading names."""
-    files = [inspect.getsourcefile(base) for base in template_class.__mro__ if base is not object]
+def _agent_template(template: Any) -> list[Any]:
+    """The one that is chosen, by flag or by the template's kind, if any is; asking for another one raises."""
+    return [template.agent_template] if template._agent_template is not None else []
+
+
+def variables_read_by(template_class: type, files: Iterable[str] = ()) -> set[str]:
+    """Environment variables named by the source of the template, by files of the user's own and ms-swift's loading."""
+    own = [file for file in files if not is_installed(file)]
     found = set()
-    for file in {*files, *_files_of("swift.template.vision_utils", "qwen_vl_utils.vision_process")}:
-        if file is not None:
-            found |= {name.upper() for name in _VARIABLE.findall(_text(file))}
+    for file in {*source_files(template_class), *own, *_files_of(*_LOADING)}:
+        text = Path(file).read_text(encoding="utf-8", errors="replace")
+        found |= {name.upper() for name in _VARIABLE.findall(text)}
     return {name for name in found if not _NOT_OF_LENGTH.fullmatch(name)}
 
 
-@cache
-def _text(file: str) -> str:
-    return Path(file).read_text(encoding="utf-8", errors="replace")
-
-
-def _files_of(*modules: str) -> Iterator[str | None]:
+def _files_of(*modules: str) -> Iterator[str]:
     for module in modules:
         if importlib.util.find_spec(module.split(".")[0]) is not None:
             found = importlib.util.find_spec(module)
-            yield found.origin if found is not None else None
+            yield from [found.origin] if found is not None and found.origin is not None else []
 
 
 def _constants(module: str) -> dict[str, Any]:

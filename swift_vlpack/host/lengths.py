@@ -39,9 +39,10 @@ NUM_COMPARED = 1024
 def measured(source: RowSource, template: Any, args: Any, cache_dir: str | None = None) -> RowSource:
     """Give a source the sizes of its rows; each rank of the run in `dataset_num_proc` processes."""
     own = own_template(template, source)
-    context = context_of(own)
+    plugins = getattr(args, "external_plugins", None) or []
+    context = context_of(own, plugins)
     cache = LengthCache(cache_path(source, context, cache_dir), context)
-    _check_same_rows(source, cache, own)
+    _check_same_rows(source, cache, digests_of(own, plugins))
     if not getattr(args, "resume_from_checkpoint", None):
         cache.take_over_notes()
     share = LengthPass(
@@ -80,13 +81,13 @@ def cache_path(source: RowSource, context: str, cache_dir: str | None) -> Path:
     return folder.expanduser() / f"{name}-{digest}.lengths"
 
 
-def _check_same_rows(source: RowSource, cache: LengthCache, template: Any) -> None:
+def _check_same_rows(source: RowSource, cache: LengthCache, settings: dict[str, str]) -> None:
     """Every rank measures some rows for all, so all must have the same."""
     if num_ranks() == 1:
         return
     spread = np.unique(np.linspace(0, max(0, len(source.rows) - 1), NUM_COMPARED).astype(np.int64)).tolist()
     rows = (row for index in spread for row in rows_at(source.rows, [index]))
-    facts = {"rows": len(source.rows), "content": cache.fingerprint(rows), **digests_of(template)}
+    facts = {"rows": len(source.rows), "content": cache.fingerprint(rows), **settings}
     check_equal(f"rows of source {source.name!r} and the settings that lengths depend on", facts)
 
 

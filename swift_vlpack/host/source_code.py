@@ -1,0 +1,183 @@
+"""The code that lengths come from: what no version of an installed package stands for, and what was loaded of it.
+
+Of classes: the source files of all their bases, and every function as it is loaded, wherever it was patched in from. Of
+plugins: their files. And of what is the user's own among these: everything that it imports from outside the installed
+packages, read from its `import` lines, so that nothing is run for it and nothing depends on what happens to be loaded.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from functools import cache, cached_property, partial
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+
+class Code(NamedTuple):
+    """Where the code of some objects and plugins is."""
+
+    files: frozenset[str]
+    """Of the classes, of the functions in them, of the plugins, and of all of the user's own that these import."""
+    packages: frozenset[str]
+    """Installed packages that some of it belongs to, by name; their versions stand for what these import."""
+
+
+def code_of(objects: Iterable[Any], plugins: Iterable[str] = ()) -> Code:
+    """The code of the objects' classes, of all their bases, and of plugins."""
+    named = [file for each in objects for file in source_files(type(each))]
+    named += [function.__code__.co_filename for each in objects for function in _functions(each)]
+    named += [os.path.abspath(os.path.expanduser(plugin)) for plugin in plugins]
+    todo, files, packages = [file for file in named if os.path.isfile(file)], set(), set()
+    while todo:
+        if (file := todo.pop()) in files:
+            continue
+        files.add(file)
+        if is_installed(file):
+            packages.add(Path(file).relative_to(_root(file)).parts[0].removesuffix(".py"))
+        else:
+            todo += _imported(file)
+    return Code(frozenset(files), frozenset(packages))
+
+
+def source_files(made: type) -> list[str]:
+    """The files of the modules of a class and of its bases."""
+    files = [getattr(sys.modules.get(base.__module__), "__file__", None) for base in made.__mro__ if base is not object]
+    return [file for file in files if file is not None]
+
+
+def digest_of_files(files: Iterable[str]) -> str:
+    """Of their content; where they are is of no matter."""
+    return _digest(sorted(hashlib.blake2b(Path(file).read_bytes(), digest_size=16).digest() for file in set(files)))
+
+
+def digest_of_functions(objects: Iterable[Any]) -> str:
+    """Of all functions of the objects' classes as they are loaded: code that has no file, or was edited since."""
+    return _digest(repr(_facts(function.__code__)).encode() for each in objects for function in _functions(each))
+
+
+@cache
+def digest_of_package(package: str) -> str | None:
+    """Of the sources of a package that is used from a working copy, whose version does not say what is in it."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None or _has_versions(_root(spec.origin)):
+        return None
+    folder = Path(spec.origin).parent
+    files = sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".json"))
+    return _digest(part for path in files for part in (str(path.relative_to(folder)).encode(), path.read_bytes()))
+
+
+COVERED = ("swift_vlpack", "swift", "transformers", "qwen_vl_utils", "torch", "torchvision", "tokenizers", "PIL")
+"""Packages whose version, or `digest_of_package`, is in the key: what they import is not followed."""
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
+def _functions(thing: Any) -> Iterator[FunctionType]:
+    """The functions of an object: its own, those of its class and of all bases."""
+    for base in type(thing).__mro__:
+        for value in vars(base).values():
+            yield from _inner(value)
+    for value in getattr(thing, "__dict__", {}).values():
+        yield from _inner(value)
+
+
+def _inner(value: Any) -> Iterator[FunctionType]:
+    """The functions inside methods, properties and decorators."""
+    if isinstance(value, FunctionType):
+        yield value
+        yield from _inner(getattr(value, "__wrapped__", None))
+    elif isinstance(value, (staticmethod, classmethod)):
+        yield from _inner(value.__func__)
+    elif isinstance(value, property):
+        yield from (function for part in (value.fget, value.fset) for function in _inner(part))
+    elif isinstance(value, (cached_property, partial)):
+        yield from _inner(value.func)
+
+
+def _facts(code: CodeType) -> tuple[Any, ...]:
+    """Names and instructions; no line numbers, which a comment changes, and no addresses."""
+    return code.co_code, code.co_names, code.co_varnames, [_constant(value) for value in code.co_consts]
+
+
+def _constant(value: Any) -> Any:
+    if isinstance(value, CodeType):
+        return _facts(value)
+    return sorted(map(repr, value)) if isinstance(value, frozenset) else value
+
+
+def is_installed(file: str) -> bool:
+    """Whether a version says what is in a file: Python's own, a package's, or that of a covered working copy."""
+    return file.startswith(_covered_folders()) or _has_versions(_root(file))
+
+
+@cache
+def _covered_folders() -> tuple[str, ...]:
+    specs = [importlib.util.find_spec(package) for package in COVERED]
+    return tuple(os.path.dirname(spec.origin) + os.sep for spec in specs if spec is not None and spec.origin)
+
+
+def _root(file: str) -> str:
+    """The folder that a module is imported from: above its outermost package."""
+    folder = os.path.dirname(os.path.abspath(file))
+    while os.path.isfile(os.path.join(folder, "__init__.py")):
+        folder = os.path.dirname(folder)
+    return folder
+
+
+@cache
+def _has_versions(folder: str) -> bool:
+    """Whether packages are installed in a folder, with a record of what they are, or Python's own modules are there."""
+    if {"site-packages", "dist-packages"} & set(Path(folder).parts):
+        return True
+    own = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
+    return any(Path(folder).is_relative_to(path) for path in own) or any(Path(folder).glob("*.dist-info"))
+
+
+def _imported(file: str) -> list[str]:
+    """The files of the user's own modules that a file imports, at its top or inside of functions."""
+    try:
+        tree = ast.parse(Path(file).read_bytes())
+    except (SyntaxError, ValueError):
+        return []
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names, folders = [alias.name for alias in node.names], [_root(file), *sys.path]
+        elif isinstance(node, ast.ImportFrom):
+            names = [".".join(filter(None, (node.module, alias.name))) for alias in node.names]
+            folders = [_above(file, node.level)] if node.level else [_root(file), *sys.path]
+        else:
+            continue
+        found += [path for name in names for path in _modules(name.split("."), folders)]
+    return found
+
+
+def _above(file: str, level: int) -> str:
+    folder = file
+    for _ in range(level):
+        folder = os.path.dirname(folder)
+    return folder
+
+
+def _modules(parts: list[str], folders: Iterable[str]) -> list[str]:
+    """The files of `a`, `a.b` and `a.b.c`, as far as they are modules, in the first folder that has any."""
+    for folder in folders:
+        at, found = os.path.abspath(folder), []
+        for part in parts:
+            at = os.path.join(at, part)
+            found += [path for path in (f"{at}.py", os.path.join(at, "__init__.py")) if os.path.isfile(path)]
+        if found:
+            return found
+    return []
