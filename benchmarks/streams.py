@@ -62,7 +62,9 @@ def loader_of(who: str, template: Any, files: list[str], rank: int, num_ranks: i
 
     config = PackingConfig(packing_length=CAPACITY, packing_buffer=WINDOW, packing_drop_last=False)
     packs = BufferedPackingDataset(StreamedRows(rows, template), template, config, rank=rank, num_ranks=num_ranks)
-    return StreamLoader(packs, num_workers=num_workers, prefetch_factor=2, collate_fn=Collator(template))
+    return StreamLoader(
+        packs, num_workers=num_workers, prefetch_factor=2, collate_fn=Collator(template, for_model=False)
+    )
 
 
 def read(  # noqa: PLR0913 - the arguments of a process

@@ -2,44 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 
 from swift_vlpack.core.boundaries import Boundaries
 from swift_vlpack.core.errors import BoundaryError, ConfigError
 from swift_vlpack.data.fusion import Template
-from swift_vlpack.data.samples import Encoded, PackedSamples
+from swift_vlpack.data.samples import Encoded, PackedSamples, PackRecord
 
-RECORD = "vlpack"
-"""Key of the pack's record in a collated batch; the trainer takes it out before the model sees the batch."""
+NOT_FOR_THE_MODEL = ("loss_scale", "channel", "text_position_ids")
+"""What templates put into a row for ms-swift's trainer, which takes it out again; no model's forward knows it."""
+UNUSED_COLUMNS = "_extra_kwargs"
+"""Columns of the row that the template does not know; without `remove_unused_columns` it adds them to a batch."""
 
 _PLACEHOLDER_ROW = {"messages": [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]}
 
 
-class Collator:
-    """A pack becomes one row, anything else a padded batch; the type of the batch tells, so one run can have both."""
+class Batch(dict[str, Any]):
+    """The inputs of one step, for `model(**batch)`. What is not for the model travels beside them.
 
-    def __init__(self, template: Template, padding_to: int | None = None) -> None:
+    Loaders, trainers and accelerators rebuild a batch on its way to the model, nearly all by `type(batch)(...)`, which
+    loses what an instance has beside its items. So every batch has a type of its own, made by `batch_of`, that has it.
+    """
+
+    record: ClassVar[PackRecord | None] = None
+    """What the pack is made of; none for a padded batch."""
+    beside: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """What the template made for a trainer and not for the model, by name; stays on the CPU."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return batch_of, (dict(self), self.record, dict(self.beside))
+
+
+def batch_of(inputs: Mapping[str, Any], record: PackRecord | None, beside: Mapping[str, Any]) -> Batch:
+    """A batch with a record."""
+    own_type = type("Batch", (Batch,), {"record": record, "beside": beside})
+    made: Batch = own_type(inputs)
+    return made
+
+
+class Collator:
+    """A pack becomes one row, anything else a padded batch; the type of the batch tells, so one run can have both.
+
+    `for_model` leaves only what the model's forward takes; ms-swift's own trainer takes the rest out by itself.
+    """
+
+    def __init__(self, template: Template, padding_to: int | None = None, *, for_model: bool = True) -> None:
         self.template = template
         self.padding_to = padding_to
+        self.for_model = for_model
 
-    def __call__(self, batch: Sequence[Any]) -> dict[str, Any]:
+    def __call__(self, batch: Sequence[Any]) -> Batch:
         """Collate a list of one pack, or of rows to be padded."""
         if not isinstance(batch[0], list):
-            copies = [dict(sample) for sample in batch]  # as in `row`
+            copies = self._copies(batch)
             with layout(self.template, packed=False):
-                return self.template.data_collator(copies, padding_to=self.padding_to)  # type: ignore[call-arg]
+                padded = self.template.data_collator(copies, padding_to=self.padding_to)  # type: ignore[call-arg]
+            return self._batch(padded, None)
         if len(batch) > 1:
             raise ConfigError(f"{len(batch)} packs in a batch; one row is one pack, so set the batch size to 1")
         return self.row(batch[0])
 
-    def row(self, pack: list[Encoded]) -> dict[str, Any]:
+    def row(self, pack: list[Encoded]) -> Batch:
         """One row from the samples of a pack, its positions checked; without a sample, a row that has no loss."""
-        # The template adds to the samples and takes from them; the caller may want them again.
-        samples = completed([dict(sample) for sample in pack]) or [self._placeholder()]
+        samples = completed(self._copies(pack)) or [self._placeholder()]
         lengths = tuple(int(sample["length"]) for sample in samples)
         with layout(self.template, packed=True):
             row = self.template.data_collator([samples])
@@ -47,9 +77,16 @@ class Collator:
         check_row(row, Boundaries(lengths), name)
         if "cu_seq_lens_q" not in row:
             row |= boundary_tensors(lengths)
-        if isinstance(pack, PackedSamples):
-            row[RECORD] = pack.record
-        return row
+        return self._batch(row, pack.record if isinstance(pack, PackedSamples) else None)
+
+    def _copies(self, samples: Sequence[Encoded]) -> list[Encoded]:
+        """The template adds to the samples and takes from them; the caller may want them again."""
+        hidden = (UNUSED_COLUMNS,) if self.for_model else ()
+        return [{name: value for name, value in sample.items() if name not in hidden} for sample in samples]
+
+    def _batch(self, made: dict[str, Any], record: PackRecord | None) -> Batch:
+        beside = {name: made.pop(name) for name in NOT_FOR_THE_MODEL if name in made} if self.for_model else {}
+        return batch_of(made, record, beside)
 
     def _placeholder(self) -> Encoded:
         sample: Encoded = self.template.encode(_PLACEHOLDER_ROW, return_length=True)

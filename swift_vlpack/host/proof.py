@@ -11,14 +11,13 @@ import torch
 from swift.utils import to_device
 
 from swift_vlpack.core.errors import BoundaryError, DataError
-from swift_vlpack.data.collate import RECORD
+from swift_vlpack.data.collate import NOT_FOR_THE_MODEL
 from swift_vlpack.data.isolation import IsolationError, diagnosis, prove, untouched
 from swift_vlpack.data.planned import PlannedPackingDataset
 from swift_vlpack.data.samples import Encoded, SampleError, num_images
 
 NUM_SAMPLES = 3
 NUM_TRIED = 64
-NOT_FOR_THE_MODEL = ("labels", "loss_scale", "channel", "text_position_ids", RECORD)
 
 
 def prove_isolation(trainer: Any) -> str:
@@ -83,7 +82,7 @@ def forward_of(trainer: Any) -> Callable[[Sequence[Encoded]], torch.Tensor]:
 
     def forward(samples: Sequence[Encoded]) -> torch.Tensor:
         row = trainer.data_collator.row(list(samples))
-        inputs = {key: value for key, value in row.items() if key not in NOT_FOR_THE_MODEL}
+        inputs = {key: value for key, value in row.items() if key not in ("labels", *NOT_FOR_THE_MODEL)}
         with trainer.compute_loss_context_manager():
             logits: torch.Tensor = model(**to_device(inputs, device)).logits
         return logits[0].float()

@@ -10,7 +10,7 @@ from typing import Any
 from swift.utils import get_logger, is_master, to_device
 
 from swift_vlpack.data.buffered import BufferedPackingDataset
-from swift_vlpack.data.collate import RECORD
+from swift_vlpack.data.collate import Batch, batch_of
 from swift_vlpack.data.samples import LeftOut, PackedSamples, PackRecord
 from swift_vlpack.data.streams import StreamedRows
 from swift_vlpack.host.agreement import Ranks, in_step
@@ -18,8 +18,6 @@ from swift_vlpack.host.loader import PackLoader
 from swift_vlpack.host.ranks import num_ranks
 
 logger = get_logger()
-
-Batch = dict[str, Any]
 
 
 class StreamLoader(PackLoader):
@@ -51,17 +49,17 @@ class StreamLoader(PackLoader):
         """Packs with a sample. What one without has to tell goes with the next, or stays with the data set."""
         empty: list[PackRecord] = []
         for batch in super().__iter__():
-            record: PackRecord = batch[RECORD]
+            record: PackRecord = batch.record
             if not record.sample_ids:
                 empty.append(record)
                 continue
-            batch[RECORD] = replace(
+            told = replace(
                 record,
                 left_out=(*_left_out(empty), *record.left_out),
                 progress=tuple(state for one in (*empty, record) for state in one.progress),
             )
             empty = []
-            yield batch
+            yield batch_of(batch, told, batch.beside)
         self.dataset.left_out_behind = _left_out(empty)
 
     def _warn_of_shared_rows(self) -> None:

@@ -22,7 +22,7 @@ from swift_vlpack.core.errors import ConfigError, DataError, StateMismatch
 from swift_vlpack.core.progress import advanced, cuts_from, is_finished, num_consumed
 from swift_vlpack.core.telemetry import Telemetry
 from swift_vlpack.data.buffered import Progress
-from swift_vlpack.data.collate import RECORD, Collator, layout
+from swift_vlpack.data.collate import Batch, Collator, layout
 from swift_vlpack.data.dataset import PackingDataset
 from swift_vlpack.data.planned import PlannedPackingDataset
 from swift_vlpack.data.samples import LeftOut, PackRecord
@@ -68,7 +68,8 @@ class PackingTrainer(Seq2SeqTrainer):
         training_args.dataloader_num_workers = num_workers  # ms-swift allows iterable data one worker; ours shares rows
 
     def _get_data_collator(self, args: Any, template: Any) -> Collator:
-        return Collator(template, padding_to=template.max_length if args.tuner_type == "longlora" else None)
+        padding_to = template.max_length if args.tuner_type == "longlora" else None
+        return Collator(template, padding_to, for_model=False)
 
     def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:
         """The packs of this rank. What was trained before a resume is no part of them, whatever `skip_batches` says."""
@@ -89,9 +90,10 @@ class PackingTrainer(Seq2SeqTrainer):
             self.packs, self.accelerator.device, rank=args.process_index, vote_timeout=timeout, **options
         )
 
-    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(self, model: Any, inputs: Batch, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Train one pack; it is counted when its optimizer step is taken."""
-        record: PackRecord = inputs.pop(RECORD)
+        record = inputs.record
+        assert record is not None
         with layout(self.template, packed=True):
             loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
         self._in_step.append(record)
@@ -99,8 +101,8 @@ class PackingTrainer(Seq2SeqTrainer):
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Evaluate a padded batch, or a pack where `eval_packing` made one."""
-        record = inputs.pop(RECORD, None)
-        with layout(self.template, packed=record is not None):
+        is_pack = getattr(inputs, "record", None) is not None
+        with layout(self.template, packed=is_pack):
             return super().prediction_step(model, inputs, *args, **kwargs)
 
     def compute_loss(

@@ -8,7 +8,7 @@ from swift.template import get_template
 from swift.utils import get_packed_seq_params
 
 from swift_vlpack.core.errors import BoundaryError, ConfigError
-from swift_vlpack.data.collate import RECORD, Collator, boundary_tensors, completed, layout
+from swift_vlpack.data.collate import Collator, boundary_tensors, completed, layout
 from swift_vlpack.data.fusion import encode_row
 from swift_vlpack.data.lengths import size_of
 from swift_vlpack.data.samples import PackedSamples, PackRecord, SampleId
@@ -72,10 +72,10 @@ def test_pack_becomes_one_row_of_its_samples_in_order(tiny, rows, family):
         assert row[name].tolist() == [[token for sample in pack for token in sample[name]]]
     for name in ("pixel_values", "image_grid_thw"):
         assert torch.equal(row[name], torch.cat([sample[name] for sample in pack if name in sample]))
-    assert row["channel"] == ["web", None, "ocr"]
+    assert row.beside["channel"] == ["web", None, "ocr"]
     assert row["cu_seq_lens_q"].tolist() == row["cu_seq_lens_k"].tolist() == ends_of(pack)
     assert "attention_mask" not in row
-    assert row[RECORD] is pack.record
+    assert row.record is pack.record
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -90,14 +90,14 @@ def test_every_sample_has_the_positions_it_has_alone(tiny, rows, family):
     for sample, (start, end) in zip(samples, pairwise(ends_of(samples)), strict=True):
         alone = collator([[sample]])
         assert torch.equal(row["position_ids"][..., start:end], alone["position_ids"])
-        assert row["text_position_ids"][0, start:end].tolist() == list(range(sample["length"]))
+        assert row.beside["text_position_ids"][0, start:end].tolist() == list(range(sample["length"]))
 
 
 def test_padded_batches_come_from_the_same_template_between_packs(template, rows):
     """DATA-11"""
     samples = encoded(template, rows)
     expected = template.data_collator([dict(sample) for sample in samples])
-    collator = Collator(template)
+    collator = Collator(template, for_model=False)
     template.packing = template.padding_free = True  # as PackingDataset leaves it
     packed = collator([samples])
     padded = collator(samples)
@@ -223,7 +223,7 @@ def test_pack_without_a_sample_becomes_a_row_without_a_label(template):
     assert row["input_ids"].shape[0] == 1
     assert set(row["labels"].flatten().tolist()) == {-100}
     assert row["cu_seq_lens_q"].tolist() == [0, row["input_ids"].shape[1]]
-    assert row[RECORD] is empty.record
+    assert row.record is empty.record
 
 
 def test_row_without_a_label_gives_no_gradient(tiny):
@@ -244,7 +244,7 @@ def test_samples_without_a_loss_scale_get_one_beside_those_that_have_it(template
     row = text_row("what next?", "Thought: look\nAction: open\nAction Input: door")
     samples = [*encoded(template, rows[:2]), encode_row(scaling, row, SampleId("data", 12))]
     assert ["loss_scale" in sample for sample in samples] == [False, False, True]
-    scales = Collator(template)([samples])["loss_scale"][0].tolist()
+    scales = Collator(template)([samples]).beside["loss_scale"][0].tolist()
     start = ends_of(samples)[2]
     assert scales[:start] == [1.0] * start
     assert scales[start:] == samples[2]["loss_scale"]
@@ -256,7 +256,7 @@ def test_no_sample_gets_a_loss_scale_where_none_has_one(template, rows):
     """DATA-11"""
     samples = encoded(template, rows[:2])
     assert not any("loss_scale" in sample for sample in completed(samples))
-    assert "loss_scale" not in Collator(template)([samples])
+    assert "loss_scale" not in Collator(template)([samples]).beside
 
 
 # -- templates of text ------------------------------------------------------------------------------------------------

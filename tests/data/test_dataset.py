@@ -13,7 +13,7 @@ from swift_vlpack import PackingConfig
 from swift_vlpack.core.errors import ConfigError, DataError
 from swift_vlpack.core.planner import plan
 from swift_vlpack.data.buffered import BufferedPackingDataset
-from swift_vlpack.data.collate import RECORD, Collator
+from swift_vlpack.data.collate import Collator
 from swift_vlpack.data.dataset import PackingDataset
 from swift_vlpack.data.fusion import FusionCaptionDataset, RowSource
 from swift_vlpack.data.lengths import LengthIndex, RowSize
@@ -473,7 +473,7 @@ def loader_of(template):
     made = []
 
     def loader_of(dataset, num_workers, **options):
-        options = {"persistent_workers": num_workers > 0, "collate_fn": Collator(template), **options}
+        options = {"persistent_workers": num_workers > 0, "collate_fn": Collator(template, for_model=False), **options}
         made.append(pack_loader(dataset, CPU, rank=0, num_workers=num_workers, **options))
         return made[-1]
 
@@ -485,7 +485,7 @@ def loader_of(template):
 
 def read_epoch(loader, epoch):
     loader.set_epoch(epoch)
-    return [row[RECORD] for row in loader]
+    return [row.record for row in loader]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])

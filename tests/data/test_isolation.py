@@ -14,7 +14,7 @@ from swift_vlpack.data.collate import Collator
 from swift_vlpack.data.fusion import encode_row
 from swift_vlpack.data.isolation import IsolationError, diagnosis, prove, replaced, untouched
 from swift_vlpack.data.samples import SampleId
-from swift_vlpack.host.proof import NOT_FOR_THE_MODEL, is_ordinary_token
+from swift_vlpack.host.proof import is_ordinary_token
 from tests.images import photo
 from tests.rows import image_row, text_row
 
@@ -64,7 +64,7 @@ def encoded(template, rows, kinds):
 def inputs_of(loaded, samples, **changes):
     """What the model gets of a pack; `changes` replace inputs, None takes one away."""
     row = Collator(loaded.template).row(list(samples))
-    inputs = {name: value for name, value in row.items() if name not in NOT_FOR_THE_MODEL} | changes
+    inputs = {name: value for name, value in row.items() if name != "labels"} | changes
     return {name: value for name, value in inputs.items() if value is not None}
 
 
@@ -142,7 +142,7 @@ def test_order_of_the_samples_does_not_matter(training, rows):
 
 def loss_of(loaded, samples, num_targets):
     """The loss as ms-swift's trainer computes it: the sum over the row's targets, over those of the whole step."""
-    row = Collator(loaded.template).row(list(samples))
+    row = Collator(loaded.template, for_model=False).row(list(samples))
     inputs = inputs_of(loaded, samples)
     if "loss_scale" not in row:
         inputs["labels"] = row["labels"]

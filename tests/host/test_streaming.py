@@ -140,7 +140,7 @@ def test_too_few_shards_are_said_with_the_way_out(tiny, files, monkeypatch):
     template = tiny(FAMILY).template
     packs = BufferedPackingDataset(rows, template, PackingConfig(packing_length=512))
     for num_workers in (0, 2, 3):
-        stream_loader.StreamLoader(packs, num_workers=num_workers, collate_fn=Collator(template))
+        stream_loader.StreamLoader(packs, num_workers=num_workers, collate_fn=Collator(template, for_model=False))
     (warning,) = said
     assert "2 shards for 3 readers" in warning
     assert "at least 3 files" in warning
