@@ -61,9 +61,12 @@ def schedule(
     epoch: int,
     seeds: Mapping[str, int] | None = None,
     shuffle: bool = True,
+    usable: Mapping[str, NDArray[np.bool_]] | None = None,
 ) -> Schedule:
     """Draw `round(num_rows * ratio)` rows of each source and mix them.
 
+    `usable` says of single sources which rows can be trained: then so many are drawn that `round(num_usable * ratio)`
+    of them can be, the same number in every epoch. Rows between them that cannot be are drawn as well, to be counted.
     Up to ratio 1 the draw is without replacement. Beyond it every row comes floor(ratio) times, and the rest is drawn
     without replacement. Ratio 0 leaves a source out. `seeds` gives single sources a seed of their own.
     Without `shuffle` the sources follow one another, each in the order of its rows.
@@ -73,7 +76,7 @@ def schedule(
     rows, keys = [], []
     for source in checked:
         own_seed = (seeds or {}).get(source.name, seed)
-        drawn = _draw(source, own_seed, epoch)
+        drawn = _draw(source, own_seed, epoch, (usable or {}).get(source.name))
         drawn = drawn if shuffle else np.sort(drawn, kind="stable")
         rows.append(drawn)
         keys.append(sort_keys(len(drawn), own_seed, source.name, epoch, "order"))
@@ -84,17 +87,20 @@ def schedule(
 
 
 def num_rows_drawn(source: Source) -> int:
-    """Rows of the source in one epoch."""
+    """Rows of the source in one epoch, where all of them can be trained."""
     return round(source.num_rows * source.ratio)
 
 
-def _draw(source: Source, seed: int, epoch: int) -> NDArray[np.int64]:
-    num_rows = num_rows_drawn(source)
-    if num_rows == 0:
-        return np.empty(0, dtype=np.int64)
-    num_times, num_more = divmod(num_rows, source.num_rows)
-    more = permutation(source.num_rows, seed, source.name, epoch, "draw")[:num_more]
-    return np.concatenate((np.tile(np.arange(source.num_rows, dtype=np.int64), num_times), more))
+def _draw(source: Source, seed: int, epoch: int, usable: NDArray[np.bool_] | None) -> NDArray[np.int64]:
+    num_rows = source.num_rows if usable is None or not usable.any() else int(usable.sum())
+    num_times, num_more = divmod(round(num_rows * source.ratio), max(1, num_rows))
+    everything = np.tile(np.arange(source.num_rows, dtype=np.int64), num_times)
+    if num_more == 0:
+        return everything
+    order = permutation(source.num_rows, seed, source.name, epoch, "draw")
+    if num_rows < source.num_rows and usable is not None:  # behind the last one that is needed
+        num_more = int(np.searchsorted(np.cumsum(usable[order]), num_more)) + 1
+    return np.concatenate((everything, order[:num_more]))
 
 
 def _check(sources: Sequence[Source]) -> None:

@@ -113,7 +113,7 @@ class Packer:
         groups = self._strategy(self._lengths, self._capacity, self._caps())
         fills = [self._fill(group) for group in groups]
         room = [self._capacity - sum(self._lengths[i] for i in group) for group in groups]
-        remainder = remainder_to_drop(fills, room, self._shortest, self.config)
+        remainder = remainder_to_drop(fills, room, self._shortest, self.config, num_others=self.num_emitted)
         if remainder is not None:
             for index in groups.pop(remainder):
                 self._drop(self._held[index].item, Dropped.UNDERFILLED)
@@ -212,7 +212,8 @@ class Packer:
 
     def _drop(self, item: Item, reason: Dropped) -> None:
         self.num_dropped[reason.value] = self.num_dropped.get(reason.value, 0) + 1
-        self._log(self.num_dropped[reason.value], "left out", item, reason)
+        if reason is not Dropped.UNDERFILLED:  # a plan may bring it back
+            self._log(self.num_dropped[reason.value], "left out", item, reason)
         if self._on_drop is not None:
             self._on_drop(item, reason)
 
@@ -268,13 +269,16 @@ def exceeds_a_cap(item: Item, config: PackingConfig) -> bool:
     return any(cap is not None and used > cap for used, cap in uses)
 
 
-def remainder_to_drop(fills: Sequence[float], rooms: Sequence[int], shortest: int, config: PackingConfig) -> int | None:
+def remainder_to_drop(
+    fills: Sequence[float], rooms: Sequence[int], shortest: int, config: PackingConfig, *, num_others: int
+) -> int | None:
     """Which group is the remainder of an epoch under `packing_drop_last`, if there is one.
 
     It is the least filled group, if it is underfilled and some item of the epoch would have fitted into it. At
     most one: of two groups that a strategy leaves half empty, neither is a remainder, they do not fit together.
+    An epoch that has nothing else (`num_others` is 0, what was emitted before) keeps it.
     """
-    if not config.packing_drop_last or not fills:
+    if not config.packing_drop_last or len(fills) + num_others < 2 or not fills:
         return None
     least = min(range(len(fills)), key=lambda index: (fills[index], -index))
     could_be_filled = rooms[least] >= shortest

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from swift_vlpack.core.bounds import lower_bound
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.errors import PlanError
+from swift_vlpack.core.records import Dropped
 from swift_vlpack.core.steps import Balance, CostModel, balance_of, balanced_order, packs_to_split, spread_empty
 
 
@@ -31,7 +32,7 @@ class Plan(Sequence[list[int]]):
     members: NDArray[np.int32]  # item indices, pack after pack
     offsets: NDArray[np.int64]  # (num_packs + 1,): pack i is members[offsets[i]:offsets[i + 1]]
     dropped: dict[str, NDArray[np.int32]]
-    """Item indices that are in no pack, by reason."""
+    """Item indices that are in no pack, by reason. `underfilled` are one pack, which `align` brings back if it can."""
     method: str
     """The strategy that made it; `best_fit over the epoch` where `exact` fell back to it."""
     cost: CostModel = field(default_factory=CostModel)
@@ -124,11 +125,24 @@ class Plan(Sequence[list[int]]):
         return balance_of(self.cost_per_pack, self._sample_costs()[self.members], self.num_ranks)
 
     def digest(self) -> str:
-        """16 hexadecimal digits that are equal exactly when the packs, their order and the ranks are."""
+        """16 hexadecimal digits that are equal exactly when the packs, their order, the ranks and the remainder are."""
         parts = hashlib.sha256(str(self.num_ranks).encode())
-        parts.update(self.offsets.astype("<i8").tobytes())
-        parts.update(self.members.astype("<i4").tobytes())
+        for numbers in (self.offsets.astype("<i8"), self.members.astype("<i4"), self.remainder.astype("<i4")):
+            parts.update(numbers.tobytes())
         return parts.hexdigest()[:16]
+
+    @property
+    def remainder(self) -> NDArray[np.int32]:
+        """The underfilled pack that `packing_drop_last` leaves out, unless ranks or epochs need one pack more."""
+        return self.dropped.get(Dropped.UNDERFILLED.value, np.empty(0, dtype=np.int32))
+
+    def with_remainder(self) -> Plan:
+        """The remainder as the last pack, where there is one."""
+        if not len(self.remainder):
+            return self
+        members = np.concatenate((self.members, np.sort(self.remainder)))
+        kept = {reason: items for reason, items in self.dropped.items() if reason != Dropped.UNDERFILLED.value}
+        return replace(self, members=members, offsets=np.append(self.offsets, len(members)), dropped=kept)
 
     def for_rank(self, rank: int) -> range:
         """The numbers of the packs that `rank` trains on, in order."""
@@ -137,11 +151,12 @@ class Plan(Sequence[list[int]]):
         return range(rank, len(self), self.num_ranks)
 
     def align(self, num_ranks: int, *, num_packs: int | None = None) -> Plan:
-        """Give every rank the same number of packs by cutting packs in two; nothing is repeated or dropped.
+        """Give every rank the same number of packs; nothing is repeated, and nothing dropped that a step has room for.
 
-        `num_packs` asks for more packs than that, so that several epochs can have equal length. Where no pack
-        of two samples is left to cut, empty packs complete the steps; every step has at least one sample. With
-        `packing_balance` the packs of a step are matched in cost.
+        `num_packs` asks for more packs than that, so that several epochs can have equal length. The remainder is
+        brought back first, then packs are cut in two, and where no pack of two samples is left to cut, empty packs
+        complete the steps; every step has at least one sample. With `packing_balance` the packs of a step are matched
+        in cost.
         """
         if num_ranks < 1:
             raise PlanError(f"num_ranks must be at least 1, got {num_ranks}")
@@ -150,15 +165,15 @@ class Plan(Sequence[list[int]]):
             raise PlanError(f"{target} packs cannot be shared equally by {num_ranks} ranks; ask for a multiple")
         if target < len(self):
             raise PlanError(f"the epoch has {len(self)} packs already and cannot become {target}; ask for more")
-        grown = self
+        grown = self.with_remainder() if target > len(self) else self
+        if len(grown.members) < target // num_ranks:
+            raise PlanError(
+                f"{len(grown.members)} samples cannot fill {target // num_ranks} steps of {num_ranks} ranks; "
+                "ask for fewer packs"
+            )
         while len(grown) < target:
             cut = packs_to_split(grown.num_samples_per_pack, grown.cost_per_pack, target - len(grown))
             grown = grown._cut_in_two(cut) if len(cut) else grown._with_empty(target - len(grown))
-        if grown.num_samples_per_pack.astype(bool).sum() < target // num_ranks:
-            raise PlanError(
-                f"{len(self.members)} samples cannot fill {target // num_ranks} steps of {num_ranks} ranks; "
-                "ask for fewer packs"
-            )
         return grown._in_steps(num_ranks)
 
     def _in_steps(self, num_ranks: int) -> Plan:

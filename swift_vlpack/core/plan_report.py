@@ -8,7 +8,9 @@ from swift_vlpack.core.plan import Plan
 
 
 def plan_report(made: Plan, aligned: Plan, *, num_rows: int, seconds: float) -> dict[str, Any]:
-    """Everything a plan knows; counts are of the plan before it is shared by ranks (`made`)."""
+    """Everything a plan knows; counts are of the plan before packs are cut for the ranks that share it (`aligned`)."""
+    if not len(aligned.remainder):
+        made = made.with_remainder()
     balance = aligned.balance
     excess = len(made) / made.lower_bound - 1 if made.lower_bound else 0.0
     return {

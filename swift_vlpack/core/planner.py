@@ -168,6 +168,7 @@ def _without_remainder(whole: Plan, num_shared: int) -> Plan:
         (config.packing_length - tokens).tolist(),
         int(whole.lengths.min(initial=config.packing_length)),
         config,
+        num_others=len(whole) - num_shared,
     )
     if remainder is None:
         return whole

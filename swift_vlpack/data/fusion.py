@@ -121,6 +121,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
             None if source.num_used == len(source.rows) else _limited_rows(source, seed) for source in self.sources
         ]
         self._templates = [own_template(template, source) for source in self.sources]
+        self._usable: dict[str, NDArray[np.bool_]] = {}
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
@@ -130,7 +131,18 @@ class FusionCaptionDataset(Dataset[Encoded]):
         self.epoch = epoch
         entries = [Source(source.name, source.num_used, source.ratio) for source in self.sources]
         seeds = {source.name: source.seed for source in self.sources if source.seed is not None}
-        self.schedule = schedule(entries, seed=self.seed, epoch=epoch, seeds=seeds, shuffle=self.shuffle)
+        self.schedule = schedule(
+            entries, seed=self.seed, epoch=epoch, seeds=seeds, shuffle=self.shuffle, usable=self._usable
+        )
+
+    def draw_usable(self, is_usable: Callable[[LengthIndex], NDArray[np.bool_]]) -> None:
+        """Let every epoch have equally many rows of those that can be trained, as far as their sizes tell."""
+        for number, source in enumerate(self.sources):
+            assert source.sizes is not None
+            usable, limited = is_usable(source.sizes), self._limited[number]
+            self._usable[source.name] = usable if limited is None else usable[limited]
+        self.epoch, epoch = -1, self.epoch
+        self.set_epoch(epoch)
 
     def __len__(self) -> int:
         return len(self.schedule)

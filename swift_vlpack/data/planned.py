@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 from tqdm import tqdm
 
@@ -17,8 +19,10 @@ from swift_vlpack.core.errors import DataError
 from swift_vlpack.core.plan import Plan
 from swift_vlpack.core.planner import plan
 from swift_vlpack.core.progress import Cut, shared
+from swift_vlpack.core.remedies import warning_of_left_out
 from swift_vlpack.data.dataset import PackingDataset, counted_failure, packed_samples
 from swift_vlpack.data.fusion import Template
+from swift_vlpack.data.lengths import LengthIndex
 from swift_vlpack.data.samples import Address, Encoded, LeftOut, PackAddress, PackedSamples, SampleError, SampleId
 
 logger = logging.getLogger(__name__)
@@ -48,6 +52,7 @@ class PlannedPackingDataset(PackingDataset):
         self.seed = seed
         self.num_ranks = num_ranks
         self.dataset.measure()
+        self.dataset.draw_usable(self._can_be_packed)
         self._plan: Plan | None = None
         self._first: Plan | None = None  # of epoch 0, until ranks share it: a large plan is not made twice
         self._plan_digest = ""
@@ -130,6 +135,11 @@ class PlannedPackingDataset(PackingDataset):
         where = [(self.dataset.address(position), reason) for position, reason in left_out]
         return [LeftOut(self.dataset.sample_id(at), reason or self.dataset.failure(at)) for at, reason in where]
 
+    def warning_of_left_out(self) -> str | None:
+        """What to do about the rows that the plan of the epoch leaves out, where they are too many."""
+        num_left_out = Counter(reason for _, reason in self.left_out_by_plan())
+        return warning_of_left_out(num_left_out, num_rows=len(self.dataset))
+
     def load(self, address: PackAddress) -> PackedSamples:
         """Encode the samples of a pack. The true length decides: what does not fit is left out, with a reason."""
         found: list[tuple[Encoded, bool]] = []
@@ -176,6 +186,21 @@ class PlannedPackingDataset(PackingDataset):
     def _failed(self, error: SampleError) -> LeftOut:
         self._num_failed_in_a_row += 1
         return counted_failure(error, self._num_failed_in_a_row, self.config.packing_max_failures)
+
+    def _can_be_packed(self, sizes: LengthIndex) -> NDArray[np.bool_]:
+        """Which rows can be in a pack. So all epochs have equally many samples, and none too few for the others' steps.
+
+        A step needs one sample: no more steps than samples are ever asked for, because no epoch has more packs than
+        samples, and packs can be cut down to one sample.
+        """
+        usable: NDArray[np.bool_] = sizes.lengths > 0
+        if self.config.packing_allow_single_long:
+            return usable
+        usable &= sizes.lengths < self.config.packing_length
+        caps = ((sizes.images, self.config.packing_max_images), (sizes.patches, self.config.packing_max_patches))
+        for counts, cap in caps:
+            usable &= True if cap is None else counts <= cap
+        return usable
 
     def _planned(self, *, is_logged: bool = False) -> Plan:
         """Plan the rows that can be encoded; the plan's indices are positions in the schedule."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from swift.pipelines.train.sft import SwiftSft
+from swift.utils import get_logger
 
 from swift_vlpack.core.errors import ConfigError, VLPackError
 from swift_vlpack.core.plan_report import plan_report
@@ -27,6 +28,8 @@ from swift_vlpack.host.args import is_ours, packing_config
 from swift_vlpack.host.pipeline import fused, packed
 from swift_vlpack.host.ranks import counted_as
 from swift_vlpack.host.sources import load_sources
+
+logger = get_logger()
 
 EXIT_USAGE = 2
 LEFT_OUT = ("ddp_backend", "deepspeed", "fsdp", "use_liger_kernel")
@@ -82,6 +85,8 @@ def training_report(argv: Sequence[str], *, num_ranks: int, failures_file: Path)
         pipeline = _WithoutWeights([*_without(argv, LEFT_OUT), *OVERRIDDEN, "--output_dir", folder])
         packs, seconds = _packs(pipeline)
     num_failures = _write_failures(packs, failures_file)
+    if warning := packs.warning_of_left_out():
+        logger.warning(f"packing: {warning}")
     return {
         **plan_report(
             packs.unaligned_plan(), packs.plan, num_rows=len(packs.dataset), seconds=time.perf_counter() - start

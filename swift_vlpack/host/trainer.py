@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from swift.trainers import Seq2SeqTrainer
-from swift.utils import is_master
+from swift.utils import get_logger, is_master
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import seed_worker
 
 from swift_vlpack.core.config import RECORD_PACKS
 from swift_vlpack.core.errors import ConfigError, DataError, StateMismatch
 from swift_vlpack.core.progress import advanced, cuts_from, is_finished, num_consumed
+from swift_vlpack.core.remedies import warning_of_left_out
 from swift_vlpack.core.telemetry import Telemetry
 from swift_vlpack.data.buffered import Progress
 from swift_vlpack.data.collate import Batch, Collator, layout
@@ -40,6 +41,8 @@ from swift_vlpack.host.state import (
     save_progress,
     save_state,
 )
+
+logger = get_logger()
 
 PLAN, BUFFER = "plan", "buffer"
 """Kinds of the state."""
@@ -227,6 +230,7 @@ class PackingTrainer(Seq2SeqTrainer):
         if self._is_planned:
             self.packs.set_epoch(epoch)
             check_equal(f"plan of epoch {epoch}", {"digest": self.packs.plan.digest(), "packs": len(self.packs)})
+            _warn(self.packs.warning_of_left_out())
             steps_in_epoch, num_update_steps_per_epoch = self._steps_of_epoch()
         super()._run_epoch(
             *args,
@@ -235,8 +239,11 @@ class PackingTrainer(Seq2SeqTrainer):
             num_update_steps_per_epoch=num_update_steps_per_epoch,
             **kwargs,
         )
-        if not self._is_planned and not (counted := self.counted_by_all_ranks()).num_packs:
-            raise DataError(f"epoch {epoch} has no pack; of its rows were left out: {dict(counted.num_dropped)}")
+        if not self._is_planned:
+            counted = self.counted_by_all_ranks()
+            if not counted.num_packs:
+                raise DataError(f"epoch {epoch} has no pack; of its rows were left out: {dict(counted.num_dropped)}")
+            _warn(warning_of_left_out(counted.num_dropped, num_rows=counted.num_read))
         self.stats, self._num_trained = self._no_counts(), 0
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
@@ -360,6 +367,11 @@ class PackingTrainer(Seq2SeqTrainer):
             if not self._is_planned:
                 self.stats.read(sample_id.source)
             self.stats.dropped(sample_id.source, reason)
+
+
+def _warn(warning: str | None) -> None:
+    if warning and is_master():
+        logger.warning(f"packing: {warning}")
 
 
 def _global_step(checkpoint: Path) -> int:

@@ -1,6 +1,7 @@
 from collections import Counter
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from swift_vlpack import schedule
@@ -85,3 +86,21 @@ def test_impossible_sources_are_refused(sources, message):
     """MIX-5"""
     with pytest.raises(DataError, match=message):
         schedule(sources, seed=0, epoch=0)
+
+
+def test_known_unusable_rows_leave_every_epoch_equally_many_usable_ones():
+    """MIX-6 MIX-1"""
+    usable = np.arange(101) % 3 > 0
+    for ratio in (0.3, 0.5, 1.0, 1.7, 2.0):
+        for shuffle in (True, False):
+            for epoch in range(20):
+                made = schedule(
+                    [("a", 101, ratio), ("b", 10, 1.0)], seed=3, epoch=epoch, shuffle=shuffle, usable={"a": usable}
+                )
+                rows = made.row[made.source == 0]
+                assert usable[rows].sum() == round(usable.sum() * ratio)
+                assert np.bincount(rows).max() <= -(-ratio // 1)
+    whole = [schedule([("a", 50, 0.4)], seed=3, epoch=1, usable=known) for known in (None, {"a": np.ones(50, bool)})]
+    assert whole[0].row.tolist() == whole[1].row.tolist()
+    nothing = schedule([("a", 50, 0.4)], seed=3, epoch=1, usable={"a": np.zeros(50, bool)})
+    assert len(nothing) == 20, "to be counted"

@@ -80,6 +80,14 @@ def test_underfilled_remainder_is_dropped_or_emitted(name):
 
 
 @pytest.mark.parametrize("name", STRATEGY_NAMES)
+def test_underfilled_pack_that_is_alone_in_its_epoch_is_emitted(name):
+    """PACK-4"""
+    packer = make(packing_strategy=name, packing_drop_last=True, packing_buffer=64)
+    assert [len(pack.ids) for pack in run(packer, [(n, 3) for n in range(10)])] == [10]
+    assert packer.num_dropped == {}
+
+
+@pytest.mark.parametrize("name", STRATEGY_NAMES)
 def test_remainder_is_at_most_one_pack(name):
     """PACK-4: 5 could have gone to any 55, but dropping them all would lose most of the data."""
     packer = make(packing_strategy=name, packing_drop_last=True, packing_buffer=64)

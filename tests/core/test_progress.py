@@ -47,7 +47,8 @@ def test_chain_of_cuts_with_changing_ranks_trains_every_item_once():
                 trained += [item for pack in together for item in pack]
             cuts = advanced(cuts, num_trained * num_ranks)
             num_cut += 1
-        assert sorted(trained) == packed(made), case.seed
+        left_out = [] if packs.num_dropped.get("underfilled") else made.dropped.get("underfilled", [])
+        assert sorted(trained) == sorted([*packed(made), *left_out]), case.seed
         num_chains += 1
     assert num_chains > 100
     assert num_cut > 3 * num_chains

@@ -232,6 +232,61 @@ def test_epoch_beyond_those_that_were_counted_gets_the_packs_it_needs(template, 
     assert len(counts) > 1
 
 
+def sized(lengths, template, **options):
+    """Rows of which only the lengths matter; 0 is one that cannot be trained."""
+    failures = {row: "over_max_length" for row, length in enumerate(lengths) if not length}
+    sizes = LengthIndex.of([RowSize(length) for length in lengths], failures)
+    rows = [text_row(f"row {n}") for n in range(len(lengths))]
+    return FusionCaptionDataset([RowSource(name="data", rows=rows, sizes=sizes, **options)], template, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [
+        pytest.param([290, 0] * 17, {}, id="every other row cannot be trained"),
+        pytest.param([290, 400] * 17, {"packing_allow_single_long": False}, id="every other row exceeds a pack"),
+        pytest.param([290, 20, 20, 0] * 9, {"packing_drop_last": True}, id="with a remainder"),
+    ],
+)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("steps", [{"num_epochs": 12}, {"num_packs": 100}])
+def test_no_epoch_has_too_few_samples_for_the_steps_of_the_others(template, lengths, options, num_ranks, steps):
+    """PLAN-12 MIX-6: half of the rows are drawn anew each epoch; packs of one sample cannot be cut."""
+    data = sized(lengths, template, ratio=0.5)
+    dataset = PlannedPackingDataset(data, template, config(**options), num_ranks=num_ranks, **steps)
+    num_trained = set()
+    for epoch in range(40):
+        dataset.set_epoch(epoch)
+        assert len(dataset) >= dataset.num_packs
+        assert len(dataset) % num_ranks == 0
+        num_trained.add(len(dataset.plan.members) + dataset.plan.num_dropped.get("underfilled", 0))
+        at = [dataset.dataset.address(n).row_index for pack in dataset.plan for n in pack]
+        assert all(0 < lengths[row] <= 300 for row in at)
+        assert len(set(at)) == len(at)
+    usable = sum(0 < length <= 300 for length in lengths)
+    assert num_trained == {round(usable / 2)}, "as many samples in every epoch"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_remainder_is_dropped_only_where_no_step_needs_it(template, num_ranks):
+    """PLAN-11: of equally long epochs, those with fewer packs get theirs back before any pack is cut."""
+    data = sized([150, 130, 90, 60, 40, 20, 10] * 6, template, ratio=0.7)
+    options = {"packing_drop_last": True, "packing_min_fill_ratio": 0.9, "packing_strategy": "exact"}
+    dataset = PlannedPackingDataset(data, template, config(**options), num_ranks=num_ranks, num_epochs=30)
+    num_dropping = num_cutting = 0
+    for epoch in range(30):
+        dataset.set_epoch(epoch)
+        made, aligned = dataset.unaligned_plan(), dataset.plan
+        is_cut = len(aligned) - aligned.num_empty > len(made.with_remainder())
+        assert not (len(aligned) > len(made) and aligned.num_dropped), "a pack was cut or empty, and a sample dropped"
+        num_dropping += bool(aligned.num_dropped)
+        num_cutting += is_cut
+        everything = [*aligned.members.tolist(), *(n for some in aligned.dropped.values() for n in some.tolist())]
+        assert sorted(everything) == list(range(len(data)))
+    assert num_dropping or num_ranks > 1
+    assert num_cutting or num_ranks == 1
+
+
 def test_plan_is_a_function_of_seed_and_epoch(template):
     """DATA-4 DATA-6"""
     data = FusionCaptionDataset([RowSource(name="data", rows=texts(40))], template)

@@ -12,7 +12,7 @@ from swift_vlpack.host import pipeline
 from swift_vlpack.host.args import _fold_batch_size
 from swift_vlpack.host.plan_command import main, training_report
 from swift_vlpack.host.ranks import counted_as
-from tests.host.runs import log_lines, packed_argv, train
+from tests.host.runs import epoch_report, log_lines, packed_argv, train
 from tests.images import BROKEN, REASON_OF, make, photo
 from tests.rows import image_row, mixed_rows, text_row, write_jsonl
 
@@ -105,6 +105,11 @@ def test_steps_and_packs_are_those_of_the_training_run(length, folders, mix, tmp
     assert report["num_steps"] == len(steps)
     assert state_of(tmp_path / "out") == f"{report['num_steps']}/{report['num_steps']}"
     assert digests == [report["plan_digest"]]
+    if "num_train_epochs" in length:
+        told = epoch_report(tmp_path / "out")
+        assert [report[name] for name in ("num_samples", "num_tokens", "dropped")] == [
+            told[name] for name in ("num_samples", "num_tokens", "num_dropped")
+        ]
     assert sizes_of_files(cache) == remembered, "training measured again what the plan had measured"
     assert report["num_epochs"] == math.ceil(steps[-1]["epoch"])
     ends = {report["steps_per_epoch"] * epoch: epoch for epoch in range(1, report["num_epochs"])}

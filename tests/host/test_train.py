@@ -118,8 +118,8 @@ def test_eval_is_packed_when_asked(tiny_folder, data, tmp_path, options):
     assert round(line["eval_runtime"] * line["eval_steps_per_second"]) == 2
 
 
-def test_unreadable_and_long_rows_are_left_out_with_reasons(tiny_folder, tmp_path, options):
-    """DATA-7 DATA-8 TRAIN-8: every odd image, one answer over max_length."""
+def test_unreadable_and_long_rows_are_left_out_with_reasons(tiny_folder, tmp_path, options, caplog):
+    """DATA-7 DATA-8 TRAIN-8 STAT-5: every odd image, one answer over max_length."""
     good, broken = make(tmp_path / "good", GOOD), make(tmp_path / "broken", BROKEN)
     rows = [image_row([path], question=f"what is {name}?") for name, path in {**good, **broken}.items()]
     rows += [text_row(answer="word " * 3000), *[text_row(f"question {n}", "answer " * 60) for n in range(20)]]
@@ -132,6 +132,8 @@ def test_unreadable_and_long_rows_are_left_out_with_reasons(tiny_folder, tmp_pat
     assert sum(report["num_dropped"].values()) == len(BROKEN) + 1
     assert report["num_dropped"]["over_max_length"] == 1
     assert report["num_dropped"]["file_missing"] == 1
+    assert f"of {len(rows)} rows of the epoch are left out" in caplog.text
+    assert "over_max_length 1 (raise max_length, or cut them off with truncation_strategy" in caplog.text
 
 
 def test_strict_stops_at_the_first_unreadable_row_and_names_it(tiny_folder, tmp_path, options):
