@@ -17,6 +17,7 @@ from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.data import attention
 from swift_vlpack.host.fusion_config import read_fusion_config
 from swift_vlpack.host.install import CALLBACK
+from swift_vlpack.host.losses import refuse_loss_type
 from swift_vlpack.host.ranks import num_ranks_of_run
 from swift_vlpack.launch import plugin_path
 
@@ -106,6 +107,7 @@ def _refuse_what_cannot_be(args: Any, config: PackingConfig) -> None:
     ):
         if is_so:
             raise ConfigError(f"{what} cannot be used with packing: {way_out}")
+    refuse_loss_type(args.loss_type)
     if is_buffered(args, config) and not args.max_steps > 0:
         raise ConfigError(
             "buffer mode does not know how many packs there will be: set --max_steps, "

@@ -9,6 +9,7 @@ from swift.callbacks import TrainerCallback
 from swift.utils import get_logger, is_master
 
 from swift_vlpack.core.telemetry import Telemetry
+from swift_vlpack.host.losses import add_up
 from swift_vlpack.host.proof import prove_isolation
 from swift_vlpack.host.state import write_json
 
@@ -24,6 +25,8 @@ class PackingCallback(TrainerCallback):
             line = prove_isolation(self.trainer)
             if is_master():
                 logger.info(line)
+        if self.trainer.packs.config.packing_verify or self.trainer.compute_loss_func is not None:
+            add_up(self.trainer)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The packs of this step are trained now."""

@@ -30,6 +30,7 @@ from swift_vlpack.data.samples import LeftOut, PackRecord
 from swift_vlpack.host.callback import report_epoch
 from swift_vlpack.host.checkpoints import nothing_deleted, rotate, save_training_args, sync, sync_folder
 from swift_vlpack.host.loader import PackLoader, pack_loader
+from swift_vlpack.host.losses import MeanOfStep, shifts_smoothed_labels, warn_of_what_differs
 from swift_vlpack.host.ranks import check_equal, gathered, together, tolerate_packs_without_images, versions
 from swift_vlpack.host.state import (
     FILE,
@@ -67,7 +68,11 @@ class PackingTrainer(Seq2SeqTrainer):
         num_workers = training_args.dataloader_num_workers
         self.progress = Progress(num_workers)
         tolerate_packs_without_images(kwargs["model"], training_args)
+        self.is_evaluating = False
         super().__init__(*args, **kwargs)
+        warn_of_what_differs(self)
+        if self.label_smoother is not None:
+            self.label_smoother = MeanOfStep(self.label_smoother, self)
         training_args.dataloader_num_workers = num_workers  # ms-swift allows iterable data one worker; ours shares rows
 
     def _get_data_collator(self, args: Any, template: Any) -> Collator:
@@ -112,6 +117,8 @@ class PackingTrainer(Seq2SeqTrainer):
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """ms-swift's loss; a row without a label has the loss 0, where a mean over nothing would be NaN."""
+        if self.label_smoother is not None:  # ms-swift does not tell it
+            self.label_smoother.num_items = num_items_in_batch
         labels = inputs.get("labels")
         if not self.model.training or labels is None or bool((labels != -100).any()):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -119,6 +126,15 @@ class PackingTrainer(Seq2SeqTrainer):
         outputs = model(**{key: value for key, value in inputs.items() if key not in unused})
         loss = outputs.logits.float().sum() * 0.0
         return (loss, outputs) if return_outputs else loss
+
+    def prepare_logits_to_keep(self, inputs: dict[str, Any]) -> None:
+        """Drop the logits without a target, but for a loss that wants them.
+
+        Where ms-swift smooths each token at its own position, the last target of a sample would meet the logits of the
+        next sample's first; in a padded batch it does not.
+        """
+        if self.is_evaluating or self.label_smoother is None or shifts_smoothed_labels(self):
+            super().prepare_logits_to_keep(inputs)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Batches of one optimizer step. At the end of a stream's epoch rows without loss complete it.
