@@ -1,27 +1,35 @@
 """`vlpack sft`: ms-swift's command with the packing options as real flags and YAML keys.
 
 The options are taken out and travel as `VLPACK_*` variables, which every rank that torchrun starts inherits; everything
-else is handed to `swift sft` unchanged. `vlpack plan` takes the same options.
+else goes to ms-swift unchanged: what its own command does with a training file before it starts training is done here,
+so that the command can become the training process itself. `vlpack plan` takes the same options.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from swift_vlpack.core.config import ENV_PREFIX, PackingConfig, option_names, options_in_env
+from swift_vlpack.core.config import ENV_PREFIX, PackingConfig, chosen_options, option_names
 from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.swift_flags import flag_names, source_file
 from swift_vlpack.yaml_files import read_yaml
+
+logger = logging.getLogger(__name__)
 
 SWIFTS_OWN = ("packing", "packing_length")
 """Options that are flags of ms-swift as well and go to it as they are."""
 
 PLUGINS = "external_plugins"
+CONFIG_FILE = "SWIFT_CONFIG_FILE"
+"""ms-swift's variable of the training file, which it copies beside the checkpoints."""
+_OF_TORCHRUN = ("NPROC_PER_NODE", "MASTER_PORT", "NNODES", "NODE_RANK", "MASTER_ADDR")
 _OF_A_RANK = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
     *("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"),
@@ -52,31 +60,37 @@ def plugin_path() -> Path:
 
 
 def sft_launch(argv: Sequence[str], environ: Mapping[str, str]) -> Launch:
-    """Take the packing options out of flags and YAML, check them, and build the command for `swift sft`."""
-    run = _taken_apart(argv, environ)
-    flags = run.flags if run.path is None else [_written(run.keys, run.path), *run.flags]
-    return Launch([sys.executable, "-m", "swift.cli.main", "sft", *flags], run.environ)
+    """Take the packing options out of flags and YAML, check them, and build the command that trains.
+
+    It is the one that `swift sft` would start and wait for, so a signal meets the training process or torchrun.
+    """
+    flags, own = _taken_apart(argv, environ)
+    return Launch([sys.executable, *_torchrun(own), str(source_file("swift", "cli", "sft")), *flags], own)
 
 
 def plan_launch(argv: Sequence[str], environ: Mapping[str, str], *, num_ranks: int | None = None) -> PlanLaunch:
-    """The same run taken apart for `vlpack plan`: one process, all its options as flags, and how many ranks it is of.
-
-    What `swift sft` does before it starts training is done here: the `ENV` block of the file becomes environment,
-    where it does not win over what is set, and the other keys become flags before those of the command line.
-    """
-    run = _taken_apart(argv, environ)
-    keys = dict(run.keys)
-    block = keys.pop("ENV", None) or {}
-    if not isinstance(block, dict):
-        raise ConfigError(f"{run.path}: ENV must be a mapping of variables, got {block!r}")
-    environ = {**{name: str(value) for name, value in block.items()}, **run.environ}
-    num_ranks = _num_ranks(environ) if num_ranks is None else num_ranks
-    if num_ranks < 1:
-        raise ConfigError(f"num_ranks must be at least 1, got {num_ranks}")
-    own = {name: value for name, value in environ.items() if name not in _OF_A_RANK}
+    """The same run taken apart for `vlpack plan`: one process, and how many ranks it is of."""
+    flags, variables = _taken_apart(argv, environ)
+    num_ranks = checked_num_ranks(_num_ranks(variables) if num_ranks is None else num_ranks)
+    own = {name: value for name, value in variables.items() if name not in _OF_A_RANK}
     own.setdefault("LOG_LEVEL", "WARNING")  # ms-swift prints pages; who wants them sets INFO
     # A plan needs no GPU. Where it saw several, ms-swift would take its one process for a model spread over them.
-    return PlanLaunch([*_as_flags(keys), *run.flags], {**own, "CUDA_VISIBLE_DEVICES": ""}, num_ranks)
+    return PlanLaunch(flags, {**own, "CUDA_VISIBLE_DEVICES": ""}, num_ranks)
+
+
+def checked_num_ranks(num_ranks: int) -> int:
+    """The number, if there can be so many ranks."""
+    if num_ranks < 1:
+        raise ConfigError(f"num_ranks must be at least 1, got {num_ranks}")
+    return num_ranks
+
+
+def _torchrun(environ: Mapping[str, str]) -> list[str]:
+    """What starts the ranks, where ms-swift would start some."""
+    if "NPROC_PER_NODE" not in environ and "NNODES" not in environ:
+        return []
+    given = [part for name in _OF_TORCHRUN if name in environ for part in (f"--{name.lower()}", environ[name])]
+    return ["-m", "torch.distributed.run", *given]
 
 
 def _num_ranks(environ: Mapping[str, str]) -> int:
@@ -89,6 +103,45 @@ def _num_ranks(environ: Mapping[str, str]) -> int:
     return int(counts[0]) * int(counts[1])
 
 
+def _taken_apart(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """The run as flags of ms-swift alone, and its environment, in which the packing options are."""
+    flags, rest = split_flags(argv)
+    path = rest.pop(0) if rest and rest[0].endswith((".yaml", ".yml", ".json")) else None
+    content = {} if path is None else _read(path)
+    variables = {**_variables(content.pop("ENV", None), path, environ), **environ}
+    if path is not None:
+        variables[CONFIG_FILE] = path
+    keys = {name: content.pop(name) for name in option_names() if name in content}
+    _refuse_unknown(content, rest, path)
+    options = chosen_options(variables, keys, flags)
+    PackingConfig.from_mapping(options, packing_length=1)
+    options.setdefault("packing", "true")
+    own = {ENV_PREFIX + name.upper(): _text(value) for name, value in options.items() if name not in SWIFTS_OWN}
+    given = {**keys, **flags, "packing": options["packing"]}  # a length in the environment stays there
+    of_swift = [part for name in SWIFTS_OWN if name in given for part in (f"--{name}", _text(given[name]))]
+    return [*_with_plugin([*_as_flags(content), *rest]), *of_swift], {**variables, **own}
+
+
+def _read(path: str) -> dict[str, Any]:
+    content = read_yaml(Path(path), path)
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected a mapping of training options")
+    return content
+
+
+def _variables(block: Any, path: str | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """The `ENV` block of a training file. As for ms-swift, what is set outside wins over it."""
+    if not isinstance(block or {}, dict):
+        raise ConfigError(f"{path}: ENV must be a mapping of variables, got {block!r}")
+    variables = {str(name): str(value) for name, value in (block or {}).items()}
+    for name, value in variables.items():
+        if environ.get(name, value) != value:
+            logger.warning(
+                "%s=%s is set already and wins over %s in the ENV block of %s", name, environ[name], value, path
+            )
+    return variables
+
+
 def _as_flags(keys: Mapping[str, Any]) -> list[str]:
     """Keys of a training file as ms-swift's flags: a list is several values, a mapping is JSON."""
     flags: list[str] = []
@@ -98,35 +151,16 @@ def _as_flags(keys: Mapping[str, Any]) -> list[str]:
     return flags
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """A run with the packing options taken out: they are ms-swift's flags or `VLPACK_*` variables now."""
-
-    path: Path | None
-    """The training file, of which `keys` are left."""
-    keys: dict[str, Any]
-    flags: list[str]
-    environ: dict[str, str]
-
-
-def _taken_apart(argv: Sequence[str], environ: Mapping[str, str]) -> _Run:
-    flags, rest = split_flags(argv)
-    path = Path(rest.pop(0)) if rest and rest[0].endswith((".yaml", ".yml", ".json")) else None
-    keys, content = ({}, {}) if path is None else _split_file(path, extend_plugins=f"--{PLUGINS}" not in rest)
-    if path is None and f"--{PLUGINS}" not in rest:
-        rest += [f"--{PLUGINS}", str(plugin_path())]
-    if f"--{PLUGINS}" in rest and str(plugin_path()) not in rest:
-        rest.insert(rest.index(f"--{PLUGINS}") + 1, str(plugin_path()))
-    options = {**keys, **flags}
-    PackingConfig.from_mapping(
-        {**options_in_env(environ), **options, "packing_length": options.get("packing_length", 1)}
-    )
-    options.setdefault("packing", "true")
-    for name in SWIFTS_OWN:
-        if name in options:
-            rest += [f"--{name}", _text(options.pop(name))]
-    own = {ENV_PREFIX + name.upper(): _text(value) for name, value in options.items()}
-    return _Run(path, content, rest, {**environ, **own})
+def _with_plugin(flags: list[str]) -> list[str]:
+    """The last list of plugins is the one that counts; ours comes first in it."""
+    own = str(plugin_path())
+    lists = [at for at, flag in enumerate(flags) if _option_name(flag.partition("=")[0]) == PLUGINS]
+    if not lists:
+        return [*flags, f"--{PLUGINS}", own]
+    at = lists[-1]
+    _, _, value = flags[at].partition("=")
+    after = [*([value] if value else []), *flags[at + 1 :]]
+    return [*flags[:at], f"--{PLUGINS}", *([] if own in after else [own]), *after]
 
 
 def split_flags(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -137,7 +171,7 @@ def split_flags(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     at = 0
     while at < len(argv):
         name, has_value, value = argv[at].partition("=")
-        option = name[2:].replace("-", "_") if name.startswith("--") else ""
+        option = _option_name(name)
         at += 1
         if option not in known:
             rest.append(argv[at - 1])
@@ -150,26 +184,34 @@ def split_flags(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return flags, rest
 
 
-def _split_file(path: Path, *, extend_plugins: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Separate the packing keys of a training file from those for ms-swift."""
-    content = read_yaml(path, str(path))
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: expected a mapping of training options")
-    keys = {name: content.pop(name) for name in option_names() if name in content}
-    if extend_plugins:
-        plugins = content.get(PLUGINS) or []
-        plugins = [plugins] if isinstance(plugins, str) else list(plugins)
-        content[PLUGINS] = [*plugins, *([] if str(plugin_path()) in plugins else [str(plugin_path())])]
-    return keys, content
+def _option_name(flag: str) -> str:
+    return flag[2:].replace("-", "_") if flag.startswith("--") else ""
 
 
-def _written(content: dict[str, Any], path: Path) -> str:
-    """A file of the same name for ms-swift."""
-    import yaml
+def _refuse_unknown(keys: Iterable[str], flags: Sequence[str], path: str | None) -> None:
+    """Name every key and flag that ms-swift does not have, and what was meant: it would say so in half a minute."""
+    known = flag_names()
+    if not known or "--ignore_args_error" in flags or "ignore_args_error" in keys:
+        return
+    given = [flag.partition("=")[0] for flag in flags if flag.startswith("--")]
+    unknown = [name for name in given if " " not in name and not _is_known(_option_name(name), known)]
+    problems = [f"unknown option {name}{_meant(_option_name(name), known, '--')}" for name in unknown]
+    problems += [
+        f"{path}: unknown key {key}{_meant(str(key), known)}" for key in keys if not _is_known(str(key), known)
+    ]
+    if problems:
+        raise ConfigError(f"{'; '.join(problems)} (`swift sft --help` and `vlpack sft --help` list all)")
 
-    copy = Path(tempfile.mkdtemp(prefix="vlpack-")) / f"{path.stem}.yaml"
-    copy.write_text(yaml.safe_dump(content, allow_unicode=True, sort_keys=False), encoding="utf-8")
-    return str(copy)
+
+def _is_known(name: str, known: frozenset[str]) -> bool:
+    """Whether ms-swift takes it: a field, its negation, or the beginning of one, as every argparse does."""
+    name = name.replace("-", "_")
+    return any(option.startswith((name, name.removeprefix("no_"))) for option in known)
+
+
+def _meant(name: str, known: frozenset[str], dashes: str = "") -> str:
+    close = get_close_matches(name, sorted({*known, *option_names()}), n=1)
+    return f", did you mean {dashes}{close[0]}?" if close else ""
 
 
 def _text(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -26,6 +27,22 @@ def _environment() -> Iterator[None]:
     """Every test leaves the environment as it was."""
     with restored_environment():
         yield
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """Also the lines of this package once they go to ms-swift's log instead of the root, and those once."""
+    ours, data = logging.getLogger("swift_vlpack"), logging.getLogger("swift_vlpack.data")
+    before = ours.propagate, ours.level, data.level
+    ours.propagate = False
+    ours.setLevel(logging.NOTSET)
+    data.setLevel(logging.NOTSET)
+    ours.addHandler(caplog.handler)
+    yield caplog
+    ours.removeHandler(caplog.handler)
+    ours.propagate = before[0]
+    ours.setLevel(before[1])
+    data.setLevel(before[2])
 
 
 class Tiny(NamedTuple):

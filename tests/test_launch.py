@@ -1,5 +1,6 @@
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from swift_vlpack import PackingConfig
 from swift_vlpack.core.config import options_in_env
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.launch import plan_launch, plugin_path, sft_launch, split_flags
+from swift_vlpack.swift_flags import flag_names
 
 ROOT = Path(__file__).parent.parent
 
@@ -22,12 +24,13 @@ def test_packing_flags_are_separated_from_the_others():
 
 
 def test_launch_hands_the_rest_to_ms_swift_unchanged():
-    """TRAIN-3"""
-    launch = sft_launch(["--model", "m", "--packing_strategy", "exact", "--lora_rank", "8"], {"NPROC_PER_NODE": "2"})
-    assert launch.command[:4] == [sys.executable, "-m", "swift.cli.main", "sft"]
-    assert launch.command[4:8] == ["--model", "m", "--lora_rank", "8"]
-    assert launch.command[8:] == ["--external_plugins", str(plugin_path()), "--packing", "true"]
-    assert launch.environ == {"NPROC_PER_NODE": "2", "VLPACK_PACKING_STRATEGY": "exact"}
+    """TRAIN-3 CLI-10"""
+    launch = sft_launch(["--model", "m", "--packing_strategy", "exact", "--lora_rank", "8"], {"A": "b"})
+    assert launch.command[0] == sys.executable
+    assert Path(launch.command[1]).parts[-3:] == ("swift", "cli", "sft.py")
+    assert launch.command[2:6] == ["--model", "m", "--lora_rank", "8"]
+    assert launch.command[6:] == ["--external_plugins", str(plugin_path()), "--packing", "true"]
+    assert launch.environ == {"A": "b", "VLPACK_PACKING_STRATEGY": "exact"}
 
 
 def test_ms_swifts_own_flags_go_to_it():
@@ -38,16 +41,19 @@ def test_ms_swifts_own_flags_go_to_it():
     assert command.count("--packing") == 1
 
 
-def test_plugins_of_the_user_stay_and_ours_comes_first():
+@pytest.mark.parametrize("given", [["--external_plugins", "mine.py"], ["--external-plugins=mine.py"]])
+def test_plugins_of_the_user_stay_and_ours_comes_first(given):
     """TRAIN-3"""
-    command = sft_launch(["--external_plugins", "mine.py", "--model", "m"], {}).command
+    command = sft_launch([*given, "--model", "m"], {}).command
     at = command.index("--external_plugins")
     assert command[at : at + 3] == ["--external_plugins", str(plugin_path()), "mine.py"]
-    assert command.count("--external_plugins") == 1
+    assert sum("plugins" in part and part.startswith("--") for part in command) == 1
 
 
-def test_keys_of_a_training_file_are_options_and_flags_win(tmp_path):
-    """TRAIN-3"""
+def test_keys_of_a_training_file_are_options_and_flags_win(tmp_path, monkeypatch):
+    """TRAIN-3 CLI-10: no copy of the file is left anywhere, because none is made."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "train.yaml").write_text(
         "model: m\npacking_min_fill_ratio: 0.7\npacking_drop_last: false\npacking_buffer: 8\n"
         "external_plugins: [mine.py]\nENV: {MAX_PIXELS: 1003520}\n"
@@ -55,14 +61,46 @@ def test_keys_of_a_training_file_are_options_and_flags_win(tmp_path):
     launch = sft_launch([str(tmp_path / "train.yaml"), "--packing_buffer", "16"], {"VLPACK_PACKING_BUFFER": "4"})
     options = options_in_env(launch.environ)
     assert options == {"packing_min_fill_ratio": "0.7", "packing_drop_last": "false", "packing_buffer": "16"}
-    handed = yaml.safe_load(Path(launch.command[4]).read_text())
-    assert handed == {
-        "model": "m",
-        "external_plugins": ["mine.py", str(plugin_path())],
-        "ENV": {"MAX_PIXELS": 1003520},
-    }
-    assert Path(launch.command[4]).name == "train.yaml"
-    assert yaml.safe_load((tmp_path / "train.yaml").read_text())["packing_buffer"] == 8, "the user's file was changed"
+    assert launch.command[2:8] == ["--model", "m", "--external_plugins", str(plugin_path()), "mine.py", "--packing"]
+    assert launch.environ["MAX_PIXELS"] == "1003520"
+    assert launch.environ["SWIFT_CONFIG_FILE"] == str(tmp_path / "train.yaml"), "which is copied to the checkpoints"
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_mistyped_names_are_found_before_ms_swift_is_started(tmp_path):
+    """CLI-11: flags and keys, ms-swift's and ours, all at once."""
+    (tmp_path / "train.yaml").write_text("modle: m\nlora_rank: 8\npacking_bufer: 3\n")
+    with pytest.raises(ConfigError) as refused:
+        sft_launch([str(tmp_path / "train.yaml"), "--learning_rat", "1", "--lerning_rate=1", "--Packing", "true"], {})
+    said = str(refused.value)
+    assert "unknown option --lerning_rate, did you mean --learning_rate?" in said
+    assert "unknown option --Packing, did you mean --packing?" in said
+    assert "unknown key modle, did you mean model?" in said
+    assert "unknown key packing_bufer, did you mean packing_buffer?" in said
+    assert "lora_rank" not in said
+    assert "--learning_rat," not in said, "argparse knows the beginning of a flag"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--ignore_args_error", "true", "--notebook", "1"],
+        ["--system", "--be brief and kind"],
+        ["--no_gradient_checkpointing", "--learning-rate", "1e-4", "--dataset", "a", "b"],
+    ],
+)
+def test_what_ms_swift_takes_is_not_refused(argv):
+    """CLI-11"""
+    assert sft_launch(argv, {}).command[2 : 2 + len(argv)] == argv
+
+
+def test_flags_are_those_of_ms_swifts_arguments():
+    """CLI-11: read from source, and the same as the classes have when they are imported."""
+    from dataclasses import fields
+
+    from swift.arguments import SftArguments
+
+    assert flag_names() == {spec.name for spec in fields(SftArguments) if spec.init}
 
 
 @pytest.mark.parametrize(
@@ -71,6 +109,7 @@ def test_keys_of_a_training_file_are_options_and_flags_win(tmp_path):
         (["--packing_strategy", "bfd"], "packing_strategy must be one of"),
         (["--packing_buffer", "0"], "packing_buffer must be at least 1"),
         (["nowhere.yaml"], "nowhere.yaml: cannot be read"),
+        (["--packing_length", "many"], "packing_length must be a whole number, got 'many'"),
     ],
 )
 def test_mistakes_stop_before_ms_swift_is_started(argv, message):
@@ -91,28 +130,38 @@ TRAINING = {
 }
 
 
-def test_plan_takes_a_training_file_as_ms_swift_does(tmp_path, monkeypatch):
-    """CLI-6: ms-swift's own reading of the file that `vlpack sft` hands to it is the standard."""
-    from swift.cli.main import parse_yaml_args
+def test_a_training_file_means_what_it_means_to_ms_swift(tmp_path, monkeypatch):
+    """CLI-6 CLI-10: ms-swift's own reading of the file, but for the packing keys, is the standard."""
+    from swift.cli.main import get_torchrun_args, parse_yaml_args
 
-    (tmp_path / "train.yaml").write_text(yaml.safe_dump(TRAINING, allow_unicode=True))
+    own = {name: value for name, value in TRAINING.items() if not name.startswith("packing")}
+    for name, content in (("train.yaml", TRAINING), ("swifts.yaml", own)):
+        (tmp_path / name).write_text(yaml.safe_dump(content, allow_unicode=True))
     argv = [str(tmp_path / "train.yaml"), "--lora_alpha", "8", "--packing_max_carry", "2"]
-    environ = {"MAX_PIXELS": "1000", "VLPACK_PACKING_LENGTH": "64"}
-    planned = plan_launch(argv, environ)
+    environ = {"MAX_PIXELS": "1000", "VLPACK_PACKING_LENGTH": "64", "MASTER_PORT": "29511"}
+    planned, launch = plan_launch(argv, environ), sft_launch(argv, environ)
 
-    launch = sft_launch(argv, environ)
     with monkeypatch.context() as patch:
-        for name in ("NPROC_PER_NODE", "VLPACK_PACKING_STRATEGY", "SWIFT_CONFIG_FILE", *launch.environ):
-            patch.setenv(name, launch.environ.get(name, ""))
-            if name not in launch.environ:
-                patch.delenv(name)
-        flags = launch.command[4:]
+        for name in (*TRAINING["ENV"], "SWIFT_CONFIG_FILE", "NNODES", "NODE_RANK", "MASTER_ADDR"):
+            patch.delenv(name, raising=False)
+        for name, value in environ.items():
+            patch.setenv(name, value)
+        flags = [str(tmp_path / "swifts.yaml"), "--lora_alpha", "8"]
         parse_yaml_args(flags)
+        flags += ["--external_plugins", str(plugin_path()), "--packing", "true"]
         assert planned.flags == flags
-        for name in ("NPROC_PER_NODE", "VLPACK_PACKING_STRATEGY", *launch.environ):
-            assert planned.environ[name] == os.environ[name]
+        assert launch.command[1:3] == ["-m", "torch.distributed.run"]
+        assert launch.command[3:7] == get_torchrun_args()
+        assert launch.command[8:] == flags
+        for name in (*TRAINING["ENV"], *environ):
+            assert planned.environ[name] == launch.environ[name] == os.environ[name]
     assert planned.num_ranks == 4
     assert planned.environ["MAX_PIXELS"] == "1000", "what is set wins over the file"
+    options = options_in_env(launch.environ)
+    assert options == options_in_env(planned.environ)
+    assert options == {
+        "packing_length": "64", "packing_strategy": "exact", "packing_buffer": "8", "packing_max_carry": "2"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -164,6 +213,6 @@ def test_every_config_of_the_project_is_valid(path, monkeypatch):
     from swift.arguments import SftArguments
 
     known = set(SftArguments.__dataclass_fields__)
-    assert set(yaml.safe_load(Path(launch.command[4]).read_text())) - {"ENV"} <= known
+    assert {part[2:] for part in launch.command[2:] if part.startswith("--")} <= known
     if "external_plugins" in content:
         assert [(ROOT / plugin).resolve() for plugin in content["external_plugins"]] == [plugin_path().resolve()]

@@ -33,9 +33,9 @@ _FALSE = ("false", "0", "no", "off")
 _NONE = ("none", "null", "")
 
 
-def _option(default: Any, text: str) -> Any:
-    """Declare a field whose help text is where the command line and the documentation find it."""
-    return field(default=default, metadata={"help": text})
+def _option(default: Any, text: str, choices: tuple[str, ...] = ()) -> Any:
+    """Declare a field whose help text and choices are where the command line and the documentation find them."""
+    return field(default=default, metadata={"help": text, "choices": choices})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,12 +43,12 @@ class PackingConfig:
     """Every packing option, under the name of its YAML key and flag; in the environment upper-case behind `VLPACK_`."""
 
     packing: bool = _option(False, "ms-swift's own flag; turns packing on")
-    packing_length: int = _option(
-        MISSING, "capacity of a pack in tokens, after images are expanded; in training the default is max_length"
+    packing_length: int = _option(MISSING, "capacity of a pack in tokens, after images are expanded")
+    packing_mode: str = _option(
+        "auto", "plan packs sized data ahead of time, buffer packs a stream as it comes, auto chooses", MODES
     )
-    packing_mode: str = _option("auto", "'plan' packs sized data ahead of time, 'buffer' packs a stream as it comes")
     packing_strategy: str = _option(
-        "binpack", "binpack (ms-swift's own), greedy (keeps the order), first_fit, best_fit or exact (tightest)"
+        "binpack", "binpack is ms-swift's own, greedy keeps the order, exact packs tightest", STRATEGIES
     )
     packing_buffer: int = _option(512, "window: samples the packer may choose from at a time")
     packing_min_fill_ratio: float = _option(
@@ -66,10 +66,10 @@ class PackingConfig:
     packing_verify: bool = _option(True, "prove before step 1 that samples of a pack do not see each other")
     packing_max_failures: int = _option(100, "consecutive unreadable rows before the run stops")
     packing_cache_dir: str | None = _option(
-        None, "directory that remembers the lengths of rows; default: vlpack/lengths in ms-swift's cache directory"
+        None, "directory that remembers the lengths of rows; none is vlpack/lengths in ms-swift's cache directory"
     )
     eval_packing: bool = _option(False, "pack the evaluation data too")
-    fusion_config: str | None = _option(None, "YAML of sources and ratios; default: --dataset, ratio 1 each")
+    fusion_config: str | None = _option(None, "YAML of sources and ratios; none is --dataset, ratio 1 each")
 
     def __post_init__(self) -> None:
         for spec in fields(self):
@@ -133,6 +133,38 @@ _TYPES: dict[str, Any] = get_type_hints(PackingConfig)
 def option_names() -> tuple[str, ...]:
     """All option names, in the order of declaration."""
     return tuple(spec.name for spec in fields(PackingConfig))
+
+
+def chosen_options(
+    environ: Mapping[str, str], file: Mapping[str, Any] | None = None, flags: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What was asked for, by option name, in the one order that holds everywhere.
+
+    A flag, then a key of the training file, then a `VLPACK_*` variable; what is in none of them has its default.
+
+    >>> chosen_options({"VLPACK_PACKING_BUFFER": "1", "VLPACK_PACKING_MAX_CARRY": "2"}, {"packing_buffer": 3})
+    {'packing_buffer': 3, 'packing_max_carry': '2'}
+    """
+    return {**options_in_env(environ), **(file or {}), **(flags or {})}
+
+
+def is_switched_on(variable: str, environ: Mapping[str, str]) -> bool:
+    """Whether a variable that is no option, but is true or false, is true; spelled as every option is."""
+    return bool(_typed(variable, environ.get(variable) or "false", bool))
+
+
+def kind_of(name: str) -> str:
+    """What an option takes, as the command line shows it.
+
+    >>> kind_of("packing_drop_last"), kind_of("packing_max_images"), kind_of("packing_mode")
+    ('{true,false}', 'INT', '{auto,plan,buffer}')
+    """
+    (spec,) = (spec for spec in fields(PackingConfig) if spec.name == name)
+    if choices := spec.metadata["choices"]:
+        return "{" + ",".join(choices) + "}"
+    kinds = getattr(_TYPES[name], "__args__", (_TYPES[name],))
+    shown = {bool: "{true,false}", int: "INT", float: "FLOAT", str: "PATH"}
+    return next(shown[kind] for kind in kinds if kind in shown)
 
 
 def options_in_env(environ: Mapping[str, str] | None = None) -> dict[str, str]:

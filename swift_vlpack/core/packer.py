@@ -184,7 +184,7 @@ class Packer:
         is_long = item.length > self._capacity or exceeds_a_cap(item, self.config)
         if is_long:
             self.num_single_long += 1
-            self._log(self.num_single_long, "alone in its pack", item, reason)
+            self._log(self.num_single_long, "alone in its pack", item, reason, loud=logging.INFO)
         return [*before, Pack((item,), is_long)]
 
     def _part_with(self, groups: Groups) -> list[Pack]:
@@ -213,17 +213,20 @@ class Packer:
     def _drop(self, item: Item, reason: Dropped) -> None:
         self.num_dropped[reason.value] = self.num_dropped.get(reason.value, 0) + 1
         if reason is not Dropped.UNDERFILLED:  # a plan may bring it back
-            self._log(self.num_dropped[reason.value], "left out", item, reason)
+            self._log(self.num_dropped[reason.value], "left out", item, reason, loud=logging.WARNING)
         if self._on_drop is not None:
             self._on_drop(item, reason)
 
-    def _log(self, num_so_far: int, what: str, item: Item, reason: Dropped) -> None:
+    def _log(self, num_so_far: int, what: str, item: Item, reason: Dropped, *, loud: int) -> None:
+        """The first ones at the level `loud`, all others one level below."""
         if self._label is None:
             return
-        level = logging.WARNING if num_so_far <= NUM_LOUD else logging.INFO
+        quiet = loud - 10
+        level = loud if num_so_far <= NUM_LOUD else quiet
         logger.log(level, "%s: %s, %d tokens (%s)", what, self._label(item.id), item.length, reason.value)
         if num_so_far == NUM_LOUD:
-            logger.warning("further items that are %s (%s) are logged at the info level", what, reason.value)
+            name = logging.getLevelName(quiet).lower()
+            logger.log(loud, "further items that are %s (%s) are logged at the %s level", what, reason.value, name)
 
     # -- how full -----------------------------------------------------------------------------------------------
 

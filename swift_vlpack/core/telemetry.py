@@ -19,6 +19,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from swift_vlpack.core.words import counted
+
 NUM_FILL_BINS = 100
 
 
@@ -193,8 +195,8 @@ class Telemetry:
         num_dropped = sum(self.num_dropped.values())
         reasons = ", ".join(f"{reason} {n}" for reason, n in sorted(self.num_dropped.items()))
         return (
-            f"{where}: {_counted(self.num_packs, 'pack')}, {_counted(self.num_packed, 'sample')}, "
-            f"{self.num_tokens} tokens, fill {100 * self.fill_mean:.1f}% ({percentiles}), "
+            f"{where}: {counted(self.num_packs, 'pack')}, {counted(self.num_packed, 'sample')}, "
+            f"{counted(self.num_tokens, 'token')}, fill {100 * self.fill_mean:.1f}% ({percentiles}), "
             f"{self.num_single_long} single-long ({_per_cent(self.num_single_long, self.num_read)}%), "
             f"{num_dropped} of {self.num_read} left out ({_per_cent(num_dropped, self.num_read)}%)"
             + (f": {reasons}" if reasons else "")
@@ -206,7 +208,3 @@ class Telemetry:
 
 def _per_cent(part: int, whole: int) -> float:
     return round(100 * part / whole, 1) if whole else 0.0
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")

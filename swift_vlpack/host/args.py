@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import inspect
 import math
 import os
 from collections.abc import Callable
@@ -10,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from swift.arguments import SftArguments
-from swift.utils import get_logger
+from swift.utils import get_logger, parse_args
 
-from swift_vlpack.core.config import PackingConfig
+from swift_vlpack.core.config import ENV_PREFIX, PackingConfig, chosen_options, is_switched_on
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.data import attention
 from swift_vlpack.host.fusion_config import read_fusion_config
@@ -23,6 +25,8 @@ from swift_vlpack.launch import plugin_path
 
 logger = get_logger()
 
+SWIFTS_OWN = ("packing", "packing_length", "packing_strategy")
+"""Packing options that are fields of ms-swift's arguments as well."""
 OWN_ATTENTION = (None, "sdpa", "eager", attention.NAME)
 
 
@@ -32,10 +36,67 @@ def is_ours(args: Any) -> bool:
 
 
 def packing_config(args: Any) -> PackingConfig:
-    """The options of the run: ms-swift's own flags, and over them the `VLPACK_*` variables."""
-    return PackingConfig.from_env(
-        os.environ, packing=True, packing_length=args.packing_length, packing_strategy=args.packing_strategy
-    )
+    """The options of the run; `settle_options` has decided between ms-swift's own fields and the variables."""
+    flags = {name: getattr(args, name) for name in SWIFTS_OWN}
+    return PackingConfig.from_mapping(chosen_options(os.environ, flags=flags))
+
+
+def settle_options(args: Any) -> None:
+    """Give ms-swift's own fields what variables say where neither flag nor YAML does, and check all options.
+
+    Before ms-swift looks at a field, or asks a hub for a model.
+    """
+    given = _flags_given(args)
+    if "packing" not in given:
+        args.packing = is_switched_on(f"{ENV_PREFIX}PACKING", os.environ)
+    if not is_ours(args):
+        return
+    options = chosen_options(os.environ, flags={name: getattr(args, name) for name in given})
+    config = PackingConfig.from_mapping({**options, "packing": True}, packing_length=1)
+    for name in set(options) & {"packing_length", "packing_strategy"}:
+        setattr(args, name, getattr(config, name))
+
+
+def _flags_given(args: Any) -> set[str]:
+    """Options among ms-swift's own fields that flags or YAML keys gave, which are flags to it too.
+
+    An option that was given its default looks as if it was not given, so the arguments that ms-swift is parsing at
+    this moment are looked up where its function has them. Arguments made in Python have only their values.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not parse_args.__code__:
+        frame = frame.f_back
+    argv = [] if frame is None else frame.f_locals["argv"]
+    named = {part[2:].partition("=")[0].replace("-", "_") for part in argv if part.startswith("--")}
+    default = {spec.name: spec.default for spec in dataclasses.fields(args)}
+    return {name for name in SWIFTS_OWN if name in named or getattr(args, name) != default[name]}
+
+
+def check_packing_of_others(args: Any, *, flash_check: Callable[[Any], None]) -> None:
+    """`swift pt`, `swift rlhf` and their kind pack as ms-swift does; say so, and what would serve where it refuses."""
+    if not args.packing:
+        flash_check(args)
+        return
+    command, way_out = _OTHERS.get(type(args).__name__, (type(args).__name__, ""))
+    served = f"swift_vlpack packs `swift sft` only; --packing true of {command} is ms-swift's own packing"
+    try:
+        flash_check(args)
+    except ValueError:
+        raise ConfigError(
+            f"{served}, which needs the flash-attn package and --attn_impl flash_attn. Give that, "
+            f"or leave --packing out{way_out}"
+        ) from None
+    logger.warning(served)
+
+
+_OTHERS = {
+    "PretrainArguments": (
+        "`swift pt`",
+        ", or train with `swift sft --use_chat_template false --loss_scale all`, which is what `swift pt` is",
+    ),
+    "RLHFArguments": ("`swift rlhf`", ""),
+}
+"""What a command is called, and what to do instead."""
 
 
 def portable(args: Any) -> Any:

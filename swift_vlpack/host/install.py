@@ -1,16 +1,19 @@
 """Put packing into ms-swift. Two stages, so that nothing changes for a run that does not pack.
 
-`install()` runs when `--external_plugins` loads the plugin: it registers the attention function and wraps one method,
-the check that ms-swift makes of `--packing`. Only when that check meets `swift sft --packing true` is the rest put in.
+`install()` runs when `--external_plugins` loads the plugin: it registers the attention function and wraps two methods,
+the first one that follows, where variables become arguments, and the check that ms-swift makes of `--packing`. Only
+when that check meets `swift sft --packing true` is the rest put in.
 """
 
 from __future__ import annotations
 
 import functools
 import multiprocessing
+import sys
 from typing import Any
 
 from swift_vlpack.data import attention
+from swift_vlpack.host.messages import join_log, quiet_mistakes
 from swift_vlpack.host.seam import SEAM, UnsupportedSwift, check_seam
 
 TRAINER = "swift_vlpack.host.trainer.PackingTrainer"
@@ -19,8 +22,10 @@ CALLBACK = "vlpack"
 
 def install() -> None:
     """Let `swift sft --packing true` pack with this package. Calling it again changes nothing."""
-    if multiprocessing.parent_process() is not None:
-        return  # a dataloader worker that replays the plugin; it only unpickles our data set
+    if multiprocessing.parent_process() is not None and "swift.arguments" not in sys.modules:
+        return  # a dataloader worker that replays the plugin: it reads no arguments, so it trains nothing
+    join_log()
+    quiet_mistakes()
     attention.register()
     from swift.arguments import SftArguments
 
@@ -33,11 +38,11 @@ def install() -> None:
 
     @functools.wraps(check)
     def _check_padding_free(self: Any) -> None:
-        from swift_vlpack.host.args import is_ours, prepare_args
+        from swift_vlpack.host.args import check_packing_of_others, is_ours, prepare_args
 
         if not is_ours(self):
             deactivate()
-            check(self)
+            check_packing_of_others(self, flash_check=check)
             return
         check_seam()
         prepare_args(self, flash_check=check)
@@ -45,6 +50,17 @@ def install() -> None:
 
     _check_padding_free._vlpack_original = check  # type: ignore[attr-defined]
     SftArguments._check_padding_free = _check_padding_free
+    prepare_model_kwargs = SftArguments._init_model_kwargs
+
+    @functools.wraps(prepare_model_kwargs)
+    def _init_model_kwargs(self: Any) -> None:  # the first that ms-swift calls after it has loaded the plugins
+        from swift_vlpack.host.args import settle_options
+
+        if type(self) is SftArguments:
+            settle_options(self)
+        prepare_model_kwargs(self)
+
+    SftArguments._init_model_kwargs = _init_model_kwargs
 
 
 def activate() -> None:

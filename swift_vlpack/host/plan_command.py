@@ -1,8 +1,7 @@
 """`vlpack plan` for a training run: what `swift sft` would train on, by the same functions, without weights.
 
-`python -m swift_vlpack.host.plan_command REPORT FAILURES NUM_RANKS [options of swift sft]` writes the report as JSON
-to the file REPORT. The `vlpack` command starts it with the environment of the run, which has to be in place before
-ms-swift is imported, and shows the report; so whatever a library prints here cannot get into it.
+The `vlpack` command becomes `plan_process`, which runs `main` here, with the environment of the run, which has to be in
+place before ms-swift is imported. The report goes to a file number of its own: whatever a library prints is not in it.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from swift.utils import get_logger
 
 from swift_vlpack.core.errors import ConfigError, VLPackError
 from swift_vlpack.core.plan_report import plan_report
+from swift_vlpack.core.plan_text import plan_text
 from swift_vlpack.data.data_report import data_report, failed_rows
 from swift_vlpack.data.planned import PlannedPackingDataset
 from swift_vlpack.host.args import is_ours, packing_config
@@ -38,6 +38,22 @@ OVERRIDDEN = ("--report_to", "none", "--add_version", "false", "--use_cpu", "tru
 """Leave no trace; and without `use_cpu` ms-swift refuses bfloat16 on a machine that has no GPU."""
 
 
+NETWORK_WAY_OUT = (
+    "(check the network, HTTPS_PROXY and HF_ENDPOINT, choose the other hub by --use_hf, or give a local folder or file)"
+)
+_NOBODY_ANSWERED = frozenset(
+    (
+        "ConnectionError",
+        "TimeoutError",
+        "Timeout",
+        "gaierror",
+        "TransportError",
+        "MaxRetryError",
+        "OfflineModeIsEnabled",
+    )
+)
+
+
 class Refused(VLPackError):
     """ms-swift cannot work with what it was given."""
 
@@ -49,8 +65,23 @@ def _said_by_swift(what: str) -> Iterator[None]:
         yield
     except VLPackError:
         raise
-    except (ValueError, AssertionError, OSError) as error:
-        raise Refused(f"ms-swift {what}: {' '.join(str(error).split())}") from error
+    except Exception as error:
+        said = " ".join(str(error).split())
+        if _is_of_network(error):
+            raise Refused(
+                f"the hub cannot be reached, and what was named is no local path: {said} {NETWORK_WAY_OUT}"
+            ) from error
+        if not isinstance(error, (ValueError, AssertionError, OSError)):
+            raise
+        raise Refused(f"ms-swift {what}: {said}") from error
+
+
+def _is_of_network(error: BaseException | None) -> bool:
+    """Whether it, or what it came from, is that nobody answered; each library has classes of its own for that."""
+    if error is None:
+        return False
+    names = {base.__name__ for base in type(error).__mro__}
+    return bool(names & _NOBODY_ANSWERED) or _is_of_network(error.__cause__ or error.__context__)
 
 
 class _WithoutWeights(SwiftSft):
@@ -66,14 +97,15 @@ class _WithoutWeights(SwiftSft):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Plan and write the report; a mistake of the user is one line on stderr and exit code 2."""
-    report_file, failures_file, num_ranks, *options = sys.argv[1:] if argv is None else argv
+    """Plan and write the report, as JSON or text; a mistake of the user is one line on stderr and exit code 2."""
+    file_number, form, failures_file, num_ranks, *options = sys.argv[1:] if argv is None else argv
     try:
         report = training_report(options, num_ranks=int(num_ranks), failures_file=Path(failures_file))
     except VLPackError as error:
         print(f"vlpack plan: {error}", file=sys.stderr)
         return EXIT_USAGE
-    Path(report_file).write_text(json.dumps(report), encoding="utf-8")
+    with open(int(file_number), "w", encoding="utf-8") as file:
+        file.write((json.dumps(report) if form == "json" else plan_text(report)) + "\n")
     return 0
 
 
@@ -163,7 +195,3 @@ def _merge_size(template: Any) -> int | None:
     """How many patches in height and width a vision token stands for, where the image processor says so."""
     merge_size = getattr(getattr(template.processor, "image_processor", None), "merge_size", None)
     return merge_size if isinstance(merge_size, int) else None
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,6 +15,7 @@ SEAM: tuple[tuple[str, str, frozenset[str]], ...] = tuple(
     (module, name, frozenset(parameters.split()))
     for module, name, parameters in (
         ("swift.arguments", "SftArguments._check_padding_free", "self"),
+        ("swift.arguments", "SftArguments._init_model_kwargs", "self"),
         ("swift.arguments", "SftArguments.get_dataset_kwargs", "self"),
         ("swift.arguments", "SftArguments.save_args", "self output_dir"),
         ("swift.callbacks", "callbacks_map", ""),
@@ -38,6 +39,7 @@ SEAM: tuple[tuple[str, str, frozenset[str]], ...] = tuple(
         ("swift.trainers", "Seq2SeqTrainer._update_last_checkpoint_symlink", "self barrier"),
         ("swift.trainers", "Seq2SeqTrainer.set_initial_training_values", "self"),
         ("swift.trainers", "TrainerFactory.TRAINER_MAPPING", ""),
+        ("swift.utils", "parse_args", "argv"),
     )
 )
 

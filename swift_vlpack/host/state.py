@@ -91,9 +91,10 @@ def load_state(checkpoint: Path, kind: str, fingerprint: Mapping[str, Any]) -> d
 
 def wants_restart(environ: Mapping[str, str]) -> bool:
     """Whether the data shall start anew although a checkpoint is resumed."""
-    wish = environ.get(RESUME_DATA)
-    if wish not in (None, "", RESTART):
-        raise ConfigError(f"{RESUME_DATA} can only be {RESTART}, got {wish!r}; without it the data goes on")
+    given = environ.get(RESUME_DATA, "")
+    wish = given.strip().lower()  # as forgiving as options are
+    if wish not in ("", RESTART):
+        raise ConfigError(f"{RESUME_DATA} can only be {RESTART}, got {given!r}; without it the data goes on")
     return wish == RESTART
 
 

@@ -17,7 +17,7 @@ from swift.utils import get_logger, is_master
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import seed_worker
 
-from swift_vlpack.core.config import RECORD_PACKS
+from swift_vlpack.core.config import RECORD_PACKS, is_switched_on
 from swift_vlpack.core.errors import ConfigError, DataError, StateMismatch
 from swift_vlpack.core.progress import advanced, cuts_from, is_finished, num_consumed
 from swift_vlpack.core.remedies import warning_of_left_out
@@ -64,7 +64,7 @@ class PackingTrainer(Seq2SeqTrainer):
         self._global_step_before: int | None = None  # of the checkpoint, where one is resumed
         self._fingerprint: dict[str, Any] = {}
         self._is_saving = False  # a checkpoint, which is not complete yet
-        self._records_packs = os.environ.get(RECORD_PACKS, "").lower() in ("true", "1")
+        self._records_packs = is_switched_on(RECORD_PACKS, os.environ)
         num_workers = training_args.dataloader_num_workers
         self.progress = Progress(num_workers)
         tolerate_packs_without_images(kwargs["model"], training_args)

@@ -1,9 +1,13 @@
+import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 
+from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.data import attention
 from swift_vlpack.host import seam
 from swift_vlpack.host.install import activate, deactivate, install
@@ -56,17 +60,119 @@ def test_install_twice_changes_nothing_more():
     assert SftArguments._check_padding_free is once
 
 
-@pytest.mark.parametrize("name", ["PretrainArguments", "RLHFArguments"])
-def test_other_commands_keep_ms_swifts_own_check(name):
-    """TRAIN-2: `swift pt` and `swift rlhf` with packing and without flash-attn are refused as before."""
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("PretrainArguments", "of `swift pt` is .* flash-attn .* or train with `swift sft --use_chat_template false"),
+        ("RLHFArguments", "of `swift rlhf` is ms-swift's own packing, which needs the flash-attn package"),
+    ],
+)
+def test_other_commands_keep_ms_swifts_own_check_and_say_what_is_served(name, said, caplog):
+    """TRAIN-2 TRAIN-11: `swift pt` and `swift rlhf` with packing and without flash-attn are refused as before."""
     import swift.arguments
 
     install()
     other = getattr(swift.arguments, name)
     args = object.__new__(other)
     args.packing, args.padding_free, args.attn_impl, args.rlhf_type = True, False, None, "dpo"
-    with pytest.raises(ValueError, match="requires a flash attention implementation"):
+    with pytest.raises(ConfigError, match=said):
         args._check_padding_free()
+    args.packing, args.padding_free = False, True
+    with pytest.raises(ValueError, match='"padding_free" feature requires a flash attention'):
+        args._check_padding_free()
+
+
+def test_pt_is_what_the_way_out_says():
+    """TRAIN-11: `swift pt` differs from `swift sft` in two defaults, and in nothing else."""
+    from dataclasses import fields
+
+    from swift.arguments import PretrainArguments, SftArguments
+    from swift.pipelines.train.pretrain import SwiftPretrain
+    from swift.pipelines.train.sft import SwiftSft
+
+    default = {spec.name: spec.default for spec in fields(SftArguments)}
+    other = {spec.name: spec.default for spec in fields(PretrainArguments) if spec.default != default[spec.name]}
+    assert other == {"use_chat_template": False, "loss_scale": "all"}
+    assert {name for name in vars(PretrainArguments) if callable(getattr(PretrainArguments, name))} <= {
+        "__init__", "__repr__", "__eq__", "__replace__",
+    }  # fmt: skip
+    assert {name for name in vars(SwiftPretrain) if not name.startswith("__")} <= {"args_class", "_abc_impl"}
+    assert SwiftPretrain.__mro__[1] is SwiftSft
+
+
+def installed_anew(results):
+    from swift.arguments import SftArguments
+
+    for name in ("_check_padding_free", "_init_model_kwargs"):  # as in a child that starts from nothing
+        setattr(SftArguments, name, getattr(SftArguments, name).__wrapped__)
+    install()
+    results.put(hasattr(SftArguments._check_padding_free, "_vlpack_original"))
+
+
+def test_a_child_process_that_trains_gets_the_plugin():
+    """TRAIN-12: `torch.multiprocessing.spawn` of a training function; unlike a dataloader worker it reads arguments."""
+    install()
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    child = context.Process(target=installed_anew, args=(results,))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert results.get() is True
+
+
+def uncaught(code, **environ):
+    """What a process prints on stderr, and its exit code, that ends with an uncaught error."""
+    before = "from swift_vlpack.host.messages import quiet_mistakes, join_log; quiet_mistakes(); quiet_mistakes()\n"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{before}from swift_vlpack.core.errors import ConfigError, DataError\n{code}"],
+        capture_output=True, text=True, check=False, env={**os.environ, **environ},
+    )  # fmt: skip
+    return done.returncode, done.stderr
+
+
+def test_mistake_is_one_line_and_a_bug_keeps_its_traceback():
+    """CLI-12"""
+    assert uncaught("raise ConfigError('no such thing;\\n give another')") == (
+        2,
+        "swift_vlpack: no such thing; give another\n",
+    )
+    assert uncaught("raise DataError('gone') from OSError('disk')", RANK="3") == (2, "swift_vlpack: gone (rank 3)\n")
+    of_worker = (
+        "Caught DataError in DataLoader worker process 0.\\nOriginal Traceback (most recent call last):\\n  File"
+    )
+    assert uncaught(f"raise DataError('{of_worker}\\nx.errors.DataError: 3 rows: gone\\n')") == (
+        2,
+        "swift_vlpack: 3 rows: gone\n",
+    )
+    for code in ("{}['a']", "raise DataError('odd') from KeyError('a')"):
+        status, said = uncaught(code)
+        assert (status, "Traceback" in said, "KeyError: 'a'" in said) == (1, True, True)
+
+
+def test_interrupt_says_nothing():
+    """CLI-10"""
+    status, said = uncaught("raise KeyboardInterrupt")
+    assert (status, said) == (-signal.SIGINT, "")
+
+
+def test_lines_of_every_layer_have_ms_swifts_prefix():
+    """CLI-13: and where another rank speaks, it is about its own rows."""
+    code = (
+        "import logging; from swift_vlpack.host.messages import join_log; join_log(); join_log()\n"
+        "import sys; print('begin', file=sys.stderr)\n"
+        "for layer in ('core.packer', 'data.dataset'):\n"
+        "    logging.getLogger(f'swift_vlpack.{layer}').warning('%s speaks', layer)\n"
+        "    logging.getLogger(f'swift_vlpack.{layer}').debug('%s whispers', layer)\n"
+        "logging.warning('others do as they did')\n"
+    )
+    for rank, spoken in (("0", ["core.packer", "data.dataset"]), ("1", ["data.dataset"])):
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+            env={**os.environ, "LOCAL_RANK": rank, "RANK": rank},
+        )  # fmt: skip
+        lines = done.stderr.partition("begin\n")[2].splitlines()
+        assert lines == [*(f"[WARNING:swift] {layer} speaks" for layer in spoken), "WARNING:root:others do as they did"]
 
 
 def test_pipelines_of_other_commands_prepare_data_as_before():

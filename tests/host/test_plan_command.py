@@ -4,13 +4,16 @@ import json
 import math
 import os
 import shutil
+import socket
 
+import httpx
 import pytest
+import requests
 
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.host import pipeline
 from swift_vlpack.host.args import _fold_batch_size
-from swift_vlpack.host.plan_command import main, training_report
+from swift_vlpack.host.plan_command import _is_of_network, main, training_report
 from swift_vlpack.host.ranks import counted_as
 from tests.host.runs import epoch_report, log_lines, packed_argv, train
 from tests.images import BROKEN, REASON_OF, make, photo
@@ -244,7 +247,7 @@ def test_buffer_mode_cannot_be_planned(bare_folder, mix, tmp_path, options):
     ("flags", "part"),
     [
         ({}, "no data to train on: give --dataset or fusion_config"),
-        ({"dataset": "nowhere.jsonl"}, "cannot load the data"),
+        ({"dataset": "nowhere.jsonl"}, "is no local path: Couldn't reach 'nowhere.jsonl'"),
         ({"dataset": "CHAT", "magic": 3}, "--magic"),
         ({"dataset": "CHAT", "packing_length": 0}, "packing_length must be at least 1"),
     ],
@@ -254,8 +257,40 @@ def test_mistake_is_one_line_and_no_report(flags, part, bare_folder, mix, tmp_pa
     """CLI-5"""
     flags = {name: mix / "chat.jsonl" if value == "CHAT" else value for name, value in flags.items()}
     argv = packed_argv(bare_folder, FAMILY, tmp_path, **flags)
-    assert main([str(tmp_path / "report.json"), str(tmp_path / "failures.jsonl"), "1", *argv]) == 2
-    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert main(["1", "json", str(tmp_path / "failures.jsonl"), "1", *argv]) == 2
+    out, err = capsys.readouterr()
+    last = err.strip().splitlines()[-1]
     assert last.startswith("vlpack plan: ")
     assert part in last
-    assert not (tmp_path / "report.json").exists()
+    assert out == ""
+
+
+def test_hub_that_cannot_be_reached_is_said_to_be_that(mix, tmp_path, capsys):
+    """CLI-14: tests run without one; and a model that is not there is no mistake in the options either way."""
+    argv = packed_argv("no/such-model", FAMILY, tmp_path / "out", dataset=mix / "chat.jsonl")
+    assert main(["1", "json", str(tmp_path / "failures.jsonl"), "1", *argv]) == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("vlpack plan: the hub cannot be reached, ")
+    assert "refuses" not in last
+    assert "local folder" in last
+
+
+@pytest.mark.parametrize(
+    ("error", "is_of_network"),
+    [
+        (ConnectionResetError("peer"), True),
+        (socket.gaierror(-3, "Temporary failure in name resolution"), True),
+        (httpx.ConnectTimeout("slow"), True),
+        (requests.exceptions.ReadTimeout("slow"), True),
+        (requests.exceptions.HTTPError("404 Client Error"), False),
+        (FileNotFoundError("rows.jsonl"), False),
+        (ValueError("bad flag"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_errors_of_the_network_are_told_from_others(error, is_of_network):
+    """CLI-14"""
+    assert _is_of_network(error) is is_of_network
+    wrapped = OSError("cannot find the files")
+    wrapped.__cause__ = error
+    assert _is_of_network(wrapped) is is_of_network

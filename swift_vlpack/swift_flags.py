@@ -1,0 +1,96 @@
+"""The names of `swift sft`'s flags, read from source in a moment: importing ms-swift would take ten seconds.
+
+ms-swift makes a flag of every field of the dataclass `SftArguments` and its bases, here and in transformers.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+
+class _Lost(Exception):
+    """The source is not where, or not what, it was."""
+
+
+class _Place(NamedTuple):
+    """A module, by its name, and its file."""
+
+    module: str
+    path: Path
+
+
+@cache
+def flag_names() -> frozenset[str]:
+    """All of them; none where this ms-swift or transformers is built in a way that cannot be read."""
+    try:
+        return frozenset(_fields("swift.arguments", "SftArguments"))
+    except (_Lost, OSError, SyntaxError, ValueError):
+        return frozenset()
+
+
+def _fields(module: str, name: str) -> Iterator[str]:
+    place, found = _class(module, name)
+    for base in found.bases:
+        if isinstance(base, ast.Name) and base.id not in ("object", "ABC"):
+            yield from _fields(place.module, base.id)
+    for line in found.body:
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and _is_field(line):
+            yield line.target.id
+
+
+def _is_field(line: ast.AnnAssign) -> bool:
+    if "ClassVar" in ast.unparse(line.annotation):
+        return False
+    options = line.value.keywords if isinstance(line.value, ast.Call) else []
+    return not any(option.arg == "init" and ast.unparse(option.value) == "False" for option in options)
+
+
+def _class(module: str, name: str) -> tuple[_Place, ast.ClassDef]:
+    """A class that the module defines or imports from another."""
+    place = _place(module)
+    tree = _tree(place.path)
+    for line in tree.body:
+        if isinstance(line, ast.ClassDef) and line.name == name:
+            return place, line
+    for node in ast.walk(tree):  # a lazy package imports where only a type checker looks
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    return _class(_absolute(node, place), alias.name)
+    raise _Lost(f"{module}.{name}")
+
+
+def _absolute(node: ast.ImportFrom, place: _Place) -> str:
+    if not node.level:
+        return node.module or ""
+    is_package = place.path.name == "__init__.py"
+    parts = place.module.split(".")
+    parts = parts[: len(parts) - node.level + is_package]
+    return ".".join([*parts, *([node.module] if node.module else [])])
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _place(module: str) -> _Place:
+    """Found by name; to let Python look for it would import the packages above it."""
+    top, *rest = module.split(".")
+    return _Place(module, source_file(top, *rest))
+
+
+def source_file(package: str, *names: str) -> Path:
+    """The file of a module in an installed package, without importing either."""
+    spec = importlib.util.find_spec(package)
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        path = Path(folder, *names)
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.is_file():
+                return file
+    raise _Lost(".".join((package, *names)))

@@ -1,0 +1,182 @@
+"""Who decides about an option: flag, YAML, environment, default, in every command that trains or plans."""
+
+import json
+import os
+from itertools import product
+
+import pytest
+import yaml
+
+from swift_vlpack.cli import _config, _parser
+from swift_vlpack.core.config import PackingConfig
+from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.host.args import is_ours, packing_config
+from swift_vlpack.host.install import install
+from swift_vlpack.launch import plan_launch, plugin_path, sft_launch
+from tests.host.runs import epoch_report, packed_argv, train
+from tests.rows import text_row, write_jsonl
+
+# value of the flag, of the YAML key, of the variable, and the default (of the length: max_length, not known yet)
+VALUES = {
+    "packing_length": (101, 102, 103, None),
+    "packing_strategy": ("binpack", "greedy", "exact", "binpack"),
+    "packing_buffer": (11, 12, 13, 512),
+}
+SWIFTS_NAMES = {"greedy": "sequential"}  # what ms-swift's own flag takes
+
+
+def wanted(option, given):
+    *asked, default = VALUES[option]
+    return next((value for value, is_given in zip(asked, given, strict=True) if is_given), default)
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    for key in [key for key in os.environ if key.startswith("VLPACK_")]:
+        monkeypatch.delenv(key)
+
+
+@pytest.fixture
+def settled(monkeypatch):
+    """The options as a training process with these flags and variables has them, as far as it knows without a model."""
+    from swift.arguments import SftArguments
+    from swift.utils import parse_args
+
+    install()
+
+    def read(flags, environ):
+        with monkeypatch.context() as patch:
+            patch.setattr(SftArguments, "__post_init__", lambda self: self._init_model_kwargs())
+            for name, value in environ.items():
+                patch.setenv(name, value)
+            args, rest = parse_args(SftArguments, list(flags))
+            assert rest == []
+            if not is_ours(args):
+                return {"packing": False}
+            config = packing_config(args) if args.packing_length else None
+            return {"packing": True, "packing_length": args.packing_length, "config": config, "args": args}
+
+    return read
+
+
+def own(environ):
+    """Only what matters here, not this process's."""
+    return {name: value for name, value in environ.items() if name.startswith("VLPACK_")}
+
+
+def file_with(tmp_path, **keys):
+    path = tmp_path / "train.yaml"
+    path.write_text(yaml.safe_dump({"model": "m", **keys}))
+    return str(path)
+
+
+def run_of(command, option, given, tmp_path):
+    """Flags and variables of the training process, where the user gave the option in these places."""
+    flag, key, variable, _ = VALUES[option]
+    environ = {f"VLPACK_{option.upper()}": str(variable)} if given[2] else {}
+    if command == "swift sft":  # ms-swift makes flags of the keys, before those of the command line
+        keys = ["--model", "m", *([f"--{option}", SWIFTS_NAMES.get(key, str(key))] if given[1] else [])]
+        flags = [f"--{option}", str(flag)] if given[0] else []
+        return [*keys, *flags, "--packing", "true"], environ
+    argv = [file_with(tmp_path, **({option: key} if given[1] else {})), *([f"--{option}={flag}"] if given[0] else [])]
+    if command == "vlpack sft":
+        launch = sft_launch(argv, environ)
+        return launch.command[2:], own(launch.environ)
+    launch = plan_launch(argv, environ)
+    return launch.flags, own(launch.environ)
+
+
+@pytest.mark.parametrize("option", VALUES)
+@pytest.mark.parametrize("command", ["swift sft", "vlpack sft", "vlpack plan"])
+def test_one_precedence_in_every_command(command, option, settled, tmp_path):
+    """CONF-9: flag, then YAML, then environment, then default; also where the flag is given its own default."""
+    for given in product((True, False), repeat=3):
+        if command == "swift sft" and option == "packing_buffer" and any(given[:2]):
+            continue  # ms-swift has no such flag
+        flags, environ = run_of(command, option, given, tmp_path)
+        length = () if option == "packing_length" else ("--packing_length", "64")
+        run = settled([*flags, *length], environ)
+        found = run["packing_length"] if option == "packing_length" else getattr(run["config"], option)
+        assert found == wanted(option, given), (command, option, given)
+
+
+@pytest.mark.parametrize("given", list(product((True, False), repeat=2)))
+@pytest.mark.parametrize("option", VALUES)
+def test_one_precedence_where_lengths_are_planned(option, given, monkeypatch):
+    """CONF-9 CLI-4"""
+    flag, _, variable, _ = VALUES[option]
+    if given[1]:
+        monkeypatch.setenv(f"VLPACK_{option.upper()}", str(variable))
+    argv = ["plan", "--lengths", "x", *([f"--{option}", str(flag)] if given[0] else [])]
+    if option == "packing_length" and not any(given):
+        with pytest.raises(ConfigError, match="packing_length is not set"):
+            _config(_parser().parse_args(argv))
+        return
+    argv += [] if option == "packing_length" else ["--packing_length", "64"]
+    assert getattr(_config(_parser().parse_args(argv)), option) == wanted(option, (given[0], False, given[1]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "packs"),
+    [
+        ([], {}, False),
+        ([], {"VLPACK_PACKING": "yes"}, True),
+        (["--packing", "false"], {"VLPACK_PACKING": "true"}, False),
+        (["--packing", "true"], {"VLPACK_PACKING": "false"}, True),
+    ],
+)
+def test_packing_itself_has_the_same_precedence(flags, environ, packs, settled, tmp_path):
+    """CONF-9: and the default of `vlpack sft` is to pack, which a variable turns off."""
+    assert settled(flags, environ)["packing"] is packs
+    launch = sft_launch(flags, environ)
+    expected = packs if flags or environ else True
+    assert settled(launch.command[2:], own(launch.environ))["packing"] is expected
+    assert ("false" in sft_launch([], {"VLPACK_PACKING": "false"}).command) is True
+
+
+def test_variables_of_a_run_that_does_not_pack_are_not_looked_at(settled):
+    """TRAIN-2"""
+    assert settled([], {"VLPACK_PACKING_STRATEGY": "magic", "VLPACK_NO_SUCH": "1"})["packing"] is False
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("VLPACK_PACKING_STRATEGY", "magic", "packing_strategy must be one of"),
+        ("VLPACK_PACKING_STRATEGI", "exact", "did you mean VLPACK_PACKING_STRATEGY"),
+        ("VLPACK_PACKING_LENGTH", "long", "packing_length must be a whole number"),
+    ],
+)
+def test_mistake_in_an_option_stops_before_a_model_is_looked_for(name, value, message, monkeypatch):
+    """CLI-12: ms-swift would ask a hub for the model next."""
+    from swift.pipelines import sft_main
+
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=message):
+        sft_main(["--model", "no/such-model", "--external_plugins", str(plugin_path()), "--packing", "true"])
+
+
+def test_a_flag_wins_in_a_real_run(tiny_folder, tmp_path, monkeypatch):
+    """CONF-9 CONF-10: `--packing_length` and `--packing_strategy` of plain `swift sft` over their variables."""
+    rows = [text_row(f"question {number}", "word " * 20) for number in range(12)]
+    monkeypatch.setenv("VLPACK_PACKING_LENGTH", "64")
+    monkeypatch.setenv("VLPACK_PACKING_STRATEGY", "exact")
+    monkeypatch.setenv("VLPACK_PACKING_DROP_LAST", "false")
+    monkeypatch.setenv("VLPACK_RECORD_PACKS", "yes")
+    flags = packed_argv(
+        tiny_folder("qwen2_5_vl"), "qwen2_5_vl", tmp_path / "out", dataset=write_jsonl(tmp_path / "rows.jsonl", rows),
+        max_steps=2, packing_length=256, packing_strategy="sequential", split_dataset_ratio=0,
+    )  # fmt: skip
+    train(flags)
+    report = epoch_report(tmp_path / "out")
+    assert report["num_samples"] / report["num_packs"] > 3, "64 tokens hold one of them"
+    recorded = (tmp_path / "out" / "vlpack" / "packs_rank0.jsonl").read_text()
+    assert recorded.count("\n") == 2, "VLPACK_RECORD_PACKS takes what every switch takes"
+    args = json.loads((tmp_path / "out" / "args.json").read_text())
+    assert (args["packing_length"], args["packing_strategy"]) == (256, "greedy")
+
+
+def test_defaults_of_the_table_are_those_of_the_options():
+    """CONF-9"""
+    config = PackingConfig(packing_length=1)
+    assert all(getattr(config, option) == VALUES[option][3] for option in ("packing_strategy", "packing_buffer"))
