@@ -1,0 +1,158 @@
+"""What is left of a run that is stopped: nothing."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.host.runs import argv
+from tests.rows import mixed_rows, write_jsonl
+
+FAMILY = "qwen2_5_vl"
+SECONDS = 240
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    return write_jsonl(folder / "rows.jsonl", mixed_rows(folder, 12, largest=120))
+
+
+def processes_of(mark):
+    """Numbers of the processes that have the mark in their environment, as every child of a run has."""
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*") if f"TEST_RUN={mark}".encode() in environ_of(path)]
+
+
+def environ_of(process):
+    try:
+        return (process / "environ").read_bytes()
+    except OSError:  # ended, or another user's
+        return b""
+
+
+def until(condition, what):
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.5)
+
+
+def started(command, tmp_path, **environ):
+    """The process, in a group of its own as a terminal would start it, with its output in files."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("VLPACK_")}
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    environ = {**clean, "TEST_RUN": str(tmp_path), "TMPDIR": str(folder), **environ}
+    with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
+        command = [sys.executable, "-m", "swift_vlpack.cli", *map(str, command)]
+        return subprocess.Popen(command, stdout=out, stderr=err, env=environ, start_new_session=True)
+
+
+def output(tmp_path):
+    return (tmp_path / "out").read_text() + (tmp_path / "err").read_text()
+
+
+def own_files(tmp_path):
+    return [path.name for path in (tmp_path / "temporary").iterdir() if path.name.startswith("vlpack")]
+
+
+def training_file(tiny_folder, dataset, tmp_path, **more):
+    flags = argv(
+        tiny_folder(FAMILY), FAMILY, tmp_path / "run", dataset=dataset, max_steps=100000, packing_verify="false",
+        dataloader_num_workers=1, **more,
+    )  # fmt: skip
+    flags = {flags[at][2:]: str(flags[at + 1]) for at in range(0, len(flags), 2)}
+    path = tmp_path / "train.yaml"
+    path.write_text("".join(f"{name}: {value!r}\n" for name, value in flags.items()))
+    return path
+
+
+def trains(tmp_path):
+    log = tmp_path / "run" / "logging.jsonl"
+    return log.is_file() and '"loss"' in log.read_text()
+
+
+def test_kill_of_the_number_that_was_started_ends_the_training(tiny_folder, dataset, tmp_path):
+    """CLI-10"""
+    run = started(["sft", training_file(tiny_folder, dataset, tmp_path)], tmp_path)
+    try:
+        until(lambda: trains(tmp_path) or run.poll() is not None, "no training")
+        assert run.poll() is None, output(tmp_path)[-3000:]
+        assert len(processes_of(tmp_path)) == 2, "the training process and its dataloader worker, and nobody who waits"
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(SECONDS) == -signal.SIGTERM
+        until(lambda: not processes_of(tmp_path), "a process of the run is left")
+        assert own_files(tmp_path) == []
+        assert "Traceback" not in output(tmp_path)
+    finally:
+        end(run)
+
+
+@pytest.mark.slow
+def test_interrupt_from_the_terminal_is_quiet(tiny_folder, dataset, tmp_path):
+    """CLI-10: Ctrl-C goes to every process of the group."""
+    run = started(["sft", training_file(tiny_folder, dataset, tmp_path)], tmp_path)
+    try:
+        until(lambda: trains(tmp_path) or run.poll() is not None, "no training")
+        assert run.poll() is None, output(tmp_path)[-3000:]
+        os.killpg(run.pid, signal.SIGINT)
+        assert run.wait(SECONDS) == -signal.SIGINT, "as the trainer itself ends by an interrupt"
+        until(lambda: not processes_of(tmp_path), "a process of the run is left")
+        assert own_files(tmp_path) == []
+        assert "Traceback" not in output(tmp_path)
+    finally:
+        end(run)
+
+
+@pytest.mark.slow
+def test_kill_ends_all_ranks(tiny_folder, dataset, tmp_path):
+    """CLI-10: the process is torchrun, which hands the signal on."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    path = training_file(tiny_folder, dataset, tmp_path, ddp_backend="gloo", use_cpu="true")
+    run = started(["sft", path], tmp_path, NPROC_PER_NODE="2", MASTER_PORT=str(port))
+    try:
+        until(lambda: trains(tmp_path) or run.poll() is not None, "no training")
+        assert run.poll() is None, output(tmp_path)[-3000:]
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(SECONDS) != 0
+        until(lambda: not processes_of(tmp_path), "a process of the run is left")
+        assert own_files(tmp_path) == []
+        assert "cli.py" not in output(tmp_path), "no traceback of ours"
+    finally:
+        end(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_plan_that_is_stopped_leaves_nothing(number, tiny_folder, tmp_path):
+    """CLI-10: in the middle of the length pass, of enough rows for it to last."""
+    rows = mixed_rows(tmp_path, 4, largest=120) * 20000
+    dataset = write_jsonl(tmp_path / "many.jsonl", rows)
+    path = training_file(tiny_folder, dataset, tmp_path, packing_cache_dir=tmp_path / "lengths", dataset_num_proc=2)
+    run = started(["plan", "--config", path], tmp_path)
+    try:
+        pattern = re.compile(r"ength")
+        until(lambda: pattern.search((tmp_path / "err").read_text()) or run.poll() is not None, "no length pass")
+        assert run.poll() is None, output(tmp_path)[-3000:]
+        os.killpg(run.pid, number) if number == signal.SIGINT else run.send_signal(number)
+        assert run.wait(SECONDS) == 128 + number
+        until(lambda: not processes_of(tmp_path), "a process of the plan is left")
+        assert own_files(tmp_path) == []
+        assert (tmp_path / "out").read_text() == ""
+        assert "Traceback" not in (tmp_path / "err").read_text()
+    finally:
+        end(run)
+
+
+def end(run):
+    if run.poll() is None:
+        os.killpg(run.pid, signal.SIGKILL)
+        run.wait()
