@@ -24,6 +24,8 @@ from swift_vlpack.core.planner import plan
 from swift_vlpack.launch import checked_num_ranks, plan_launch, plugin_path, sft_launch
 
 EXIT_USAGE = 2
+LIST = "vlpack_failures.jsonl"
+"""Rows that a plan leaves out."""
 STDOUT, STDERR = 1, 2
 """Their file numbers."""
 
@@ -104,9 +106,8 @@ def _add_plan_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--failures",
         type=Path,
-        default=Path("vlpack_failures.jsonl"),
         metavar="FILE",
-        help="where to write the rows of a run that cannot be encoded, if there are any (default: %(default)s)",
+        help=f"where to list the rows of a run that are left out, if there are any (default: {LIST} next to CONFIG)",
     )
 
 
@@ -194,15 +195,25 @@ def _plan_run(argv: Sequence[str]) -> NoReturn:
             "nothing to plan: give --lengths FILE, --config CONFIG.yaml, "
             "or the options of swift sft (--model, --dataset)"
         )
-    if not args.failures.absolute().parent.is_dir():  # better now than after the length pass
-        raise ConfigError(f"--failures {args.failures}: no such directory; name a file in one that exists")
+    failures = _list_of(args)
     launch = plan_launch([*([args.config] if args.config else []), *options], os.environ, num_ranks=args.num_ranks)
     report = os.dup(STDOUT)
     os.set_inheritable(report, True)
     os.dup2(STDERR, STDOUT)  # what libraries print is no part of the report
     form = "json" if args.json else "text"
-    command = [sys.executable, "-m", "swift_vlpack.host.plan_process", str(report), form, str(args.failures)]
+    command = [sys.executable, "-m", "swift_vlpack.host.plan_process", str(report), form, str(failures)]
     _become([*command, str(launch.num_ranks), *launch.flags], launch.environ)
+
+
+def _list_of(args: argparse.Namespace) -> Path:
+    """The file for the rows that are left out; one that cannot be written is better known before the length pass."""
+    path: Path = args.failures or Path(args.config or "").parent / LIST
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(f"--failures {path}: no such directory; name a file in one that exists")
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"{path} cannot be written; name a file that can be with --failures")
+    return path
 
 
 def _is_given(argv: Sequence[str], flag: str) -> bool:

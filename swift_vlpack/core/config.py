@@ -65,6 +65,9 @@ class PackingConfig:
     packing_balance: bool = _option(True, "match the cost of the packs that ranks consume in the same step")
     packing_verify: bool = _option(True, "prove before step 1 that samples of a pack do not see each other")
     packing_max_failures: int = _option(100, "consecutive unreadable rows before the run stops")
+    packing_max_failed_share: float = _option(
+        0.2, "share of the last 1,000 rows that may be unreadable, from 0 to 1; above it the run stops"
+    )
     packing_cache_dir: str | None = _option(
         None, "directory that remembers the lengths of rows; none is vlpack/lengths in ms-swift's cache directory"
     )
@@ -250,9 +253,10 @@ def _check_numbers(config: PackingConfig) -> None:
             raise ConfigError(f"{name} must be at least 1, got {value}; give a positive number{way_out}")
     if config.packing_max_carry < 0:
         raise ConfigError(f"packing_max_carry must be at least 0, got {config.packing_max_carry}; 0 means: never wait")
+    for name in ("packing_min_fill_ratio", "packing_max_failed_share"):
+        if not 0 <= getattr(config, name) <= 1:
+            raise ConfigError(f"{name} must be between 0 and 1, got {getattr(config, name)}")
     ratio = config.packing_min_fill_ratio
-    if not 0 <= ratio <= 1:
-        raise ConfigError(f"packing_min_fill_ratio must be between 0 and 1, got {ratio}")
     if ratio < LEAST_FILL_RATIO:
         # Lowering it is a choice that has to be made by hand (the default is above), so it is honoured, not refused.
         logger.warning("packing_min_fill_ratio=%s is below %s: packs may leave half empty", ratio, LEAST_FILL_RATIO)

@@ -63,7 +63,8 @@ def _about_data(report: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     unreadable = f"{counted(sum(report['unreadable'].values()), 'row')} ({by_reason(report['unreadable'])})"
     if report["failures_file"]:
-        unreadable += f", listed in {report['failures_file']}"
+        what = "" if report["unreadable"] else " what is left out for other reasons is"
+        unreadable += f",{what} listed in {report['failures_file']}"
     if num_deleted := sum(source["num_deleted_by_loader"] for source in report["sources"].values()):
         lines.append(("", f"{counted(num_deleted, 'more row was', 'more rows were')} deleted by ms-swift's loader"))
     facts = report["lengths"]

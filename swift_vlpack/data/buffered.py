@@ -233,7 +233,8 @@ class _Buffer:
         return str(_id_of(self._waiting[number]))
 
     def _dropped(self, item: Item, reason: Dropped) -> None:
-        self._left_out.append(LeftOut(_id_of(self._waiting.pop(item.id)), reason.value))
+        said = f"{item.length} tokens, {item.images} images"
+        self._left_out.append(LeftOut(_id_of(self._waiting.pop(item.id)), reason.value, said))
 
 
 def _item(number: int, sample: Encoded) -> Item:

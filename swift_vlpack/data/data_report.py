@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.data.fusion import FusionCaptionDataset, Row, RowSource
+from swift_vlpack.data.left_out import as_json, deleted_by_loader
 from swift_vlpack.data.planned import PlannedPackingDataset
+from swift_vlpack.data.samples import Address
 
 
 def data_report(packs: PlannedPackingDataset, merge_size: int | None = None) -> dict[str, Any]:
@@ -35,18 +37,19 @@ def data_report(packs: PlannedPackingDataset, merge_size: int | None = None) -> 
     }
 
 
-def failed_rows(packs: PlannedPackingDataset) -> Iterator[dict[str, Any]]:
-    """Every row of the sources that cannot be encoded: where it is, why, and the images it names."""
-    for source in packs.dataset.sources:
-        for index, reason in sorted(_failures(source).items()):
-            sample_id = source.sample_id(index)
-            yield {
-                "id": str(sample_id),
-                "source": sample_id.source,
-                "row": sample_id.row,
-                "reason": reason,
-                "images": _image_names(source.rows[index]),
-            }
+def left_out_rows(packs: PlannedPackingDataset) -> Iterator[dict[str, Any]]:
+    """Every row that is in no pack, as a run lists them; those of no epoch can be encoded in none."""
+    dataset: FusionCaptionDataset = packs.dataset
+    origins = {source.name: source.origin or source.name for source in dataset.sources}
+    for number, source in enumerate(dataset.sources):
+        for left_out in deleted_by_loader(source):
+            yield as_json(left_out, None, origins)
+        for index in sorted(_failures(source)):
+            line = as_json(dataset.failed(Address(number, index)), None, origins)
+            yield {**line, "images": _image_names(source.rows[index])}
+    for left_out in packs.left_out_by_plan():
+        if left_out.reason in packs.plan.dropped:
+            yield as_json(left_out, packs.epoch, origins)
 
 
 def _failures(source: RowSource) -> dict[int, str]:

@@ -21,8 +21,8 @@ from swift_vlpack.core.shuffle import permutation
 from swift_vlpack.data.length_cache import LengthCache
 from swift_vlpack.data.lengths import NUM_COLUMNS, LengthIndex, RowSize, aspect_of, size_of
 from swift_vlpack.data.places import place
-from swift_vlpack.data.reasons import described, is_lasting, reason_for
-from swift_vlpack.data.samples import Address, Encoded, SampleError, SampleId
+from swift_vlpack.data.reasons import described, is_lasting, media_paths, reason_for
+from swift_vlpack.data.samples import Address, Encoded, LeftOut, SampleError, SampleId
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,8 @@ class RowSource:
     """Where lengths are remembered, to correct one that turns out wrong."""
     num_lost: int = 0
     """Rows of the file that never became rows, because the loader deleted them."""
+    lost_rows: Sequence[int] = ()
+    """Their numbers in the file."""
     origin: str | None = None
     """The local file with its whole path, or the folder's or hub's name; None where the rows are from neither."""
 
@@ -203,14 +205,14 @@ class FusionCaptionDataset(Dataset[Encoded]):
         )
 
     def _measured(self, number: int, source: RowSource) -> LengthIndex:
-        sizes, failures = [], {}
+        sizes, failures, details = [], {}, {}
         for index in tqdm(range(len(source.rows)), desc=f"Lengths of {source.name}", dynamic_ncols=True):
             sample = self.tried(Address(number, index))
             if isinstance(sample, SampleError):
-                failures[index] = sample.reason
+                failures[index], details[index] = sample.reason, sample.detail
                 logger.warning("%s: cannot be encoded: %s", sample.sample_id, sample.detail)
             sizes.append(RowSize(0) if isinstance(sample, SampleError) else size_of(sample))
-        return LengthIndex.of(sizes, failures)
+        return replace(LengthIndex.of(sizes, failures), details=details)
 
     def scheduled_sizes(self) -> LengthIndex:
         """The sizes of every position of the schedule."""
@@ -223,10 +225,17 @@ class FusionCaptionDataset(Dataset[Encoded]):
             columns[:, here] = source.sizes.columns[:, rows if limited is None else limited[rows]]
         return LengthIndex(columns, {})
 
-    def failure(self, address: Address) -> str:
-        """Why a row without a length cannot be encoded."""
-        sizes = self.sources[address.source].sizes
-        return "encode_failed" if sizes is None else sizes.failures.get(address.row_index, "encode_failed")
+    def failed(self, address: Address) -> LeftOut:
+        """A row without a length: why it cannot be encoded."""
+        source, index = self.sources[address.source], address.row_index
+        assert source.sizes is not None
+        reason = source.sizes.failures.get(index, "encode_failed")
+        detail = source.sizes.details.get(index) or f"remembered ({_files(source.rows[index])})"
+        return LeftOut(source.sample_id(index), reason, detail)
+
+
+def _files(row: Row) -> str:
+    return f"files: {', '.join(media_paths(row)) or '-'}"
 
 
 def own_template(template: Template, source: RowSource) -> Any:

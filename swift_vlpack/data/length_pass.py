@@ -208,7 +208,7 @@ class LengthPass:
         self, position: int, error: SampleError | None, failures: dict[int, str], is_new: NDArray[np.bool_], at: int
     ) -> None:
         if error is not None:
-            failures[int(self.indices[position])] = f"{error.reason}: {error.detail}"
+            failures[int(self.indices[position])] = error.detail
             is_new[at] = error.is_lasting
 
 
@@ -280,8 +280,8 @@ def log_failures(source: RowSource, sizes: LengthIndex, details: Mapping[int, st
     if not sizes.failures:
         return
     for index in sorted(sizes.failures)[:NUM_SHOWN]:
-        remembered = f"{sizes.failures[index]} (remembered; files: {', '.join(media_paths(source.rows[index])) or '-'})"
-        logger.warning("%s: left out: %s", source.sample_id(index), details.get(index, remembered))
+        said = details.get(index) or f"remembered (files: {', '.join(media_paths(source.rows[index])) or '-'})"
+        logger.warning("%s: left out: %s: %s", source.sample_id(index), sizes.failures[index], said)
     counts = Counter(sizes.failures.values())
     logger.warning(
         "source %s: %d of %d rows cannot be encoded: %s",

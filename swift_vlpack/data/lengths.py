@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +34,8 @@ class LengthIndex:
     columns: NDArray[np.int64]  # (4, num_rows): the fields of `RowSize`
     failures: Mapping[int, str]
     """The reason, for every row of length 0."""
+    details: Mapping[int, str] = field(default_factory=dict)
+    """The error in words, of those that were tried just now."""
 
     @classmethod
     def of(cls, sizes: Iterable[RowSize], failures: Mapping[int, str] | None = None) -> LengthIndex:

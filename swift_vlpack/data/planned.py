@@ -129,15 +129,18 @@ class PlannedPackingDataset(PackingDataset):
 
     def left_out_by_plan(self) -> list[LeftOut]:
         """Scheduled rows of the epoch that are in no pack, with reasons."""
-        unreadable = np.flatnonzero(self.dataset.scheduled_sizes().lengths == 0)
-        left_out: list[tuple[int, str | None]] = [(position, None) for position in unreadable.tolist()]
-        left_out += [(position, reason) for reason, some in self.plan.dropped.items() for position in some.tolist()]
-        where = [(self.dataset.address(position), reason) for position, reason in left_out]
-        return [LeftOut(self.dataset.sample_id(at), reason or self.dataset.failure(at)) for at, reason in where]
+        sizes = self.dataset.scheduled_sizes()
+        unreadable = np.flatnonzero(sizes.lengths == 0).tolist()
+        left_out = [self.dataset.failed(self.dataset.address(position)) for position in unreadable]
+        for reason, positions in self.plan.dropped.items():
+            for position in positions.tolist():
+                said = f"{sizes.lengths[position]} tokens, {sizes.images[position]} images"
+                left_out.append(LeftOut(self._sample_id(position), reason, said))
+        return left_out
 
     def warning_of_left_out(self) -> str | None:
         """What to do about the rows that the plan of the epoch leaves out, where they are too many."""
-        num_left_out = Counter(reason for _, reason in self.left_out_by_plan())
+        num_left_out = Counter(reason for _, reason, _ in self.left_out_by_plan())
         return warning_of_left_out(num_left_out, num_rows=len(self.dataset))
 
     def load(self, address: PackAddress) -> PackedSamples:
@@ -165,11 +168,10 @@ class PlannedPackingDataset(PackingDataset):
                 keeps[at] = True
                 num_tokens += sample["length"]
                 continue
-            left_out.append(LeftOut(sample["sample_id"], "longer_than_planned"))
-            logger.warning(
-                "%s: left out: %d tokens do not fit beside the %d of its pack (packing_length %d)",
-                sample["sample_id"], sample["length"], num_tokens, self.config.packing_length,
-            )  # fmt: skip
+            length, capacity = sample["length"], self.config.packing_length
+            said = f"{length} tokens do not fit beside the {num_tokens} of its pack (packing_length {capacity})"
+            left_out.append(LeftOut(sample["sample_id"], "longer_than_planned", said))
+            logger.warning("%s: left out: %s", sample["sample_id"], said)
         return [sample for (sample, _), is_kept in zip(found, keeps, strict=True) if is_kept], left_out
 
     def _encoded(self, samples: Sequence[Address]) -> list[Encoded | SampleError]:

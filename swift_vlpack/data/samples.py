@@ -42,6 +42,8 @@ class LeftOut(NamedTuple):
 
     sample_id: SampleId
     reason: str
+    detail: str = ""
+    """The error in words."""
 
 
 class SampleError(VLPackError):

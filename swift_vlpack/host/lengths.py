@@ -21,7 +21,7 @@ from swift.utils import get_logger, is_master
 
 from swift_vlpack.data.fusion import RowSource, own_template
 from swift_vlpack.data.length_cache import SIZE, LengthCache, Sizes
-from swift_vlpack.data.length_pass import NUM_SHOWN, LengthPass, log_failures, row_sizes, rows_at
+from swift_vlpack.data.length_pass import LengthPass, log_failures, row_sizes, rows_at
 from swift_vlpack.host.context import context_of, digests_of
 from swift_vlpack.host.headers import pixel_free
 from swift_vlpack.host.ranks import check_equal, num_ranks, rank, together
@@ -66,10 +66,10 @@ def measured(source: RowSource, template: Any, args: Any, cache_dir: str | None 
         )
         share.distrust()
         sizes = _joined(together(share.measure))
-    everyone = together(lambda: dict(sorted(share.failures.items())[:NUM_SHOWN]))
-    result = row_sizes(sizes)
+    details = {index: said for failures in together(lambda: share.failures) for index, said in failures.items()}
+    result = replace(row_sizes(sizes), details=details)
     if is_master():
-        log_failures(source, result, {index: said for failures in everyone for index, said in failures.items()})
+        log_failures(source, result, details)
     return replace(source, sizes=result, cache=cache)
 
 

@@ -15,6 +15,7 @@ from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.data import attention
 from swift_vlpack.data.buffered import BufferedPackingDataset
 from swift_vlpack.data.dataset import PackingDataset
+from swift_vlpack.data.failures import check_measured
 from swift_vlpack.data.fusion import FusionCaptionDataset, RowSource
 from swift_vlpack.data.planned import PlannedPackingDataset
 from swift_vlpack.data.samples import SampleError
@@ -40,6 +41,8 @@ def prepare_dataset(pipeline: Any) -> list[Any]:
         sources, val_rows = load_sources(args, config)
         train_dataset = fused(sources, template, args, config)
     packs = packed(train_dataset, template, args, config)
+    if isinstance(packs, PlannedPackingDataset):
+        check_measured(packs.dataset.sources, config.packing_max_failed_share)
     pipeline._save_val_dataset(val_rows)
     _show(pipeline, packs)
     return [packs, _validation(val_rows, template, args, config)]

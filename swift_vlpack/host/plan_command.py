@@ -22,7 +22,8 @@ from swift.utils import get_logger
 from swift_vlpack.core.errors import ConfigError, VLPackError
 from swift_vlpack.core.plan_report import plan_report
 from swift_vlpack.core.plan_text import plan_text
-from swift_vlpack.data.data_report import data_report, failed_rows
+from swift_vlpack.data.data_report import data_report, left_out_rows
+from swift_vlpack.data.left_out import listed
 from swift_vlpack.data.planned import PlannedPackingDataset
 from swift_vlpack.host.args import is_ours, packing_config
 from swift_vlpack.host.pipeline import fused, packed
@@ -112,11 +113,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def training_report(argv: Sequence[str], *, num_ranks: int, failures_file: Path) -> dict[str, Any]:
     """What `swift sft` with the options `argv` on so many ranks would train on; rows that cannot be go into a file."""
     start = time.perf_counter()
+    _check_list(failures_file)
     with tempfile.TemporaryDirectory(prefix="vlpack-") as folder, counted_as(num_ranks):
         # ms-swift makes the output folder when it reads its arguments; a plan leaves none behind.
         pipeline = _WithoutWeights([*_without(argv, LEFT_OUT), *OVERRIDDEN, "--output_dir", folder])
         packs, seconds = _packs(pipeline)
-    num_failures = _write_failures(packs, failures_file)
+    num_listed = _write_list(packs, failures_file)
     if warning := packs.warning_of_left_out():
         logger.warning(f"packing: {warning}")
     return {
@@ -125,7 +127,7 @@ def training_report(argv: Sequence[str], *, num_ranks: int, failures_file: Path)
         ),
         **data_report(packs, _merge_size(pipeline.template)),
         **_steps(packs, pipeline.args),
-        "failures_file": str(failures_file) if num_failures else None,
+        "failures_file": str(failures_file) if num_listed else None,
         **seconds,
     }
 
@@ -183,11 +185,19 @@ def _steps(packs: PlannedPackingDataset, args: Any) -> dict[str, Any]:
     }
 
 
-def _write_failures(packs: PlannedPackingDataset, path: Path) -> int:
-    """One JSON object a line for every row that cannot be encoded; no file where there are none."""
-    lines = [json.dumps(failed, ensure_ascii=False) + "\n" for failed in failed_rows(packs)]
+def _check_list(path: Path) -> None:
+    """Before anything is measured: the list of rows that are left out must not take the place of something else."""
+    if path.exists() and path.stat().st_size and not any(listed(path)):
+        raise ConfigError(f"{path} is no list of rows that were left out; name another file with --failures")
+
+
+def _write_list(packs: PlannedPackingDataset, path: Path) -> int:
+    """One JSON object a line for every row that is left out; no file where there are none, nor an earlier one."""
+    lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in left_out_rows(packs)]
     if lines:
         path.write_text("".join(lines), encoding="utf-8")
+    else:
+        path.unlink(missing_ok=True)
     return len(lines)
 
 

@@ -45,7 +45,7 @@ def _load(spec: SourceSpec, args: Any) -> tuple[RowSource, HfDataset | None]:
     if ROW in rows.column_names:
         row_numbers = np.asarray(rows[ROW], dtype=np.int64)
         rows = rows.remove_columns(ROW)
-    num_lost = _report_lost(spec.name, counts)
+    lost = _report_lost(spec.name, counts)
     if val_dataset is not None and ROW in val_dataset.column_names:
         val_dataset = val_dataset.remove_columns(ROW)
     source = RowSource(
@@ -57,7 +57,8 @@ def _load(spec: SourceSpec, args: Any) -> tuple[RowSource, HfDataset | None]:
         max_pixels=spec.max_pixels,
         seed=spec.seed,
         row_numbers=row_numbers,
-        num_lost=num_lost,
+        num_lost=len(lost),
+        lost_rows=lost,
         origin=_origin(spec.dataset),
     )
     return source, val_dataset
@@ -135,10 +136,10 @@ def numbered_rows() -> Iterator[list[tuple[int, set[int]]]]:
         RowPreprocessor.standard_keys.remove(ROW)
 
 
-def _report_lost(name: str, counts: list[tuple[int, set[int]]]) -> int:
+def _report_lost(name: str, counts: list[tuple[int, set[int]]]) -> list[int]:
     lost = sorted(number for _, numbers in counts for number in numbers)
     if lost:
         shown = ", ".join(map(str, lost[:NUM_SHOWN])) + (", ..." if len(lost) > NUM_SHOWN else "")
         total = sum(num_rows for num_rows, _ in counts)
         logger.warning(f"source {name}: ms-swift's loader deleted {len(lost)} of {total} rows: {shown}")
-    return len(lost)
+    return lost

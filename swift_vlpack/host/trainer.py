@@ -25,6 +25,9 @@ from swift_vlpack.core.telemetry import Telemetry
 from swift_vlpack.data.buffered import Progress
 from swift_vlpack.data.collate import Batch, Collator, layout
 from swift_vlpack.data.dataset import PackingDataset
+from swift_vlpack.data.failures import FEWEST_ROWS_OF_EPOCH, FailedShare
+from swift_vlpack.data.fusion import RowSource
+from swift_vlpack.data.left_out import LeftOutRows, deleted_by_loader
 from swift_vlpack.data.planned import PlannedPackingDataset
 from swift_vlpack.data.samples import LeftOut, PackRecord
 from swift_vlpack.host.callback import report_epoch
@@ -63,6 +66,8 @@ class PackingTrainer(Seq2SeqTrainer):
         self._num_trained = 0  # packs of this rank in this epoch, since it was begun or resumed
         self._global_step_before: int | None = None  # of the checkpoint, where one is resumed
         self._fingerprint: dict[str, Any] = {}
+        self._failed_share = FailedShare(packs.config.packing_max_failed_share)
+        self._left_out_rows = LeftOutRows(Path(training_args.output_dir) / "vlpack" / "left_out.jsonl", self._sources)
         self._is_saving = False  # a checkpoint, which is not complete yet
         self._records_packs = is_switched_on(RECORD_PACKS, os.environ)
         num_workers = training_args.dataloader_num_workers
@@ -156,6 +161,8 @@ class PackingTrainer(Seq2SeqTrainer):
             else buffer_fingerprint(self.packs, self.progress.num_workers)
         )
         check_equal("data and versions", {**versions(), **self._fingerprint})
+        for source in self._sources if is_master() else ():
+            self._left_out_rows.add(None, deleted_by_loader(source))
         if resume_from_checkpoint:
             self._resume(Path(resume_from_checkpoint))
         return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -243,11 +250,14 @@ class PackingTrainer(Seq2SeqTrainer):
         self, *args: Any, epoch: int, steps_in_epoch: int, num_update_steps_per_epoch: int, **kwargs: Any
     ) -> None:
         """Train an epoch on the same plan on all ranks; a resumed one can have more or fewer steps than the others."""
+        self._failed_share.check(FEWEST_ROWS_OF_EPOCH)  # the epoch before may have had too few rows to say so
         if self._is_planned:
             self.packs.set_epoch(epoch)
             check_equal(f"plan of epoch {epoch}", {"digest": self.packs.plan.digest(), "packs": len(self.packs)})
             _warn(self.packs.warning_of_left_out())
             steps_in_epoch, num_update_steps_per_epoch = self._steps_of_epoch()
+            if is_master():
+                self._left_out_rows.add(epoch, self.packs.left_out_by_plan())
         super()._run_epoch(
             *args,
             epoch=epoch,
@@ -325,6 +335,7 @@ class PackingTrainer(Seq2SeqTrainer):
         if self._records_packs:
             self._record_packs()
         self._in_step.clear()
+        self._failed_share.check()
 
     def _record_packs(self) -> None:
         path = Path(self.args.output_dir) / "vlpack" / f"packs_rank{self.args.process_index}.jsonl"
@@ -344,7 +355,7 @@ class PackingTrainer(Seq2SeqTrainer):
     def close_epoch(self) -> None:
         """Count what was left out behind the last pack of the epoch, where a stream's readers found such."""
         if not self._is_planned:
-            self._count_left_out(self.packs.left_out_behind)
+            self._count_left_out(self.packs.epoch, self.packs.left_out_behind)
             self.packs.left_out_behind = []
 
     def count_what_the_plan_left_out(self, total: Telemetry) -> None:
@@ -362,14 +373,20 @@ class PackingTrainer(Seq2SeqTrainer):
 
     def num_lost_by_loader(self) -> dict[str, int]:
         """Rows that ms-swift's loader deleted, by source."""
-        return {source.name: source.num_lost for source in getattr(self.packs.dataset, "sources", ())}
+        return {source.name: source.num_lost for source in self._sources}
+
+    @property
+    def _sources(self) -> tuple[RowSource, ...]:
+        """None where the rows are a stream."""
+        return tuple(getattr(self.packs.dataset, "sources", ()))
 
     def _count(self, record: PackRecord) -> None:
         samples = [(key.source, length) for key, length in zip(record.sample_ids, record.lengths, strict=True)]
         if not self._is_planned:
             for source, _ in samples:
                 self.stats.read(source)
-        self._count_left_out(record.left_out)
+        self._failed_share.count(len(samples))
+        self._count_left_out(record.epoch, record.left_out)
         if not samples:
             return
         self.stats.packed(samples, num_images=record.num_images, single_long=record.single_long)
@@ -378,8 +395,10 @@ class PackingTrainer(Seq2SeqTrainer):
         metrics["pack/samples"].update(float(len(samples)))
         metrics["pack/images"].update(float(record.num_images))
 
-    def _count_left_out(self, left_out: Sequence[LeftOut]) -> None:
-        for sample_id, reason in left_out:
+    def _count_left_out(self, epoch: int, left_out: Sequence[LeftOut]) -> None:
+        self._failed_share.count(0, left_out)
+        self._left_out_rows.add(epoch, left_out)
+        for sample_id, reason, _ in left_out:
             if not self._is_planned:
                 self.stats.read(sample_id.source)
             self.stats.dropped(sample_id.source, reason)

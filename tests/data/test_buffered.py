@@ -11,7 +11,7 @@ from swift_vlpack import PackingConfig
 from swift_vlpack.core.errors import StateMismatch
 from swift_vlpack.data.buffered import BufferedPackingDataset, Progress
 from swift_vlpack.data.fusion import FusionCaptionDataset, RowSource
-from swift_vlpack.data.samples import LeftOut, SampleId
+from swift_vlpack.data.samples import SampleId
 from swift_vlpack.data.streams import StreamedRows
 from tests.images import photo
 from tests.rows import image_row, sentence, text_row
@@ -60,7 +60,9 @@ def records(dataset, num_workers=0):
 
 
 def contents(records):
-    return [(record.epoch, record.number, record.sample_ids, record.left_out) for record in records]
+    return [
+        (record.epoch, record.number, record.sample_ids, [left[:2] for left in record.left_out]) for record in records
+    ]
 
 
 def progress_after(records, num_workers):
@@ -221,7 +223,8 @@ def test_held_row_that_cannot_be_read_any_more_is_left_out(template, tmp_path):
     (tmp_path / f"{held}.jpg").unlink()
     dataset.restore(progress_after(first, 0))
     rest = records(dataset)
-    assert [out for record in rest for out in record.left_out] == [LeftOut(SampleId("data", held), "file_missing")]
+    [out] = [out for record in rest for out in record.left_out]
+    assert out[:2] == (SampleId("data", held), "file_missing")
     assert everything([*first, *rest]) == {SampleId("data", n): 1 for n in range(12)}
 
 

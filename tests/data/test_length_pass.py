@@ -15,7 +15,7 @@ from swift_vlpack.data.dataset import PackingDataset
 from swift_vlpack.data.fusion import FusionCaptionDataset, RowSource
 from swift_vlpack.data.length_cache import BY_HEADER, LengthCache
 from swift_vlpack.data.length_pass import LengthPass, row_sizes
-from swift_vlpack.data.samples import LeftOut, SampleId
+from swift_vlpack.data.samples import SampleId
 from tests.images import noise, photo
 from tests.rows import image_row, mixed_rows, text_row
 
@@ -58,7 +58,7 @@ def test_row_that_grew_is_set_aside_and_planned_rightly_at_the_next_start(templa
         kept = tuple(sample_id for sample_id in one.record.sample_ids if sample_id != grown)
         assert other.record.sample_ids == kept, "a sample that did not grow had to go"
         assert sum(other.record.lengths) <= 400
-    assert [left for pack in after for left in pack.record.left_out] == [LeftOut(grown, "longer_than_planned")]
+    assert [left[:2] for pack in after for left in pack.record.left_out] == [(grown, "longer_than_planned")]
     true = template.encode(rows[1], return_length=True)["length"]
     assert f"data:1: {true} tokens, planned were {before[0].record.lengths[1]}" in caplog.text
     assert f"data:1: left out: {true} tokens do not fit beside " in caplog.text

@@ -145,3 +145,53 @@ def test_read_only_directory_is_an_error_that_names_the_file():
         os.seteuid(user)
     assert list(folder.iterdir()) == []
     folder.rmdir()
+
+
+def lines_of(output):
+    return [json.loads(line) for line in (output / "vlpack" / "left_out.jsonl").read_text().splitlines()]
+
+
+def test_every_row_that_is_left_out_is_listed(tiny_folder, tmp_path, after_step):
+    """DATA-16: deleted by the loader, never there, too long, gone meanwhile; in one epoch and the next."""
+    os.environ |= {"VLPACK_PACKING_ALLOW_SINGLE_LONG": "false", "VLPACK_PACKING_LENGTH": "100"}
+    picture = photo(tmp_path, "gone", 60, 60)
+    rows = [*(text_row(f"question {n}") for n in range(5)), {"messages": []}, image_row([picture])]
+    rows += [image_row([str(tmp_path / "never.png")]), text_row("long", "word " * 150)]
+    dataset = write_jsonl(tmp_path / "rows.jsonl", rows)
+    once = {"rows:5": ("deleted_by_loader", {None})}
+    always = {"rows:7": ("file_missing", {0, 1}), "rows:8": ("oversize", {0, 1})}
+    output = tmp_path / "out"
+    after_step(6, lambda: os.unlink(picture))  # it is loaded again in the second epoch only
+    train(flags(tiny_folder, output, dataset, num_train_epochs=2, save_strategy="epoch", tuner_type="lora"))
+    found = {}
+    for line in lines_of(output):
+        found.setdefault(line["id"], (line["reason"], set()))[1].add(line["epoch"])
+        assert line["where"] == f"{dataset}:{1 + int(line['id'].split(':')[1])}"
+        assert line["error"]
+    assert found == {**once, **always, "rows:6": ("file_missing", {1})}
+    assert "gone.jpg" in next(line["error"] for line in lines_of(output) if line["id"] == "rows:6")
+    before = lines_of(output)
+    photo(tmp_path, "gone", 60, 60)
+    train(
+        flags(
+            tiny_folder, output, dataset, num_train_epochs=2, tuner_type="lora", add_version="false",
+            resume_from_checkpoint=output / "checkpoint-6",
+        )
+    )  # fmt: skip
+    assert lines_of(output) == before, "a resume into the same folder lists nothing twice"
+
+
+@pytest.mark.parametrize("mode", ["plan", "buffer"])
+def test_share_of_images_that_disappear_stops_the_run(mode, tiny_folder, tmp_path, after_step, caplog):
+    """DATA-17: never many in a row, and still a quarter of all."""
+    os.environ |= {"VLPACK_PACKING_MODE": mode, "VLPACK_PACKING_MAX_SAMPLES": "6", "VLPACK_PACKING_BUFFER": "12"}
+    lasting = photo(tmp_path, "lasting", 40, 40)
+    passing = [photo(tmp_path, f"passing_{n}", 40, 40, seed=n) for n in range(60)]
+    rows = [image_row([passing[n // 2] if n % 2 else lasting], f"question {n}") for n in range(120)]
+    dataset = write_jsonl(tmp_path / "rows.jsonl", [*rows, *rows])
+    after_step(3, lambda: [os.unlink(path) for path in passing])
+    with pytest.raises(
+        TooManyFailures, match=r"of the last 1\d\d rows could not be read \(file_missing \d+\).*left_out"
+    ):
+        train(flags(tiny_folder, tmp_path / "out", dataset, max_steps=60))
+    assert len(lines_of(tmp_path / "out")) > 20

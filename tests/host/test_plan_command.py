@@ -167,14 +167,41 @@ def test_rows_that_cannot_be_encoded_are_written_with_reasons(bare_folder, tmp_p
     assert set(by_name) >= {"text.jpg", "empty.jpg", "folder.jpg", "aspect.png", "missing.jpg"}
     for name, line in by_name.items():
         number = 1 + list(broken).index(name)
+        assert broken[name] in line.pop("error")
+        assert line.pop("when")
         assert line == {
             "id": f"rows:{number}",
-            "source": "rows",
-            "row": number,
+            "where": f"{tmp_path}/rows.jsonl:{number + 1}",
             "reason": REASON_OF[name],
+            "epoch": None,
             "images": [broken[name]],
         }
     assert report["num_samples"] + report["num_dropped"] + len(failed) == report["num_rows"] == len(rows)
+
+
+def test_list_has_every_row_that_is_left_out_and_no_earlier_one_stays(bare_folder, tmp_path, options):
+    """CLI-9 DATA-16: deleted by the loader, too long, too long for a pack; then nothing at all."""
+    options(packing_allow_single_long="false", packing_length=100, packing_drop_last="false")
+    rows = [text_row(), {"messages": []}, text_row("long", "word " * 150), text_row("longer", "word " * 600)]
+    planned(bare_folder, tmp_path, dataset=write_jsonl(tmp_path / "rows.jsonl", rows))
+    lines = [json.loads(line) for line in (tmp_path / "failures.jsonl").read_text().splitlines()]
+    assert [(line["id"], line["reason"], line["epoch"]) for line in lines] == [
+        ("rows:1", "deleted_by_loader", None),
+        ("rows:3", "over_max_length", None),
+        ("rows:2", "oversize", 0),
+    ]
+    assert [line["where"] for line in lines] == [f"{tmp_path}/rows.jsonl:{line}" for line in (2, 4, 3)]
+    assert all(line["error"] for line in lines)
+    planned(bare_folder, tmp_path, dataset=write_jsonl(tmp_path / "rows.jsonl", rows[:1]))
+    assert not (tmp_path / "failures.jsonl").exists()
+
+
+def test_file_that_is_no_list_is_kept(bare_folder, tmp_path):
+    """CLI-9"""
+    data = write_jsonl(tmp_path / "failures.jsonl", [text_row()])
+    with pytest.raises(ConfigError, match="is no list of rows that were left out"):
+        planned(bare_folder, tmp_path, dataset=data)
+    assert os.path.getsize(data)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
