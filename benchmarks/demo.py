@@ -111,11 +111,7 @@ def main() -> None:
     print("\n" + re.search(r"isolation verified: .*", log)[0])
     print(re.search(r"plan of epoch 0: .*", log)[0])
     print(re.search(r"packing: epoch 0: .*", log)[0])
-    print(
-        f"account: {report['num_read']} read = {report['num_samples']} packed + "
-        f"{sum(report['num_dropped'].values())} left out + {report['num_held']} held"
-        f"{' (closed)' if report['is_closed'] else ''}\n"
-    )
+    print(f"{report['account']}\n")
     tokens = report["num_tokens"]
     print(f"{'':24}{'steps':>8}{'seconds':>10}{'tokens/s':>10}")
     for name, seconds in (("padded", padded_seconds), ("packed", packed_seconds)):

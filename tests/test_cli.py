@@ -8,7 +8,7 @@ import pytest
 
 from swift_vlpack import PackingConfig, plan
 from swift_vlpack.cli import main
-from swift_vlpack.core.config import option_names
+from swift_vlpack.core.config import kind_of, option_names
 
 LENGTHS = [600, 500, 400, 500, 700, 250, 1500]
 
@@ -102,9 +102,50 @@ def test_every_packing_option_is_a_flag(capsys):
     assert stopped.value.code == 0
     text = capsys.readouterr().out
     for name in option_names():
-        assert f"--{name} " in text
-    assert "default: 512" in text
-    assert "vlpack_failures.jsonl" in text
+        assert f"--{name} {kind_of(name)}" in text
+    said = " ".join(text.split())
+    assert "--packing_buffer INT window: samples the packer may choose from at a time (default: 512)" in said
+    assert "--packing_strategy {binpack,greedy," in said
+    assert "--packing_drop_last {true,false}" in said
+    assert "(default: the run's --max_length; needed with --lengths)" in said
+    assert "VALUE" not in said
+    assert "(required)" not in said
+
+
+def test_help_of_training_has_its_own_defaults(capsys):
+    """CLI-4: there packing is on, and the capacity is the model's."""
+    with pytest.raises(SystemExit):
+        main(["sft", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "--packing {true,false} ms-swift's own flag; turns packing on (default: true)" in said
+    assert "after images are expanded (default: --max_length)" in said
+
+
+@pytest.mark.parametrize(
+    ("lengths", "parts"),
+    [
+        ([50], ["1 row, 1 sample packed, 50 tokens", "1 pack of 100 tokens", "1 pack each", "0 packs cut in two"]),
+        ([50, 60, 300], ["3 rows, 3 samples packed", "3 packs of 100 tokens", "single-long  1"]),
+    ],
+)
+def test_report_counts_in_singular_and_plural_and_nothing_comes_before_it(lengths, parts, tmp_path):
+    """CLI-2 PACK-6: no line for each sample that is alone."""
+    (tmp_path / "lengths.json").write_text(json.dumps(lengths))
+    done = subprocess.run(
+        [sys.executable, "-m", "swift_vlpack.cli", "plan", "--lengths", str(tmp_path / "lengths.json"),
+         "--packing_length", "100", "--packing_drop_last", "false", "--packing_strategy", "exact"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stderr == ""
+    for part in parts:
+        assert part in done.stdout
+
+
+@pytest.mark.parametrize("given", [["--num_ranks", "0"], ["--num_ranks=-2"]])
+def test_impossible_number_of_ranks_is_refused_before_anything_is_read(given, capsys):
+    """CLI-5"""
+    assert main(["plan", "--lengths", "no-such-file.json", "--packing_length", "100", *given]) == 2
+    assert "num_ranks must be at least 1" in capsys.readouterr().err
 
 
 def test_flag_wins_over_variable(length_file, capsys, monkeypatch):

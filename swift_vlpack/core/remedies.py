@@ -30,6 +30,7 @@ def warning_of_left_out(num_dropped: Mapping[str, int], *, num_rows: int) -> str
         f"{reason} {num}" + (f" ({REMEDIES[reason]})" if reason in REMEDIES else "")
         for reason, num in sorted(num_dropped.items())
     )
-    return f"{total} of {num_rows} rows of the epoch are left out ({total / num_rows:.1%}): {', '.join(reasons)}" + (
+    are = "is" if total == 1 else "are"
+    return f"{total} of {num_rows} rows of the epoch {are} left out ({total / num_rows:.1%}): {', '.join(reasons)}" + (
         "" if set(num_dropped) <= set(REMEDIES) else UNREADABLE
     )

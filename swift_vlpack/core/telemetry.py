@@ -8,7 +8,7 @@
 True
 >>> print(stats.line(epoch=0))
 epoch 0: 1 pack, 2 samples, 10 tokens, fill 100.0% (p5 100, p50 100, p95 100), 0 single-long (0.0%), 1 of 3 left out \
-(33.3%): oversize 1
+(33.3%): oversize 1; counts add up: 3 read = 2 packed + 1 left out + 0 not reached
 """
 
 from __future__ import annotations
@@ -130,6 +130,15 @@ class Telemetry:
         return all(counts.num_held == 0 for counts in self.sources.values())
 
     @property
+    def account(self) -> str:
+        """The law of conservation in words; what is not reached was planned, but training stopped before it."""
+        adds_up = all(counts.num_held >= 0 for counts in self.sources.values())
+        return (
+            f"counts {'add' if adds_up else 'do not add'} up: {self.num_read} read = {self.num_packed} packed + "
+            f"{sum(self.num_dropped.values())} left out + {self.num_held} not reached"
+        )
+
+    @property
     def fill_mean(self) -> float:
         """Mean filled share of the packs that are not a single long sample."""
         num_counted = self.num_packs - self.num_single_long
@@ -173,7 +182,7 @@ class Telemetry:
             "fill_p5": self.fill_percentile(5),
             "fill_p50": self.fill_percentile(50),
             "fill_p95": self.fill_percentile(95),
-            "fill_histogram": self.fill_histogram,
+            "fill_histogram": {str(fill): num_packs for fill, num_packs in enumerate(self.fill_histogram) if num_packs},
             "num_single_long": self.num_single_long,
             "single_long_per_cent": _per_cent(self.num_single_long, self.num_read),
             "num_dropped": dict(sorted(self.num_dropped.items())),
@@ -181,6 +190,7 @@ class Telemetry:
             "num_read": self.num_read,
             "num_held": self.num_held,
             "is_closed": self.is_closed,
+            "account": self.account,
             "sources": {name: counts.as_json() for name, counts in sorted(self.sources.items())},
         }
 
@@ -200,6 +210,7 @@ class Telemetry:
             f"{self.num_single_long} single-long ({_per_cent(self.num_single_long, self.num_read)}%), "
             f"{num_dropped} of {self.num_read} left out ({_per_cent(num_dropped, self.num_read)}%)"
             + (f": {reasons}" if reasons else "")
+            + f"; {self.account}"
         )
 
     def _of(self, source: str) -> SourceCounts:

@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from swift_vlpack.core.errors import VLPackError
 from swift_vlpack.core.shuffle import permutation
+from swift_vlpack.core.words import counted
 from swift_vlpack.data.fusion import Row, RowSource, encode_row, with_system
 from swift_vlpack.data.length_cache import AGREED, BY_HEADER, DIFFERS, IN_FULL, KEY, SIZE, LengthCache, Sizes
 from swift_vlpack.data.lengths import LengthIndex, RowSize, aspect_of, size_of
@@ -296,7 +297,6 @@ def _are_equal(one: Any, other: Any) -> bool:
 def _shown(size: Any) -> str:
     if size["reason"]:
         return REASONS[size["reason"]]
-    return (
-        f"{size['length']} tokens, {size['images']} images, {size['patches']} patches, "
-        f"{size['supervised']} supervised tokens"
-    )
+    images, patches = counted(int(size["images"]), "image"), counted(int(size["patches"]), "patch", "patches")
+    tokens, supervised = counted(int(size["length"]), "token"), counted(int(size["supervised"]), "supervised token")
+    return f"{tokens}, {images}, {patches}, {supervised}"

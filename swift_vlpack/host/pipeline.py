@@ -12,6 +12,7 @@ from swift.dataset import LazyLLMDataset
 from swift.utils import get_logger, is_master, stat_array
 
 from swift_vlpack.core.config import PackingConfig
+from swift_vlpack.core.words import counted
 from swift_vlpack.data import attention
 from swift_vlpack.data.buffered import BufferedPackingDataset
 from swift_vlpack.data.dataset import PackingDataset
@@ -130,7 +131,8 @@ def _show(pipeline: Any, packs: PackingDataset) -> None:
     plan = packs.plan
     logger.info(f"pack lengths: {statistics}")
     logger.info(
-        f"plan of epoch 0: {len(plan)} packs of {packs.config.packing_length} tokens from {len(plan.members)} samples "
+        f"plan of epoch 0: {counted(len(plan), 'pack')} of {packs.config.packing_length} tokens "
+        f"from {counted(len(plan.members), 'sample')} "
         f"by {plan.method}, mean fill {100 * plan.mean_fill:.1f}%, {int(plan.is_single_long.sum())} single-long, "
-        f"lower bound {plan.lower_bound} packs"
+        f"lower bound {counted(plan.lower_bound, 'pack')}"
     )

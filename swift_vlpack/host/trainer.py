@@ -64,6 +64,7 @@ class PackingTrainer(Seq2SeqTrainer):
         self.stats = self._no_counts()
         self._in_step: list[PackRecord] = []  # trained, but their optimizer step is not taken yet
         self._num_trained = 0  # packs of this rank in this epoch, since it was begun or resumed
+        self._num_samples_trained = 0  # of this rank, since the run was begun or resumed
         self._global_step_before: int | None = None  # of the checkpoint, where one is resumed
         self._fingerprint: dict[str, Any] = {}
         self._failed_share = FailedShare(packs.config.packing_max_failed_share)
@@ -140,6 +141,13 @@ class PackingTrainer(Seq2SeqTrainer):
         """
         if self.is_evaluating or self.label_smoother is None or shifts_smoothed_labels(self):
             super().prepare_logits_to_keep(inputs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """ms-swift's log line; the last one of training gives the speed in rows, which is packs, and gets samples."""
+        if "train_samples_per_second" in logs:
+            num_samples = sum(gathered(self._num_samples_trained))
+            logs["train_samples_per_second"] = round(num_samples / logs["train_runtime"], 3)
+        super().log(logs, *args, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Batches of one optimizer step. At the end of a stream's epoch rows without loss complete it.
@@ -331,6 +339,7 @@ class PackingTrainer(Seq2SeqTrainer):
         for record in self._in_step:
             self._count(record)
             self.progress.trained(record)
+            self._num_samples_trained += len(record.sample_ids)
         self._num_trained += len(self._in_step)
         if self._records_packs:
             self._record_packs()

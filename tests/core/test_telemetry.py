@@ -46,13 +46,18 @@ def test_merge_is_addition_in_any_order():
 
 
 def test_accounting_closes_only_when_nothing_is_held():
-    """STAT-2"""
+    """STAT-2: and a report says it in words for a stranger."""
     stats = Telemetry(packing_length=100)
     stats.read("a", 3)
     stats.packed([("a", 60), ("a", 30)])
     assert (stats.num_held, stats.is_closed) == (1, False)
+    assert stats.account == "counts add up: 3 read = 2 packed + 0 left out + 1 not reached"
     stats.dropped("a", "underfilled")
     assert (stats.num_held, stats.is_closed) == (0, True)
+    assert stats.as_json()["account"] == "counts add up: 3 read = 2 packed + 1 left out + 0 not reached"
+    assert stats.line(epoch=0).endswith(stats.account)
+    stats.dropped("a", "underfilled")
+    assert stats.account.startswith("counts do not add up: 3 read = "), "a sample was counted twice"
     for seed in range(20):
         counts = random_counts(seed)
         assert counts.num_read == counts.num_packed + counts.num_held + sum(counts.num_dropped.values())
@@ -70,6 +75,22 @@ def test_fill_leaves_single_long_packs_out():
     assert [stats.fill_percentile(p) for p in (5, 50, 95)] == [70, 80, 100]
     assert stats.num_single_long == 1
     assert sum(stats.fill_histogram) == 4
+
+
+def test_histogram_of_a_report_has_only_what_occurred():
+    """STAT-5: a saved state keeps all of it."""
+    stats = Telemetry(packing_length=100)
+    for length in (100, 70, 70):
+        stats.packed([("a", length)])
+    assert stats.as_json()["fill_histogram"] == {"70": 2, "100": 1}
+    assert Telemetry.from_state(json.loads(json.dumps(stats.state()))) == stats
+
+
+def test_one_of_anything_is_singular():
+    """STAT-4"""
+    stats = Telemetry(packing_length=100)
+    stats.packed([("a", 1)])
+    assert "epoch 0: 1 pack, 1 sample, 1 token, " in stats.line(epoch=0)
 
 
 def test_report_is_one_json_line_and_one_readable_line():

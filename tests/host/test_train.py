@@ -40,7 +40,7 @@ def data(tmp_path_factory):
 
 
 def test_packed_run_logs_reports_and_closes_its_account(tiny_folder, data, tmp_path, options, caplog):
-    """TRAIN-7 TRAIN-8 TRAIN-9 DATA-6 ISO-5"""
+    """TRAIN-7 TRAIN-8 TRAIN-9 DATA-6 ISO-5 STAT-5"""
     options(packing_strategy="exact", packing_drop_last="false")
     with caplog.at_level(logging.INFO):
         result = train(
@@ -49,6 +49,9 @@ def test_packed_run_logs_reports_and_closes_its_account(tiny_folder, data, tmp_p
             )
         )
     steps = [line for line in result["log_history"] if "loss" in line]
+    (speed,) = (line for line in result["log_history"] if "train_runtime" in line)
+    assert speed["train_samples_per_second"] * speed["train_runtime"] == pytest.approx(32, abs=0.01), "not packs"
+    assert "counts add up: 16 read = 16 packed + 0 left out + 0 not reached" in caplog.text
     reports = [epoch_report(tmp_path, epoch) for epoch in (0, 1)]
     assert len(steps) == sum(report["num_packs"] for report in reports)
     assert reports[0]["num_packs"] == reports[1]["num_packs"]
