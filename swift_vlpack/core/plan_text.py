@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from swift_vlpack.core.advice import StepSize
 from swift_vlpack.core.words import by_reason, counted
 
 
@@ -77,6 +78,7 @@ def _about_data(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _about_steps(report: dict[str, Any]) -> list[tuple[str, str]]:
     packs = counted(report["gradient_accumulation_steps"], "pack")
+    step = StepSize(**report["step"])
     return [
         (
             "steps",
@@ -84,6 +86,8 @@ def _about_steps(report: dict[str, Any]) -> list[tuple[str, str]]:
             f"{counted(report['num_ranks'], 'rank')} x {packs} a step, "
             f"{counted(report['packs_per_epoch'], 'pack')} in every epoch",
         ),
+        ("one step", str(step)),
+        ("", step.remedy),
         (
             "time",
             f"{report['seconds_lengths']:.2f} s for lengths, {report['seconds_plan']:.2f} s for packs, "

@@ -6,11 +6,15 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from swift.dataset import LazyLLMDataset
 from swift.utils import get_logger, is_master, stat_array
 
+from swift_vlpack.core.advice import StepSize, length_warning, step_size
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.words import counted
 from swift_vlpack.data import attention
@@ -27,6 +31,9 @@ from swift_vlpack.host.ranks import check_equal, num_ranks_of_run, rank, version
 from swift_vlpack.host.sources import load_sources, load_stream
 
 logger = get_logger()
+
+NUM_STREAM_ROWS_SEEN = 16
+"""Rows of a stream whose lengths are looked at before training."""
 
 
 def prepare_dataset(pipeline: Any) -> list[Any]:
@@ -45,7 +52,7 @@ def prepare_dataset(pipeline: Any) -> list[Any]:
     if isinstance(packs, PlannedPackingDataset):
         check_measured(packs.dataset.sources, config.packing_max_failed_share)
     pipeline._save_val_dataset(val_rows)
-    _show(pipeline, packs)
+    _show(pipeline, packs, config)
     return [packs, _validation(val_rows, template, args, config)]
 
 
@@ -75,7 +82,7 @@ def packed(
     if config.packing_mode == "buffer" or not hasattr(dataset, "__len__"):
         return BufferedPackingDataset(dataset, template, config, seed=data_seed(args), rank=rank(), num_ranks=num_ranks)
     packs_per_step = num_ranks * args.training_args.gradient_accumulation_steps
-    return PlannedPackingDataset(
+    packs = PlannedPackingDataset(
         dataset,
         template,
         config,
@@ -83,6 +90,30 @@ def packed(
         num_ranks=num_ranks,
         num_epochs=math.ceil(args.num_train_epochs),
         num_packs=args.max_steps * packs_per_step if args.max_steps > 0 else None,
+    )
+    lengths = packs.dataset.scheduled_sizes().lengths
+    _warn_of_length(args, config, lengths[lengths > 0])
+    return packs
+
+
+def _warn_of_length(args: Any, config: PackingConfig, lengths: NDArray[np.int64], what: str = "rows") -> None:
+    """The model's maximum as capacity is rarely what anybody wants; ms-swift takes it where no length is given."""
+    if config.packing_length != args.model_info.max_model_len:
+        return
+    if is_master() and (warning := length_warning(config.packing_length, lengths, what=what)):
+        logger.warning(f"packing: {warning}")
+
+
+def size_of_step(packs: PlannedPackingDataset, args: Any) -> StepSize:
+    """What an optimizer step of epoch 0 is made of."""
+    plan = packs.plan
+    supervised = packs.dataset.scheduled_sizes().supervised[plan.members]
+    return step_size(
+        num_packs=len(plan),
+        num_samples=len(plan.members),
+        num_supervised=int(supervised.sum()),
+        accumulation=args.training_args.gradient_accumulation_steps,
+        num_ranks=packs.num_ranks,
     )
 
 
@@ -116,15 +147,23 @@ def _validation(rows: Any, template: Any, args: Any, config: PackingConfig) -> A
     return PlannedPackingDataset(FusionCaptionDataset([sized], template, shuffle=False), template, everything)
 
 
-def _show(pipeline: Any, packs: PackingDataset) -> None:
+def _show(pipeline: Any, packs: PackingDataset, config: PackingConfig) -> None:
     """Print one sample as ms-swift does, and what the plan of the first epoch is."""
     if not is_master():
         return
-    # One row, not one pack: that would be a whole window of a stream, read and thrown away before step 1.
-    first = next((sample for sample in packs.dataset.encoded() if not isinstance(sample, SampleError)), None)
-    if first is not None:
-        pipeline.template.print_inputs(first)
+    # Rows, not a pack: that would be a whole window of a stream, read and thrown away before step 1.
+    num_rows = 1 if isinstance(packs, PlannedPackingDataset) else NUM_STREAM_ROWS_SEEN
+    usable = (sample for sample in packs.dataset.encoded() if not isinstance(sample, SampleError))
+    if first := list(islice(usable, num_rows)):
+        pipeline.template.print_inputs(first[0])
     if not isinstance(packs, PlannedPackingDataset):
+        lengths = np.array([sample["length"] for sample in first], dtype=np.int64)
+        _warn_of_length(pipeline.args, config, lengths, what=f"first {len(lengths)} rows")
+        logger.info(
+            "one optimizer step: "
+            f"{counted(packs.num_ranks * pipeline.args.training_args.gradient_accumulation_steps, 'pack')}, as many as "
+            "it would have samples un-packed; pack/samples in the log says how many samples a pack has"
+        )
         return
     _, statistics = stat_array(packs.packed_length)
     pipeline.train_msg["train_dataset"] = statistics
@@ -136,3 +175,5 @@ def _show(pipeline: Any, packs: PackingDataset) -> None:
         f"by {plan.method}, mean fill {100 * plan.mean_fill:.1f}%, {int(plan.is_single_long.sum())} single-long, "
         f"lower bound {counted(plan.lower_bound, 'pack')}"
     )
+    size = size_of_step(packs, pipeline.args)
+    logger.info(f"one optimizer step: {size}. {size.remedy[0].upper()}{size.remedy[1:]}")

@@ -26,7 +26,7 @@ from swift_vlpack.data.data_report import data_report, left_out_rows
 from swift_vlpack.data.left_out import listed
 from swift_vlpack.data.planned import PlannedPackingDataset
 from swift_vlpack.host.args import is_ours, packing_config
-from swift_vlpack.host.pipeline import fused, packed
+from swift_vlpack.host.pipeline import fused, packed, size_of_step
 from swift_vlpack.host.ranks import counted_as
 from swift_vlpack.host.sources import load_sources
 
@@ -182,6 +182,7 @@ def _steps(packs: PlannedPackingDataset, args: Any) -> dict[str, Any]:
         "gradient_accumulation_steps": accumulation,
         "steps_per_epoch": steps_per_epoch,
         "num_steps": num_steps,
+        "step": size_of_step(packs, args).as_json(),
     }
 
 

@@ -321,3 +321,39 @@ def test_errors_of_the_network_are_told_from_others(error, is_of_network):
     wrapped = OSError("cannot find the files")
     wrapped.__cause__ = error
     assert _is_of_network(wrapped) is is_of_network
+
+
+def test_step_is_said_packed_and_as_the_same_options_would_make_it_unpacked(bare_folder, tiny, mix, tmp_path, options):
+    """TRAIN-21: against labels by ms-swift's own template."""
+    options(packing_strategy="exact", packing_cache_dir=tmp_path / "lengths")
+    data = mix / "photos.jsonl"
+    report = planned(
+        bare_folder, tmp_path, dataset=data, per_device_train_batch_size=4, gradient_accumulation_steps=2, num_ranks=2
+    )
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    labels = [label for row in rows for label in tiny(FAMILY).template.encode(row)["labels"]]
+    num_supervised = sum(label != -100 for label in labels)
+    step = report["step"]
+    assert (step["num_packs"], step["num_samples_unpacked"]) == (16, 16)
+    assert step["num_supervised_tokens_unpacked"] == round(16 * num_supervised / len(rows), 1)
+    samples_per_pack = len(rows) / report["packs_per_epoch"]
+    assert step["num_samples"] == round(16 * samples_per_pack, 1)
+    assert step["num_supervised_tokens"] == round(16 * num_supervised / report["packs_per_epoch"], 1)
+    assert step["accumulation_as_unpacked"] == round(8 / samples_per_pack)
+
+
+@pytest.mark.parametrize("is_given", [True, False], ids=["max_length", "no max_length"])
+def test_capacity_that_nobody_chose_is_warned_of(is_given, bare_folder, mix, tmp_path, options, caplog):
+    """TRAIN-22"""
+    options(packing_strategy="exact", packing_cache_dir=tmp_path / "lengths")
+    argv = packed_argv(bare_folder, FAMILY, tmp_path / "never", dataset=mix / "chat.jsonl")
+    if not is_given:
+        at = argv.index("--max_length")
+        del argv[at : at + 2]
+    report = training_report(argv, num_ranks=1, failures_file=tmp_path / "failures.jsonl")
+    assert report["packing_length"] == (512 if is_given else 32768)
+    warnings = [record.getMessage() for record in caplog.records if "the model's maximum" in record.getMessage()]
+    assert len(warnings) == (not is_given)
+    if warnings:
+        assert f"{report['lengths']['min']} to {report['lengths']['max']} tokens" in warnings[0]
+        assert "--max_length 1024 " in warnings[0]

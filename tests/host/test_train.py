@@ -40,7 +40,7 @@ def data(tmp_path_factory):
 
 
 def test_packed_run_logs_reports_and_closes_its_account(tiny_folder, data, tmp_path, options, caplog):
-    """TRAIN-7 TRAIN-8 TRAIN-9 DATA-6 ISO-5 STAT-5"""
+    """TRAIN-7 TRAIN-8 TRAIN-9 TRAIN-21 DATA-6 ISO-5 STAT-5"""
     options(packing_strategy="exact", packing_drop_last="false")
     with caplog.at_level(logging.INFO):
         result = train(
@@ -68,6 +68,7 @@ def test_packed_run_logs_reports_and_closes_its_account(tiny_folder, data, tmp_p
         assert "token_acc" in line
     assert sum(line["pack/samples"] for line in steps) == 32
     assert not [key for line in steps for key in line if "train" in key and key != "train_loss"]
+    assert "one optimizer step: 1 pack with about " in caplog.text, "TRAIN-21"
 
 
 def test_losses_fall_over_packed_epochs(tiny_folder, data, tmp_path, options):
