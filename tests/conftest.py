@@ -64,6 +64,16 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 
 
 @pytest.fixture(scope="session")
+def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The same with 4,000 tokens instead of 152,000: trains ten times as fast, in this process only."""
+    from tests.tiny import save_model, use_ids_of_tokenizer
+
+    use_ids_of_tokenizer()
+    root = tmp_path_factory.mktemp("small")
+    return cache(lambda family: save_model(root / family, family, is_small=True))
+
+
+@pytest.fixture(scope="session")
 def tiny(tiny_folder: Callable[[str], Path]) -> Callable[[str], Tiny]:
     """A tiny model with its template, by ms-swift's own loading, with our attention; fresh modes, shared weights."""
 

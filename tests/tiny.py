@@ -20,6 +20,13 @@ QWEN_SPECIALS = (  # in Qwen's order, 151643 ... 151656
     *("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
 )
 FIRST_SPECIAL_ID = {"qwen3_5": 248044}  # the others: 151643
+NUM_SMALL = 4096
+"""Tokens of a small vocabulary, beside `WORDS`: logits of 151,643 are nearly all that a tiny model computes."""
+WORDS = (
+    "You are helpful assistant system user question answer caption describe image word picture hi how you xxxx house "
+    "tree car person walks runs near street photo shows sky small large red blue noise there is the a what this"
+)
+"""A small vocabulary has these words as the whole one has them, with and without a space before them."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -32,6 +39,20 @@ def _ranks() -> dict[bytes, int]:
 
     text = (Path(dashscope.__file__).parent / "resources" / "qwen.tiktoken").read_bytes()
     return {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in text.splitlines() if line)}
+
+
+@cache
+def _small_ranks() -> dict[bytes, int]:
+    """The first tokens, and all that byte-pair encoding makes on its way to those of `WORDS`; numbered anew."""
+    ranks = _ranks()
+    wanted = [token for token, rank in ranks.items() if rank < NUM_SMALL]
+    words = [word.encode() for word in WORDS.split()]
+    more = [token for word in words for token in (word, b" " + word) if token in ranks]
+    while more:
+        token = more.pop()
+        wanted.append(token)
+        more += _merge_of(token, ranks[token], ranks) if len(token) > 1 else ()
+    return {token: number for number, token in enumerate(sorted(set(wanted), key=ranks.__getitem__))}
 
 
 def _merge_of(token: bytes, rank: int, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
@@ -51,11 +72,26 @@ def _byte_alphabet() -> dict[int, str]:
     return {**{byte: chr(byte) for byte in printable}, **{byte: chr(256 + n) for n, byte in enumerate(others)}}
 
 
-def build_tokenizer(family: str = "qwen2_5_vl") -> Any:
+def first_special_id(family: str, *, is_small: bool) -> int:
+    """Where ordinary tokens end."""
+    return len(_small_ranks()) if is_small else FIRST_SPECIAL_ID.get(family, 151643)
+
+
+def use_ids_of_tokenizer() -> None:
+    """Let ms-swift's Qwen templates ask the tokenizer for ids that they name as constants."""
+    from swift.template.templates.qwen import Qwen2VLTemplate, Qwen3_5Template
+
+    for name, token in (("image_token_id", "<|image_pad|>"), ("video_token_id", "<|video_pad|>")):
+        known = property(lambda self, token=token: self.tokenizer.convert_tokens_to_ids(token))
+        for template in (Qwen2VLTemplate, Qwen3_5Template):
+            setattr(template, name, known)
+
+
+def build_tokenizer(family: str = "qwen2_5_vl", *, is_small: bool = False) -> Any:
     """Rebuild Qwen's tokenizer from the ranks that PyPI's dashscope ships."""
     from transformers import AddedToken, Qwen2Tokenizer
 
-    ranks, letters = _ranks(), _byte_alphabet()
+    ranks, letters = _small_ranks() if is_small else _ranks(), _byte_alphabet()
     text = {token: "".join(letters[byte] for byte in token) for token in ranks}
     merges = [
         tuple(text.get(part) or "".join(letters[byte] for byte in part) for part in _merge_of(token, rank, ranks))
@@ -63,7 +99,7 @@ def build_tokenizer(family: str = "qwen2_5_vl") -> Any:
         if len(token) > 1
     ]
     vocab = {text[token]: rank for token, rank in ranks.items()}
-    first = FIRST_SPECIAL_ID.get(family, len(ranks))
+    first = first_special_id(family, is_small=is_small)
     vocab |= {token: first + n for n, token in enumerate(QWEN_SPECIALS)}
     tokenizer = Qwen2Tokenizer(vocab=vocab, merges=merges, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     tokenizer.add_special_tokens(
@@ -94,11 +130,11 @@ def build_processor(tokenizer: Any, family: str) -> Any:
     )
 
 
-def build_config(family: str) -> Any:
-    """Two layers, hidden 64: 10M parameters, nearly all of them embedding."""
+def build_config(family: str, *, is_small: bool = False) -> Any:
+    """Two layers, hidden 64: 10M parameters, nearly all of them embedding; 0.5M with a small vocabulary."""
     import transformers
 
-    first = FIRST_SPECIAL_ID.get(family, 151643)
+    first = first_special_id(family, is_small=is_small)
     text = {
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -175,25 +211,25 @@ MODEL_CLASSES = {
 }
 
 
-def build_model(family: str, *, seed: int = 0) -> Any:
+def build_model(family: str, *, seed: int = 0, is_small: bool = False) -> Any:
     """Random weights from a seed, large enough that attention matters."""
     import torch
     import transformers
 
     torch.manual_seed(seed)
-    config = build_config(family)
+    config = build_config(family, is_small=is_small)
     config.text_config.initializer_range = 0.1
     model = getattr(transformers, MODEL_CLASSES[family])(config)
     return model.eval()
 
 
-def save_model(folder: Path, family: str = "qwen2_5_vl", *, seed: int = 0) -> Path:
+def save_model(folder: Path, family: str = "qwen2_5_vl", *, seed: int = 0, is_small: bool = False) -> Path:
     """Write model, tokenizer and processor the way a hub repository has them; once."""
     done = folder / "ready.json"
     if not done.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        build_model(family, seed=seed).save_pretrained(folder)
-        build_processor(build_tokenizer(family), family).save_pretrained(folder)
+        build_model(family, seed=seed, is_small=is_small).save_pretrained(folder)
+        build_processor(build_tokenizer(family, is_small=is_small), family).save_pretrained(folder)
         done.write_text(json.dumps({"family": family, "seed": seed}))
     return folder
 

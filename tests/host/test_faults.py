@@ -21,6 +21,12 @@ from tests.rows import image_row, text_row, write_jsonl
 FAMILY = "qwen2_5_vl"
 
 
+@pytest.fixture(scope="session")
+def tiny_folder(small_folder):
+    """Training in this process is quicker with a small vocabulary."""
+    return small_folder
+
+
 @pytest.fixture(autouse=True)
 def environment():
     """By hand: the data sets library replaces `os.environ`, so that what pytest restores is not what is in use."""

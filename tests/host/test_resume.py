@@ -16,6 +16,14 @@ from tests.images import photo
 from tests.rows import image_row, mixed_rows, text_row, write_jsonl
 
 FAMILY = "qwen2_5_vl"
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(small_folder):
+    """Training in this process is quicker with a small vocabulary."""
+    return small_folder
+
+
 NUM_ROWS = 36
 
 

@@ -14,6 +14,12 @@ from tests.rows import mixed_rows, text_row, write_jsonl
 FAMILY = "qwen2_5_vl"
 
 
+@pytest.fixture(scope="session")
+def tiny_folder(small_folder):
+    """Training in this process is quicker with a small vocabulary."""
+    return small_folder
+
+
 @pytest.fixture(autouse=True)
 def options(monkeypatch):
     """`options(packing_buffer=4)` sets a packing option for the run; packs come fast and the proof is left out."""

@@ -15,6 +15,12 @@ from tests.rows import image_row, mixed_rows, text_row, write_jsonl
 FAMILY = "qwen2_5_vl"
 
 
+@pytest.fixture(scope="session")
+def tiny_folder(small_folder):
+    """Training in this process is quicker with a small vocabulary."""
+    return small_folder
+
+
 @pytest.fixture(autouse=True)
 def options(monkeypatch):
     """`options(packing_strategy="exact")` sets a packing option for the run."""
