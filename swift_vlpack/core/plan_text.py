@@ -66,8 +66,10 @@ def _about_data(report: dict[str, Any]) -> list[tuple[str, str]]:
     if report["failures_file"]:
         what = "" if report["unreadable"] else " what is left out for other reasons is"
         unreadable += f",{what} listed in {report['failures_file']}"
-    if num_deleted := sum(source["num_deleted_by_loader"] for source in report["sources"].values()):
+    if num_deleted := sum(source["num_deleted_by_loader"] or 0 for source in report["sources"].values()):
         lines.append(("", f"{counted(num_deleted, 'more row was', 'more rows were')} deleted by ms-swift's loader"))
+    if unnamed := [name for name, source in report["sources"].items() if source["num_deleted_by_loader"] is None]:
+        lines.append(("", f"how many rows the loader deleted of {', '.join(unnamed)} is not known"))
     facts = report["lengths"]
     lengths = ", ".join(f"{name} {facts[name]}" for name in ("min", "median", "p95", "p99", "max", "mean"))
     images = f"{report['share_of_rows_with_image']:.1%} of the rows have one"

@@ -59,14 +59,16 @@ class RowSource:
     """Seed of this source's draws, in place of the run's."""
     row_numbers: Sequence[int] | None = None
     """Number of each row in its file; None where all rows of the file are there."""
+    is_numbered: bool = True
+    """Whether it is known which rows of the file these are; otherwise a row's number is its place among the loaded."""
     sizes: LengthIndex | None = None
     """Length of each row; None until a length pass has run."""
     cache: LengthCache | None = None
     """Where lengths are remembered, to correct one that turns out wrong."""
-    num_lost: int = 0
-    """Rows of the file that never became rows, because the loader deleted them."""
+    num_lost: int | None = 0
+    """Rows of the file that never became rows, because the loader deleted them; None where that is not known."""
     lost_rows: Sequence[int] = ()
-    """Their numbers in the file."""
+    """Their numbers in the file, as far as they are known."""
     origin: str | None = None
     """The local file with its whole path, or the folder's or hub's name; None where the rows are from neither."""
 
@@ -83,15 +85,15 @@ class RowSource:
 
     def sample_id(self, index: int) -> SampleId:
         """The name of a row, which stays right when the loader dropped others."""
-        return SampleId(self.name, self.row_number(index))
+        return SampleId(self.name, self.row_number(index), not self.is_numbered)
 
     def row_number(self, index: int) -> int:
-        """The number of a row in its file, from 0."""
+        """The number of a row in its file, from 0, or, where the source is not numbered, in what was loaded."""
         return index if self.row_numbers is None else int(self.row_numbers[index])
 
     def where(self, index: int) -> str:
         """The place to look at for a row: `file:line`, or the file or data set and the row in it."""
-        return place(self.origin or self.name, self.row_number(index))
+        return place(self.origin or self.name, self.row_number(index), is_loaded=not self.is_numbered)
 
 
 class FusionCaptionDataset(Dataset[Encoded]):

@@ -35,7 +35,7 @@ Key = tuple[str, int | None, str]
 def deleted_by_loader(source: RowSource) -> Iterator[LeftOut]:
     """The rows of a source's file that never became rows."""
     for row in source.lost_rows:
-        yield LeftOut(SampleId(source.name, int(row)), DELETED, "ms-swift's loader found nothing usable in the row")
+        yield LeftOut(SampleId(source.name, int(row)), DELETED, "ms-swift's loader or preprocess_func left the row out")
 
 
 class LeftOutRows:
@@ -70,10 +70,10 @@ class LeftOutRows:
 
 def as_json(left_out: LeftOut, epoch: int | None, origins: Mapping[str, str]) -> dict[str, Any]:
     """A row that is left out, as its line says it."""
-    source, row = left_out.sample_id
+    source, row, is_loaded = left_out.sample_id
     return {
         "id": str(left_out.sample_id),
-        "where": place(origins.get(source, source), row),
+        "where": place(origins.get(source, source), row, is_loaded=is_loaded),
         "reason": left_out.reason,
         "error": left_out.detail,
         "epoch": epoch,

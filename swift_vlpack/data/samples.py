@@ -13,13 +13,17 @@ Encoded = dict[str, Any]
 
 
 class SampleId(NamedTuple):
-    """A row of a source: its name, and the row's number in the file or data set it came from."""
+    """A row of a source: its name, and the row's number in the file or data set it came from.
+
+    Where the loader made that unknowable, `is_loaded`: the number is the row's place in what was loaded.
+    """
 
     source: str
     row: int
+    is_loaded: bool = False
 
     def __str__(self) -> str:
-        return f"{self.source}:{self.row}"
+        return f"{self.source}:{'loaded-' if self.is_loaded else ''}{self.row}"
 
 
 class Address(NamedTuple):

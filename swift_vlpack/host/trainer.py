@@ -380,8 +380,8 @@ class PackingTrainer(Seq2SeqTrainer):
     def _no_counts(self) -> Telemetry:
         return Telemetry(packing_length=self.packs.config.packing_length)
 
-    def num_lost_by_loader(self) -> dict[str, int]:
-        """Rows that ms-swift's loader deleted, by source."""
+    def num_lost_by_loader(self) -> dict[str, int | None]:
+        """Rows that ms-swift's loader deleted, by source; None where a source cannot name its rows."""
         return {source.name: source.num_lost for source in self._sources}
 
     @property

@@ -7,13 +7,14 @@ from swift_vlpack import PackingConfig
 from swift_vlpack.core.errors import ConfigError, DataError
 from swift_vlpack.data.fusion import FusionCaptionDataset
 from swift_vlpack.host.fusion_config import read_fusion_config, specs_of
-from swift_vlpack.host.sources import load_sources, numbered_rows
+from swift_vlpack.host.sources import load_sources
 from tests.rows import text_row, write_jsonl
 
 
 def load_args(dataset, **changes):
     kwargs = {"num_proc": 1, "load_from_cache_file": False, "strict": False, "use_hf": True, "seed": 42}
-    values = {"dataset": dataset, "val_dataset": [], "split_dataset_ratio": 0.0, "get_dataset_kwargs": lambda: kwargs}
+    values = {"dataset": dataset, "val_dataset": [], "split_dataset_ratio": 0.0, "dataset_shuffle": True}
+    values["get_dataset_kwargs"] = lambda: kwargs
     return SimpleNamespace(**{**values, **changes})
 
 
@@ -27,7 +28,7 @@ def test_row_numbers_stay_right_when_the_loader_deletes_rows(tmp_path, caplog):
     rows[2] = {"messages": []}
     rows[5] = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": None}]}
     [source], _ = load_sources(load_args([write_jsonl(tmp_path / "rows.jsonl", rows)]), config())
-    assert source.row_numbers.tolist() == [0, 1, 3, 4, 6, 7, 8, 9]
+    assert sorted(source.row_numbers) == [0, 1, 3, 4, 6, 7, 8, 9]
     assert source.num_lost == 2
     for index, row in enumerate(source.rows):
         assert row["messages"][1]["content"] == f"answer {source.row_numbers[index]}"
@@ -62,8 +63,9 @@ def test_local_files_of_every_form_are_loaded(form, tmp_path):
     else:
         write_jsonl(path, rows)
     [source], _ = load_sources(load_args([str(path)]), config())
-    assert source.row_numbers.tolist() == list(range(5))
-    assert source.rows[4]["messages"][0]["content"] == "q4"
+    assert sorted(source.row_numbers) == list(range(5))
+    for row, number in zip(source.rows, source.row_numbers, strict=True):
+        assert row["messages"][0]["content"] == f"q{number}"
 
 
 def test_sampled_and_split_rows_keep_their_numbers(tmp_path):
@@ -76,16 +78,28 @@ def test_sampled_and_split_rows_keep_their_numbers(tmp_path):
         assert source.rows[index]["messages"][1]["content"] == f"answer {number}"
 
 
-def test_the_loader_is_left_as_it_was():
-    """TRAIN-2"""
-    from swift.dataset import RowPreprocessor
+def test_ms_swift_is_left_as_it_was(tmp_path):
+    """TRAIN-2: also after an error."""
+    from swift.dataset import DATASET_MAPPING, DatasetMeta, RowPreprocessor
 
-    before = RowPreprocessor.__call__, RowPreprocessor.batched_preprocess, list(RowPreprocessor.standard_keys)
-    with pytest.raises(KeyError), numbered_rows():
-        raise KeyError
-    assert before == (
-        RowPreprocessor.__call__, RowPreprocessor.batched_preprocess, list(RowPreprocessor.standard_keys)
-    )  # fmt: skip
+    def state():
+        facts = (RowPreprocessor.__call__, RowPreprocessor.batched_preprocess, list(RowPreprocessor.standard_keys))
+        return (
+            facts,
+            dict(DATASET_MAPPING),
+            [vars(meta).copy() for meta in DATASET_MAPPING.values()],
+            DatasetMeta().loader,
+        )
+
+    before = state()
+    good, empty = (
+        write_jsonl(tmp_path / "good.jsonl", [text_row()]),
+        write_jsonl(tmp_path / "empty.jsonl", [{"messages": []}]),
+    )
+    load_sources(load_args([good]), config())
+    with pytest.raises(DataError):
+        load_sources(load_args([good, empty]), config())
+    assert state() == before
 
 
 def test_source_without_a_usable_row_is_a_clear_error(tmp_path):

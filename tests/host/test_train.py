@@ -96,11 +96,11 @@ def eval_loss(flags):
 
 @pytest.mark.parametrize("family", [FAMILY, "qwen3_vl"])
 def test_eval_is_padded_and_equals_an_unpacked_run(family, tiny_folder, data, tmp_path, options):
-    """TRAIN-6 DATA-11: evaluated on the first weights, before a step, with batches of 3."""
+    """TRAIN-6 DATA-11 DATA-13: evaluated on the first weights, before a step, with batches of 3."""
     options(packing_verify="true")
+    split = {"dataset": [f"{data['train']}#12", data["val"]], "split_dataset_ratio": 0.3, "data_seed": 7}
     common = {
-        "dataset": data["train"],
-        "val_dataset": data["val"],
+        **(split if family == FAMILY else {"dataset": data["train"], "val_dataset": data["val"]}),
         "eval_on_start": "true",
         "eval_strategy": "steps",
         "eval_steps": 1,
@@ -111,6 +111,10 @@ def test_eval_is_padded_and_equals_an_unpacked_run(family, tiny_folder, data, tm
     packed = eval_loss(packed_argv(tiny_folder(family), family, tmp_path / "packed", **common))
     plain = eval_loss(argv(tiny_folder(family), family, tmp_path / "plain", **common))
     assert packed == pytest.approx(plain, abs=1e-6)
+    if family == FAMILY:
+        saved = [(tmp_path / run / "val_dataset.jsonl").read_bytes() for run in ("packed", "plain")]
+        assert saved[0] == saved[1]
+        assert saved[0].count(b"\n") == 5, "3 of the 12 drawn, 2 of the 7"
 
 
 def test_eval_is_packed_when_asked(tiny_folder, data, tmp_path, options):
