@@ -24,6 +24,7 @@ from swift_vlpack.data.dataset import PackingDataset, counted_failure, packed_sa
 from swift_vlpack.data.fusion import Template
 from swift_vlpack.data.lengths import size_of
 from swift_vlpack.data.samples import Encoded, LeftOut, PackedSamples, PackRecord, SampleError, SampleId
+from swift_vlpack.data.streams import StreamedRows
 
 WorkerState = dict[str, Any]
 
@@ -46,6 +47,8 @@ class BufferedPackingDataset(PackingDataset, IterableDataset[PackedSamples]):
     ) -> None:
         super().__init__(dataset, template, config)
         self.seed = seed
+        if isinstance(self.dataset, StreamedRows):
+            self.dataset.seed = seed
         self.rank = rank
         self.num_ranks = num_ranks
         self.left_out_behind: list[LeftOut] = []

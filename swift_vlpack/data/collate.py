@@ -12,6 +12,7 @@ import torch
 from swift_vlpack.core.boundaries import Boundaries
 from swift_vlpack.core.errors import BoundaryError, ConfigError
 from swift_vlpack.data.fusion import Template
+from swift_vlpack.data.randomness import RandomStream
 from swift_vlpack.data.samples import Encoded, PackedSamples, PackRecord
 
 NOT_FOR_THE_MODEL = ("loss_scale", "channel", "text_position_ids")
@@ -51,8 +52,11 @@ class Collator:
     `for_model` leaves only what the model's forward takes; ms-swift's own trainer takes the rest out by itself.
     """
 
-    def __init__(self, template: Template, padding_to: int | None = None, *, for_model: bool = True) -> None:
+    def __init__(
+        self, template: Template, padding_to: int | None = None, *, for_model: bool = True, seed: int = 0
+    ) -> None:
         self.template = template
+        self.seed = seed
         self.padding_to = padding_to
         self.for_model = for_model
 
@@ -69,11 +73,11 @@ class Collator:
 
     def row(self, pack: list[Encoded]) -> Batch:
         """One row from the samples of a pack, its positions checked; without a sample, a row that has no loss."""
-        samples = completed(self._copies(pack)) or [self._placeholder()]
-        lengths = tuple(int(sample["length"]) for sample in samples)
-        with layout(self.template, packed=True):
-            row = self.template.data_collator([samples])
         name = str(pack.record) if isinstance(pack, PackedSamples) else "the pack"
+        with layout(self.template, packed=True), RandomStream(self.seed, name):
+            samples = completed(self._copies(pack)) or [self._placeholder()]
+            lengths = tuple(int(sample["length"]) for sample in samples)
+            row = self.template.data_collator([samples])
         check_row(row, Boundaries(lengths), name)
         if "cu_seq_lens_q" not in row:
             row |= boundary_tensors(lengths)

@@ -21,6 +21,7 @@ from swift_vlpack.core.shuffle import permutation
 from swift_vlpack.data.length_cache import LengthCache
 from swift_vlpack.data.lengths import NUM_COLUMNS, LengthIndex, RowSize, aspect_of, size_of
 from swift_vlpack.data.places import place
+from swift_vlpack.data.randomness import RandomStream
 from swift_vlpack.data.reasons import described, is_lasting, media_paths, reason_for
 from swift_vlpack.data.samples import Address, Encoded, LeftOut, SampleError, SampleId
 
@@ -178,8 +179,10 @@ class FusionCaptionDataset(Dataset[Encoded]):
         self, share: Share = EVERYTHING, *, start: int = 0, also: Collection[int] = ()
     ) -> Iterator[Encoded | SampleError]:
         """The share's rows from the `start`-th on, after those `also` wanted: the sample, or why there is none."""
-        rows = chain(map(share.row, sorted(also)), range(share.row(start), len(self), share.num_shares))
-        return (self.tried(self.address(position)) for position in rows)
+        for position in chain(map(share.row, sorted(also)), range(share.row(start), len(self), share.num_shares)):
+            with RandomStream(self.seed, self.epoch, position):
+                sample = self.tried(self.address(position))
+            yield sample
 
     def tried(self, address: Address) -> Encoded | SampleError:
         """Encode one row, or say why it cannot be."""

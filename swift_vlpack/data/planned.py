@@ -23,7 +23,8 @@ from swift_vlpack.core.remedies import warning_of_left_out
 from swift_vlpack.data.dataset import PackingDataset, counted_failure, packed_samples
 from swift_vlpack.data.fusion import Template
 from swift_vlpack.data.lengths import LengthIndex
-from swift_vlpack.data.samples import Address, Encoded, LeftOut, PackAddress, PackedSamples, SampleError, SampleId
+from swift_vlpack.data.randomness import RandomStream
+from swift_vlpack.data.samples import Encoded, LeftOut, PackAddress, PackedSamples, SampleError, SampleId
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class PlannedPackingDataset(PackingDataset):
         self.num_packs = self._num_packs_of_longest_epoch(max(1, num_epochs), num_packs)
         """Packs of every epoch, unless it is resumed; over all ranks."""
         self._num_failed_in_a_row = 0
+        self._draws_at_random = False
 
     @property
     def plan(self) -> Plan:
@@ -147,7 +149,7 @@ class PlannedPackingDataset(PackingDataset):
         """Encode the samples of a pack. The true length decides: what does not fit is left out, with a reason."""
         found: list[tuple[Encoded, bool]] = []
         left_out: list[LeftOut] = []
-        for where, sample in zip(address.samples, self._encoded(address.samples), strict=True):
+        for where, sample in zip(address.samples, self._encoded(address), strict=True):
             if isinstance(sample, SampleError):
                 left_out.append(self._failed(sample))
                 continue
@@ -174,13 +176,21 @@ class PlannedPackingDataset(PackingDataset):
             logger.warning("%s: left out: %s", sample["sample_id"], said)
         return [sample for (sample, _), is_kept in zip(found, keeps, strict=True) if is_kept], left_out
 
-    def _encoded(self, samples: Sequence[Address]) -> list[Encoded | SampleError]:
-        """Encode in as many threads as this worker may use: images are decoded and resized outside of Python's lock."""
-        num_threads = min(len(samples), threads_per_worker())
-        if num_threads < 2:
-            return [self.dataset.tried(where) for where in samples]
-        with ThreadPoolExecutor(num_threads) as threads:
-            return list(threads.map(self.dataset.tried, samples))
+    def _encoded(self, address: PackAddress) -> list[Encoded | SampleError]:
+        """Encode in as many threads as this worker may use: images are decoded and resized outside of Python's lock.
+
+        Threads draw random numbers in no order, so a template that draws any encodes one row after the other.
+        """
+        name = (self.seed, address.epoch, address.number)
+        num_threads = min(len(address.samples), threads_per_worker())
+        if num_threads > 1 and not self._draws_at_random:
+            with RandomStream(*name) as stream, ThreadPoolExecutor(num_threads) as threads:
+                encoded = list(threads.map(self.dataset.tried, address.samples))
+            self._draws_at_random = stream.has_drawn
+            if not self._draws_at_random:
+                return encoded
+        with RandomStream(*name):
+            return [self.dataset.tried(where) for where in address.samples]
 
     def _sample_id(self, position: int) -> SampleId:
         return self.dataset.sample_id(self.dataset.address(position))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import dill  # type: ignore[import-untyped]
@@ -12,7 +12,10 @@ from torch.utils.data._utils import worker as torch_worker
 
 from swift_vlpack.core.shares import EVERYTHING, Share
 from swift_vlpack.data.fusion import Row, Template, encode_row, tried
+from swift_vlpack.data.randomness import RandomStream
 from swift_vlpack.data.samples import Encoded, SampleError, SampleId
+
+_END: Any = object()
 
 
 class StreamedRows:
@@ -29,6 +32,8 @@ class StreamedRows:
         self.name = name
         self.strict = strict
         self.epoch = 0
+        self.seed = 0
+        """Of what is drawn while rows are read and encoded."""
 
     def __getstate__(self) -> dict[str, Any]:
         """For spawned workers. ms-swift maps a lambda over the rows of a stream, which pickle itself refuses."""
@@ -62,9 +67,17 @@ class StreamedRows:
 
         Rows before `start` are read past, not encoded.
         """
-        for index, row in enumerate(self._rows(share)):
+        reading = RandomStream(self.seed, self.epoch, self.name, *share)
+        rows = self._rows(share)
+        for index in count():
+            with reading:
+                row = next(rows, _END)
+            if row is _END:
+                return
             if index >= start or index in also:
-                yield tried(self._encode, row, SampleId(self.name, share.row(index)))
+                with RandomStream(self.seed, self.epoch, self.name, share.row(index)):
+                    sample = tried(self._encode, row, SampleId(self.name, share.row(index)))
+                yield sample
 
     def _rows(self, share: Share) -> Iterator[Row]:
         number, num_shares = share

@@ -12,6 +12,7 @@ from swift.dataloader import DataLoaderShard
 from swift_vlpack.core.errors import VLPackError
 from swift_vlpack.data.buffered import BufferedPackingDataset
 from swift_vlpack.data.planned import PlannedPackingDataset
+from swift_vlpack.data.randomness import own_generator
 from swift_vlpack.data.samples import PackAddress
 
 SECONDS_TO_DIE = 1.0
@@ -89,7 +90,8 @@ def pack_loader(
     vote_timeout: timedelta | None = None,
     **options: Any,
 ) -> PackLoader:
-    """The loader of one rank."""
+    """The loader of one rank. It draws from no random state of the process, however many iterators it makes."""
+    options["generator"] = own_generator()
     from swift_vlpack.host.stream_loader import StreamLoader  # which is a PackLoader
 
     if isinstance(packs, PlannedPackingDataset):

@@ -29,6 +29,7 @@ from swift_vlpack.data.failures import FEWEST_ROWS_OF_EPOCH, FailedShare
 from swift_vlpack.data.fusion import RowSource
 from swift_vlpack.data.left_out import LeftOutRows, deleted_by_loader
 from swift_vlpack.data.planned import PlannedPackingDataset
+from swift_vlpack.data.randomness import RandomStream
 from swift_vlpack.data.samples import LeftOut, PackRecord
 from swift_vlpack.host.callback import report_epoch
 from swift_vlpack.host.checkpoints import nothing_deleted, rotate, save_training_args, sync, sync_folder
@@ -83,11 +84,11 @@ class PackingTrainer(Seq2SeqTrainer):
 
     def _get_data_collator(self, args: Any, template: Any) -> Collator:
         padding_to = template.max_length if args.tuner_type == "longlora" else None
-        return Collator(template, padding_to, for_model=False)
+        return Collator(template, padding_to, for_model=False, seed=self.packs.seed)
 
     def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:
         """The packs of this rank. What was trained before a resume is no part of them, whatever `skip_batches` says."""
-        if skip_batches and not self._is_planned:
+        if skip_batches:
             return self.callback_handler.train_dataloader  # one loader for all epochs, as without a resume
         args = self.args
         options = {
@@ -118,6 +119,11 @@ class PackingTrainer(Seq2SeqTrainer):
         is_pack = getattr(inputs, "record", None) is not None
         with layout(self.template, packed=is_pack):
             return super().prediction_step(model, inputs, *args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate beside the random numbers of training: a loader that lives on draws only once in a run."""
+        with RandomStream(self.args.seed, "evaluation", self.state.global_step):
+            return super().evaluate(*args, **kwargs)
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None

@@ -61,10 +61,15 @@ def dataset(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def uninterrupted(tiny_folder, dataset, tmp_path_factory):
-    """Two epochs of adapters with dropout, a checkpoint at every step."""
+    """Two epochs under ms-swift's defaults, adapters with dropout and one persistent worker; a checkpoint a step."""
     set_environment(OPTIONS)
     output = tmp_path_factory.mktemp("uninterrupted")
-    return output, losses(train(flags(tiny_folder, output, dataset, save_strategy="steps", save_steps=1)))
+    options = {"save_strategy": "steps", "save_steps": 1, **workers_like(1, True)}
+    return output, losses(train(flags(tiny_folder, output, dataset, **options)))
+
+
+def workers_like(number, persistent):
+    return {"dataloader_num_workers": number, "dataloader_persistent_workers": "true" if persistent else "false"}
 
 
 def flags(tiny_folder, output, dataset, **options):
@@ -102,29 +107,45 @@ def checkpoint_at(output, where):
     return output / f"checkpoint-{steps_per_epoch(trained(output)) + where}"
 
 
-@pytest.mark.parametrize(("where", "workers"), [(-3, 0), (-1, 3), (0, 0), (1, 1)])
+@pytest.mark.parametrize(
+    ("where", "workers"),
+    [
+        (-3, (1, True)),
+        (-1, (3, False)),
+        (0, (0, False)),
+        (1, (1, True)),
+        *(
+            pytest.param(where, workers, marks=pytest.mark.slow)
+            for where in (-2, 0, 2)
+            for workers in ((1, True), (2, False), (2, True))
+        ),
+    ],
+)
 def test_resumed_run_is_the_rest_of_the_uninterrupted_one(
     where, workers, tiny_folder, dataset, uninterrupted, tmp_path
 ):
-    """RESUME-2 RESUME-3 RESUME-8: in the first epoch, on its end, in the second; other workers make no difference."""
+    """RESUME-2 RESUME-3 RESUME-8 RAND-5: in the first epoch, on its end, in the second; workers make no difference."""
     whole, expected = uninterrupted
     checkpoint = checkpoint_at(whole, where)
     step = int(checkpoint.name.split("-")[1])
-    result = train(
-        flags(
-            tiny_folder, tmp_path, dataset, resume_from_checkpoint=checkpoint, dataloader_num_workers=workers,
-            dataloader_persistent_workers="true" if workers else "false",
-        )
-    )  # fmt: skip
+    result = train(flags(tiny_folder, tmp_path, dataset, resume_from_checkpoint=checkpoint, **workers_like(*workers)))
     assert trained(tmp_path) == [pack for pack in trained(whole) if pack[0] > step]
     seen = {at: loss for at, loss in losses(result).items() if at > step}
-    assert seen == pytest.approx({at: loss for at, loss in expected.items() if at > step}, abs=1e-6)
+    assert seen == {at: loss for at, loss in expected.items() if at > step}, "exactly, on a CPU in fp32"
     assert max(seen) == max(expected)
     for epoch in range(0 if where <= 0 else 1, 2):
         report = epoch_report(tmp_path, epoch)
         assert report == epoch_report(whole, epoch)
         assert report["is_closed"]
         assert report["num_samples"] == NUM_ROWS
+
+
+def test_losses_and_evaluations_do_not_depend_on_workers(tiny_folder, dataset, uninterrupted, tmp_path):
+    """RAND-1 RAND-2: nor does it matter that evaluations lie between the steps."""
+    _, expected = uninterrupted
+    evaluated = {"val_dataset": dataset + "#3", "eval_strategy": "steps", "eval_steps": 2}
+    result = train(flags(tiny_folder, tmp_path, dataset, **workers_like(0, False), **evaluated))
+    assert losses(result) == expected
 
 
 @pytest.mark.parametrize(("accumulation", "where"), [(1, -3), pytest.param(3, -2, marks=pytest.mark.slow), (3, 2)])
