@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-oldest lint format bench scale soak clean
+.PHONY: help demo test test-slow test-telling test-oldest lint format bench scale soak clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -27,10 +27,13 @@ demo: $(READY)  ## Train a tiny model padded and packed, and compare
 	$(BIN)/python -m benchmarks.demo
 
 test: $(READY)  ## Run the test suite (a few minutes)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-slow: $(READY)  ## Run the long tests
 	$(BIN)/python -m pytest -m slow
+
+test-telling: $(READY)  ## Run those of the long tests that CI runs too
+	$(BIN)/python -m pytest -m "slow and telling"
 
 test-oldest:  ## Run the tests of the host layer against the oldest supported ms-swift
 	@test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest

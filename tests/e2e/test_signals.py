@@ -111,6 +111,7 @@ def test_interrupt_from_the_terminal_is_quiet(tiny_folder, dataset, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.telling
 def test_kill_ends_all_ranks(tiny_folder, dataset, tmp_path):
     """CLI-10: the process is torchrun, which hands the signal on."""
     with socket.socket() as free:

@@ -90,6 +90,7 @@ def test_step_of_a_dry_rank_has_loss_and_gradient_of_the_other(two_ranks, tiny_f
 
 
 @pytest.mark.slow
+@pytest.mark.telling
 def test_two_ranks_resume_with_the_next_packs(two_ranks, tiny_folder, files, tmp_path):
     """STREAM-8 STREAM-9: from where rank 1 has run dry and rank 0 has not."""
     whole = [packs(two_ranks, rank) for rank in range(2)]

@@ -128,7 +128,9 @@ def test_headers_give_the_length_that_encoding_gives(family, tiny, few_images):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=[pytest.mark.telling] * (family == "qwen2_5_vl")) for family in FAMILIES]
+)
 def test_headers_give_the_length_that_encoding_gives_for_1000_images(family, tiny, many_images):
     """LEN-1"""
     assert len(many_images) > 1000
