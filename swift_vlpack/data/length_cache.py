@@ -44,9 +44,10 @@ SIZE = np.dtype(
 )
 """What is known of a row."""
 
-BY_HEADER, AGREED, IN_FULL, DIFFERS = 0, 1, 2, 3
+BY_HEADER, AGREED, IN_FULL, DIFFERS, VOUCHED = 0, 1, 2, 3, 4
 """Proof: from image headers; from headers and found equal to the full encoding; from the full encoding; from the full
-encoding, and headers gave another size, so that those of the whole source are not to be trusted."""
+encoding, and headers gave another size, so that those of the whole source are not to be trusted; from headers, and rows
+of its kinds were found equal in another source."""
 
 KEY = np.dtype([("high", "<u8"), ("low", "<u8")])
 RECORD = np.dtype([("key", KEY), ("size", SIZE)])

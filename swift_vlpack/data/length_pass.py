@@ -1,46 +1,58 @@
 """The length pass over a share of a source's rows: in processes of its own, remembered as they are measured.
 
-`look_up` finds what is remembered, `draw` and `compare` encode rows both by header and in full, which is how trust in
-headers is earned, `measure` gives every other row its size, and `distrust` starts over without headers.
+`look_up` finds what is remembered, `measure` gives every other row its size from its header and has some rows encoded
+in full beside it, which is how trust in headers is earned, `compare` does so with given rows, and `distrust` starts
+over without headers.
 """
 
 from __future__ import annotations
 
 import logging
-import multiprocessing
-import os
-import threading
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from swift_vlpack.core.errors import VLPackError
 from swift_vlpack.core.shuffle import permutation
 from swift_vlpack.core.words import counted
+from swift_vlpack.data import forked, trust
 from swift_vlpack.data.fusion import Row, RowSource, encode_row, with_system
-from swift_vlpack.data.length_cache import AGREED, BY_HEADER, DIFFERS, IN_FULL, KEY, SIZE, LengthCache, Sizes
+from swift_vlpack.data.length_cache import AGREED, BY_HEADER, DIFFERS, IN_FULL, KEY, SIZE, VOUCHED, LengthCache, Sizes
 from swift_vlpack.data.lengths import LengthIndex, RowSize, aspect_of, size_of
 from swift_vlpack.data.reasons import REASONS, is_of_pixels, media_paths
 from swift_vlpack.data.samples import SampleError
+from swift_vlpack.data.trust import Trust, kinds_of
 
 logger = logging.getLogger(__name__)
 
 NUM_SHOWN = 20
 """Failing rows that the log names; the count has them all."""
+SHARE_COMPARED = 1 / 64
+"""Of the pixels of all images, so many may be decoded to compare more than the first row of every kind."""
 _CHUNK_BY_HEADER, _CHUNK_IN_FULL = 128, 8  # rows, which may hold the bytes of their images
-_NUM_AHEAD = 4  # chunks a process has waiting
-_SECONDS_BETWEEN_LOOKS = 2.0
+_LEAST_BY_HEADER = 16  # rows of a chunk, where several processes share few rows
+_NUM_KEYS_WORTH_A_PROCESS = 2000
+_PIXELS_OF_PATCH = 14 * 14
+_NUM_SPARE = 8  # rows of each kind
 
 Positions = NDArray[np.int64]
+Task = tuple[str, Positions]
+"""A method, and the rows it is for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the header of a row says beside its size."""
+
+    kinds: tuple[str, ...] = ()
+    pixels: int = 0
+    """Of all its images, as they are in their files."""
+    is_silent: bool = False
+    """Whether it says nothing and never will, so that the row had to be encoded in full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +67,99 @@ class Chunk:
     """Rows that cannot be encoded, by index, in words."""
     difference: str | None = None
     """The first row of which headers and full encoding say different things, in words."""
+    seen: tuple[Seen, ...] | None = None
+    """Of rows that were measured; None of rows that were compared."""
+
+
+class _Checks:
+    """Which rows to encode both ways: the first of every kind, and of others as many as there are pixels to spend."""
+
+    def __init__(self, drawn: Positions, known: Counter[str]) -> None:
+        self._drawn = set(drawn.tolist())
+        self._first_drawn = int(drawn[0]) if len(drawn) else -1
+        self._num_tried = known
+        self._num_pixels = self._num_compared = 0
+        self._spare: dict[str, list[tuple[int, Seen]]] = {}
+        self.kinds: dict[int, tuple[str, ...]] = {}
+        """Of the rows that were chosen."""
+
+    def chosen(self, chunk: Chunk) -> list[int]:
+        """Those of the rows that were just measured."""
+        assert chunk.seen is not None
+        self._num_pixels += sum(seen.pixels for seen in chunk.seen)
+        is_quick = np.isin(chunk.sizes["proof"], (BY_HEADER, VOUCHED)).tolist()
+        rows = zip(chunk.positions.tolist(), chunk.seen, is_quick, strict=True)
+        chosen = []
+        for position, seen, by_header in rows:
+            if not by_header and not (seen.is_silent and position in self._drawn):
+                continue
+            if self._takes(position, seen):
+                chosen.append(position)
+            elif by_header:
+                self._keep(position, seen)
+        return chosen
+
+    def _keep(self, position: int, seen: Seen) -> None:
+        """For the case that those which were chosen turn out to be broken."""
+        for kind in seen.kinds:
+            spare = self._spare.setdefault(kind, [])
+            if len(spare) < _NUM_SPARE:
+                spare.append((position, seen))
+
+    def _takes(self, position: int, seen: Seen) -> bool:
+        least = min((self._num_tried[kind] for kind in seen.kinds), default=trust.NUM_PER_KIND)
+        is_wanted = least < trust.NUM_PER_KIND
+        is_due = position == self._first_drawn or (is_wanted and least == 0)
+        is_paid = self._num_compared + seen.pixels <= SHARE_COMPARED * self._num_pixels
+        if not is_due and not (is_paid and (is_wanted or position in self._drawn)):
+            return False
+        self._num_compared += seen.pixels
+        self._num_tried.update(seen.kinds)
+        self.kinds[position] = seen.kinds
+        return True
+
+    def instead_of(self, position: int) -> list[int]:
+        """The row cannot be encoded in full, so another one of each of its kinds has to be, if there is one."""
+        kinds = self.kinds.get(position, ())
+        self._num_tried.subtract(kinds)
+        chosen = []
+        for kind in kinds:
+            while self._num_tried[kind] < 1 and self._spare.get(kind):
+                other, seen = self._spare[kind].pop(0)
+                if other not in self.kinds and self._takes(other, seen):
+                    chosen.append(other)
+        return chosen
+
+
+class _Waiting:
+    """Rows that were measured, till those of them that are compared were found equal: only then they are remembered."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[list[Chunk], set[int]]] = []
+
+    def measured(self, chunk: Chunk, chosen: list[int]) -> list[Chunk]:
+        """A chunk of which some rows are to be compared; what can be remembered now."""
+        self._entries.append(([chunk], set(chosen)))
+        return self._ready()
+
+    def compared(self, chunk: Chunk, instead: list[int]) -> list[Chunk]:
+        """Rows that were found equal, or for which others are compared instead; what can be remembered now."""
+        positions = set(chunk.positions.tolist())
+        for chunks, missing in self._entries:
+            if missing & positions:
+                chunks.append(chunk)  # behind what it is of: of two records the later one counts
+                missing -= positions
+                missing |= set(instead)
+        return self._ready()
+
+    def all(self) -> list[Chunk]:
+        """Everything that waits."""
+        return [chunk for chunks, _ in self._entries for chunk in chunks]
+
+    def _ready(self) -> list[Chunk]:
+        ready = [chunk for chunks, missing in self._entries if not missing for chunk in chunks]
+        self._entries = [entry for entry in self._entries if entry[1]]
+        return ready
 
 
 class LengthPass:
@@ -68,6 +173,7 @@ class LengthPass:
         *,
         by_header: Any,
         in_full: Any,
+        known_kinds: Trust | None = None,
         num_processes: int = 1,
         strict: bool = False,
         is_shown: bool = True,
@@ -82,17 +188,23 @@ class LengthPass:
         self._cache = cache
         self._by_header = by_header
         self._in_full = in_full
+        self._trust = known_kinds or Trust()
         self._num_processes = num_processes
         self._strict = strict
         self._is_shown = is_shown
 
     def look_up(self) -> str | None:
         """Take over what is remembered; why headers are not to be trusted, if that is."""
-        with self._bar("Looking up lengths", len(self.indices)) as bar:
-            for positions, keys in self._in_chunks(self._keys_of, np.arange(len(self.indices)), _CHUNK_BY_HEADER, bar):
+        everything = np.arange(len(self.indices))
+        num_processes = min(self._num_processes, -(-len(everything) // _NUM_KEYS_WORTH_A_PROCESS))
+        with self._bar("Looking up lengths", len(everything)) as bar:
+            for positions, keys in self._done(_tasks("_keys_of", everything, _CHUNK_BY_HEADER), num_processes):
                 self._keys[positions] = keys
+                bar.update(len(positions))
         known = self._cache.load()
         self._is_known, self.sizes = known.of(self._keys)
+        if self._trust.is_revoked:
+            self._is_known &= self.sizes["proof"] != VOUCHED
         if self._strict:
             self._is_known &= self.sizes["reason"] == 0  # tried again, to stop the run
         if known.num_differing:
@@ -104,41 +216,100 @@ class LengthPass:
         unknown = np.flatnonzero(~self._is_known)
         return unknown[permutation(len(unknown), "lengths", self.source.name)[:num_rows]]
 
+    def measure(self, num_tried: int = 0) -> str | None:
+        """Measure all rows not known yet, and compare some of them; the first difference, if there is one.
+
+        Compared are the first row of every kind that is not trusted yet, and, as far as their pixels are a small share
+        of all, the next ones of it and `num_tried` rows drawn by a seed, of which the first one in any case.
+        """
+        checks = _Checks(self.draw(num_tried), self._trust.remembered())
+        unknown = np.flatnonzero(~self._is_known)
+        tasks = _tasks("_measured", unknown, self._chunk_size(len(unknown)))
+        waiting = _Waiting()
+        with self._bar("Lengths", len(unknown)) as bar:
+            for chunk in self._done(tasks, min(self._num_processes, len(tasks))):
+                self._take(chunk)
+                if chunk.difference is not None:
+                    self._distrusted(chunk, waiting.all())
+                    return chunk.difference
+                if chunk.seen is None:
+                    instead = self._believe(chunk, checks)
+                    tasks.extendleft(self._checking(instead))
+                    self._remember(waiting.compared(chunk, instead))
+                else:
+                    chosen = checks.chosen(chunk) if self._by_header is not None else []
+                    tasks.extendleft(self._checking(chosen))
+                    self._remember(waiting.measured(chunk, chosen))
+                    bar.update(len(chunk.positions))
+        return None
+
     def compare(self, positions: Positions) -> str | None:
         """Encode rows both ways, but for those that were found equal before; the first difference, if there is one."""
         todo = positions[~(self._is_known[positions] & (self.sizes["proof"][positions] >= AGREED))]
-        return self._run(self._compared, todo, _CHUNK_IN_FULL, "Checking lengths")
-
-    def measure(self) -> Sizes:
-        """The sizes of all rows of the share."""
-        size = _CHUNK_IN_FULL if self._by_header is None else _CHUNK_BY_HEADER
-        self._run(self._measured, np.flatnonzero(~self._is_known), size, "Lengths")
-        return self.sizes
+        tasks = deque(self._checking(todo.tolist()))
+        with self._bar("Checking lengths", len(todo)) as bar:
+            for chunk in self._done(tasks, min(self._num_processes, len(tasks))):
+                self._take(chunk)
+                if chunk.difference is not None:
+                    self._distrusted(chunk, [])
+                    return chunk.difference
+                self._remember([chunk])
+                bar.update(len(chunk.positions))
+        return None
 
     def distrust(self) -> None:
         """Forget what headers said, and encode in full from now on."""
         self._by_header = None
-        self._is_known &= self.sizes["proof"] != BY_HEADER
+        self._is_known &= ~np.isin(self.sizes["proof"], (BY_HEADER, VOUCHED))
 
-    def _run(self, work: Callable[[Positions], Chunk], positions: Positions, size: int, text: str) -> str | None:
-        with self._bar(text, len(positions)) as bar:
-            for chunk in self._in_chunks(work, positions, size, bar):
-                self._cache.append(self._keys[chunk.positions[chunk.is_new]], chunk.sizes[chunk.is_new])
-                self.sizes[chunk.positions] = chunk.sizes
-                self._is_known[chunk.positions] = True
-                self.failures |= chunk.failures
-                if chunk.difference is not None:
-                    return chunk.difference
-        return None
+    def _chunk_size(self, num_rows: int) -> int:
+        if self._by_header is None:
+            return _CHUNK_IN_FULL
+        share = -(-num_rows // (2 * self._num_processes)) if self._num_processes > 1 else num_rows
+        return min(_CHUNK_BY_HEADER, max(_LEAST_BY_HEADER, share))
 
-    def _in_chunks(
-        self, work: Callable[[Positions], Any], positions: Positions, size: int, bar: tqdm[Any]
-    ) -> Iterator[Any]:
-        chunks = [positions[start : start + size] for start in range(0, len(positions), size)]
-        num_processes = min(self._num_processes, len(chunks))
-        for done in map(work, chunks) if num_processes < 2 else _in_processes(work, iter(chunks), num_processes):
-            yield done
-            bar.update(min(size, bar.total - bar.n))
+    def _checking(self, positions: list[int]) -> list[Task]:
+        """Tasks that compare these rows: each of its own, where other processes can take them."""
+        size = len(positions) if self._num_processes < 2 else 1
+        return list(_tasks("_compared", np.array(positions, dtype=np.int64), max(1, size)))
+
+    def _take(self, chunk: Chunk) -> None:
+        if chunk.seen is not None:
+            vouched = np.array([self._trust.is_remembered(seen.kinds) for seen in chunk.seen], dtype=bool)
+            chunk.sizes["proof"][vouched & (chunk.sizes["proof"] == BY_HEADER)] = VOUCHED
+        self.sizes[chunk.positions] = chunk.sizes
+        self._is_known[chunk.positions] = True
+        self.failures |= chunk.failures
+
+    def _believe(self, chunk: Chunk, checks: _Checks) -> list[int]:
+        """Trust the kinds of rows that were found equal; other rows to compare in place of broken ones."""
+        instead: list[int] = []
+        for position, proof in zip(chunk.positions.tolist(), chunk.sizes["proof"].tolist(), strict=True):
+            if proof == AGREED:
+                self._trust.add(checks.kinds[position])
+            else:
+                instead += checks.instead_of(position)
+        return instead
+
+    def _remember(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            self._cache.append(self._keys[chunk.positions[chunk.is_new]], chunk.sizes[chunk.is_new])
+        self._trust.save()
+
+    def _distrusted(self, chunk: Chunk, waiting: list[Chunk]) -> None:
+        """Remember that headers differ, and of the rows at hand only those that were encoded in full."""
+        self._trust.revoke(str(chunk.difference))
+        self._remember([chunk])
+        for other in waiting:
+            other.is_new[np.isin(other.sizes["proof"], (BY_HEADER, VOUCHED))] = False
+        self._remember(waiting)
+
+    def _done(self, tasks: deque[Task], num_processes: int) -> Iterator[Any]:
+        return forked.done(self._do, tasks, num_processes)
+
+    def _do(self, task: Task) -> Any:
+        name, positions = task
+        return getattr(self, name)(positions)
 
     def _bar(self, text: str, num_rows: int) -> tqdm[Any]:
         text = f"{text} of {self.source.name}"
@@ -158,22 +329,26 @@ class LengthPass:
     def _measured(self, positions: Positions) -> Chunk:
         """By header where that can be, else in full: an image or video whose header says nothing."""
         sizes, is_new, failures = _new(positions)
+        seen = []
         for at, (position, row) in enumerate(zip(positions.tolist(), self._rows(positions), strict=True)):
-            size, error = None, None
+            size, error, of_header = None, None, Seen()
             if self._by_header is not None:
-                size, error = self._size(self._by_header, row, position, BY_HEADER)
-            if size is None or (error is not None and error.reason != "over_max_length"):
-                size, error = self._size(self._in_full, row, position, IN_FULL)
+                size, error, of_header = self._size(self._by_header, row, position, BY_HEADER)
+            if size is None or (error is not None and (self._strict or error.reason != "over_max_length")):
+                is_silent = error is not None and error.is_lasting
+                size, error, _ = self._size(self._in_full, row, position, IN_FULL)
+                of_header = Seen(is_silent=is_silent and error is None)
             self._note(position, error, failures, is_new, at)
             sizes[at] = size
-        return Chunk(positions, sizes, is_new, failures)
+            seen.append(of_header)
+        return Chunk(positions, sizes, is_new, failures, seen=tuple(seen))
 
     def _compared(self, positions: Positions) -> Chunk:
         """A row whose header is good and whose pixels are not is no difference: it is left out with its pack."""
         sizes, is_new, failures = _new(positions)
         for at, (position, row) in enumerate(zip(positions.tolist(), self._rows(positions), strict=True)):
-            full, error = self._size(self._in_full, row, position, IN_FULL)
-            quick, quick_error = self._size(self._by_header, row, position, AGREED)
+            full, error, _ = self._size(self._in_full, row, position, IN_FULL)
+            quick, quick_error, _ = self._size(self._by_header, row, position, AGREED)
             if quick_error is not None and not quick_error.is_lasting:
                 quick, quick_error = full, error
             elif error is not None and quick_error is None and is_of_pixels(error.reason):
@@ -184,26 +359,29 @@ class LengthPass:
                 sizes[at] = full
                 said = quick_error.detail if quick_error is not None else _shown(quick)
                 name = self.source.sample_id(int(self.indices[position]))
-                seen = slice(at + 1)
+                compared = slice(at + 1)
                 difference = f"{name} has {_shown(full)}, from its header {said}"
-                return Chunk(positions[seen], sizes[seen], is_new[seen], failures, difference)
+                return Chunk(positions[compared], sizes[compared], is_new[compared], failures, difference)
             self._note(position, quick_error, failures, is_new, at)
             sizes[at] = quick
         return Chunk(positions, sizes, is_new, failures)
 
-    def _size(self, template: Any, row: Row, position: int, proof: int) -> tuple[Any, SampleError | None]:
+    def _size(self, template: Any, row: Row, position: int, proof: int) -> tuple[Any, SampleError | None, Seen]:
         size = np.zeros((), SIZE)
         size["proof"] = proof
         sample_id = self.source.sample_id(int(self.indices[position]))
         try:
-            encoded = encode_row(template, row, sample_id, strict=self._strict)
+            encoded = encode_row(template, row, sample_id, strict=self._strict and proof == IN_FULL)
         except SampleError as error:
             size["reason"] = REASONS.index(error.reason)
-            return size, error
+            return size, error, Seen()
         for name, number in size_of(encoded)._asdict().items():
             size[name] = number
         size["aspect"] = aspect_of(encoded)
-        return size, None
+        kinds = kinds_of(row, int(size["length"]), encoded.get("header_kinds", ()))
+        # Of a video only the frames that are sampled are counted, as they are resized; all of it is decoded.
+        pixels = max(encoded.get("header_pixels", 0), int(size["patches"]) * _PIXELS_OF_PATCH)
+        return size, None, Seen(kinds, pixels)
 
     def _note(
         self, position: int, error: SampleError | None, failures: dict[int, str], is_new: NDArray[np.bool_], at: int
@@ -217,49 +395,8 @@ def _new(positions: Positions) -> tuple[Sizes, NDArray[np.bool_], dict[int, str]
     return np.zeros(len(positions), SIZE), np.ones(len(positions), dtype=bool), {}
 
 
-def _in_processes(work: Callable[[Positions], Any], chunks: Iterator[Positions], num_processes: int) -> Iterator[Any]:
-    """Fork: rows, template and what is known are there at once, and nothing of it has to be pickled."""
-    global _work
-    _work = work
-    executor = ProcessPoolExecutor(
-        num_processes, multiprocessing.get_context("fork"), initializer=_start, initargs=(os.getpid(),)
-    )
-    waiting: deque[Future[Any]] = deque()
-    try:
-        for chunk in chunks:
-            waiting.append(executor.submit(_do, chunk))
-            if len(waiting) > _NUM_AHEAD * num_processes:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    except BrokenProcessPool as error:
-        raise VLPackError(
-            "a process of the length pass was killed, perhaps for want of memory. What was measured is remembered: "
-            "start again, with a lower dataset_num_proc if it happens again"
-        ) from error
-    finally:
-        executor.shutdown(cancel_futures=True)
-        _work = None
-
-
-_work: Callable[[Positions], Any] | None = None  # of this process, inherited by those it forks
-
-
-def _do(positions: Positions) -> Any:
-    assert _work is not None
-    return _work(positions)
-
-
-def _start(parent: int) -> None:
-    """One thread a process; and an end when the process that forked this one has been killed."""
-    torch.set_num_threads(1)
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+def _tasks(name: str, positions: Positions, size: int) -> deque[Task]:
+    return deque((name, positions[start : start + size]) for start in range(0, len(positions), size))
 
 
 def rows_at(rows: Any, indices: list[int]) -> list[Row]:

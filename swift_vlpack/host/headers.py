@@ -189,17 +189,38 @@ def pixel_free(template: Any) -> Any:
     if hasattr(template.processor, "image_processor"):
         own.processor = copy.copy(template.processor)
         own.processor.image_processor = _GridProcessor(template.processor.image_processor)
-    own._load_image = _loader_of(template)
+    seen: list[HeaderImage] = []
+    own._load_image = partial(_noted, seen, _loader_of(template))
     own._tokenize = _Tokenizer(template)
     own._split_special_tokens = partial(_split_special_tokens, _special_tokens())
-    own.encode = partial(_encode, own)
+    own.encode = partial(_encode, own, seen)
     own.create_mm_token_type_ids = lambda *_: None  # as long as the tokens, and not asked for
     return own
 
 
-def _encode(template: Any, row: dict[str, Any], **options: Any) -> Any:
+def _encode(template: Any, seen: list[HeaderImage], row: dict[str, Any], **options: Any) -> Any:
+    seen.clear()
     with without_frames() if row.get("videos") else nullcontext():
-        return type(template).encode(template, _Row(row), **options)
+        encoded = type(template).encode(template, _Row(row), **options)
+    if isinstance(encoded, dict):
+        encoded["header_kinds"] = tuple(map(_kind, seen))
+        encoded["header_pixels"] = sum(image.width * image.height for image in seen)
+    return encoded
+
+
+def _noted(seen: list[HeaderImage], load: Callable[[Any, bool], Any], image: Any, load_images: bool) -> Any:
+    loaded = load(image, load_images)
+    if isinstance(loaded, HeaderImage):
+        seen.append(loaded)
+    return loaded
+
+
+def _kind(image: HeaderImage) -> str:
+    """Format and mode in the file, and the classes of size and aspect: powers of two."""
+    width, height = image.size
+    opened = image.opened if image.opened is not None else image
+    aspect = max(width, height) // max(1, min(width, height))
+    return f"{opened.format} {opened.mode} 2^{(width * height).bit_length()} {1 << aspect.bit_length() - 1}:1"
 
 
 class _Row(dict[str, Any]):

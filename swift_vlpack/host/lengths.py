@@ -1,8 +1,9 @@
 """The length pass: the size of every row of a source, from image headers where that proves exact, else in full.
 
-Trust is earned: rows drawn by a seed from those not known yet, and afterwards the extremes of size and aspect, are
-encoded both ways, and one difference sends the whole source through the full encoding, now and at later starts. Sizes
-are remembered in one file a source. The ranks of a run measure every n-th row each and tell each other.
+Trust is earned: the first rows of every kind of row and image, some drawn by a seed, and the extremes of size and
+aspect are encoded both ways, and one difference sends the whole source through the full encoding, now and at later
+starts. Kinds that were found equal are trusted in other sources too. Sizes are remembered in one file a source. The
+ranks of a run measure every n-th row each and tell each other.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from swift.utils import get_logger, is_master
 from swift_vlpack.data.fusion import RowSource, own_template
 from swift_vlpack.data.length_cache import SIZE, LengthCache, Sizes
 from swift_vlpack.data.length_pass import LengthPass, log_failures, row_sizes, rows_at
+from swift_vlpack.data.trust import Trust
 from swift_vlpack.host.context import context_of, digests_of
 from swift_vlpack.host.headers import pixel_free
 from swift_vlpack.host.ranks import check_equal, num_ranks, rank, together
@@ -29,8 +31,8 @@ from swift_vlpack.host.ranks import check_equal, num_ranks, rank, together
 logger = get_logger()
 
 NUM_TRIED = 64
-"""Rows, out of those whose size is not known yet, that are encoded both ways before headers are trusted."""
-NUM_EXTREMES = 2
+"""Rows, out of those whose size is not known yet, that are encoded both ways at most, beside the first of each kind."""
+NUM_EXTREMES = 1
 """Rows at either end of length, patches and aspect that are encoded both ways afterwards."""
 NUM_COMPARED = 1024
 """Rows, spread over a source, that have to be the same on all ranks."""
@@ -42,7 +44,8 @@ def measured(source: RowSource, template: Any, args: Any, cache_dir: str | None 
     plugins = getattr(args, "external_plugins", None) or []
     context = context_of(own, plugins)
     cache = LengthCache(cache_path(source, context, cache_dir), context)
-    _check_same_rows(source, cache, digests_of(own, plugins))
+    if num_ranks() > 1:
+        _check_same_rows(source, cache, digests_of(own, plugins))
     if not getattr(args, "resume_from_checkpoint", None):
         cache.take_over_notes()
     share = LengthPass(
@@ -51,21 +54,23 @@ def measured(source: RowSource, template: Any, args: Any, cache_dir: str | None 
         cache,
         by_header=pixel_free(own),
         in_full=own,
+        known_kinds=Trust(cache.path.with_name(f"{context}.trust")),
         num_processes=args.dataset_num_proc or 1,
         strict=args.strict,
         is_shown=is_master(),
     )
     num_tried = -(-NUM_TRIED // num_ranks())
-    difference = _first(together(lambda: share.look_up() or share.compare(share.draw(num_tried))))
+    difference = _first(together(lambda: share.look_up() or share.measure(num_tried)))
     if difference is None:
-        sizes = _joined(together(share.measure))
+        sizes = _joined(together(lambda: share.sizes))
         difference = _first(together(lambda: share.compare(_own(_extremes(sizes)))))
     if difference is not None:
         logger.warning(
             f"source {source.name}: lengths are not taken from image headers, every row is encoded: {difference}"
         )
         share.distrust()
-        sizes = _joined(together(share.measure))
+        together(share.measure)
+        sizes = _joined(together(lambda: share.sizes))
     details = {index: said for failures in together(lambda: share.failures) for index, said in failures.items()}
     result = replace(row_sizes(sizes), details=details)
     if is_master():
@@ -83,8 +88,6 @@ def cache_path(source: RowSource, context: str, cache_dir: str | None) -> Path:
 
 def _check_same_rows(source: RowSource, cache: LengthCache, settings: dict[str, str]) -> None:
     """Every rank measures some rows for all, so all must have the same."""
-    if num_ranks() == 1:
-        return
     spread = np.unique(np.linspace(0, max(0, len(source.rows) - 1), NUM_COMPARED).astype(np.int64)).tolist()
     rows = (row for index in spread for row in rows_at(source.rows, [index]))
     facts = {"rows": len(source.rows), "content": cache.fingerprint(rows), **settings}
@@ -115,7 +118,8 @@ def _extremes(sizes: Sizes) -> NDArray[np.int64]:
     def ends() -> Iterator[NDArray[np.int64]]:
         for column in ("length", "patches", "aspect"):
             order = usable[np.argsort(sizes[column][usable], kind="stable")]
-            yield order[:NUM_EXTREMES]
-            yield order[max(0, len(order) - NUM_EXTREMES) :]
+            if len(order) and sizes[column][order[0]] != sizes[column][order[-1]]:
+                yield order[:NUM_EXTREMES]
+                yield order[max(0, len(order) - NUM_EXTREMES) :]
 
-    return np.unique(np.concatenate(list(ends())))
+    return np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *ends()]))

@@ -12,10 +12,10 @@ from PIL import Image, ImageOps
 from swift.template import Template
 
 from swift_vlpack.data.fusion import RowSource
-from swift_vlpack.host import headers, lengths
+from swift_vlpack.host import headers
 from swift_vlpack.host.headers import HeaderImage, NoPixels, pixel_free
 from swift_vlpack.host.lengths import measured
-from tests.host.test_lengths import ARGS, outcome, warnings_of
+from tests.host.test_lengths import ARGS, outcome, unchecked, warnings_of
 from tests.images import noise, photo
 from tests.rows import image_row
 
@@ -192,8 +192,7 @@ def test_template_that_reads_the_header_has_the_right_lengths(methods, template,
     """LEN-2: although no row that it treats in another way is compared."""
     rows = rows_with_few_others(tmp_path)
     own = of_class(template, **methods)
-    monkeypatch.setattr(lengths, "NUM_TRIED", 0)
-    monkeypatch.setattr(lengths, "NUM_EXTREMES", 0)
+    unchecked(monkeypatch)
     sizes = measured(RowSource(name="rows", rows=rows), own, ARGS, str(tmp_path / "cache")).sizes
     for index in (0, 37, 100, 137):
         assert tuple(sizes.columns[:, index]) == tuple(outcome(own, rows[index]))

@@ -1,0 +1,111 @@
+"""Trust in image headers: the kinds of rows and images whose sizes were found equal to those of the full encoding.
+
+A kind is what a template may treat in a way of its own: the columns of a row, how many images it has and in what form,
+and of an image its format, mode, size class and aspect class. Trust is kept in one file for each context (template and
+settings), so that a source whose kinds were compared in another one is not compared again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+NUM_PER_KIND = 2
+"""Rows of a kind that have to agree."""
+_MANY = 3  # images of a row: so many or more are one kind
+
+
+class Trust:
+    """How many rows of each kind were found equal, here and in other sources of the same context."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        """`path` is the file that remembers it; without one it ends with this object."""
+        self.path = path
+        self.is_revoked = False
+        """Whether a source was found to differ: then nothing but what this run compares is believed."""
+        self._remembered: Counter[str] = Counter()
+        self._new: Counter[str] = Counter()
+        for line in _lines(path):
+            self._remembered.update({str(kind): int(number) for kind, number in line.get("agreed", {}).items()})
+            self.is_revoked |= "differs" in line
+        if self.is_revoked:
+            self._remembered.clear()
+
+    def is_remembered(self, kinds: Iterable[str]) -> bool:
+        """Whether rows of all these kinds were compared at earlier starts or in other sources."""
+        kinds = tuple(kinds)
+        return bool(kinds) and all(self._remembered[kind] >= NUM_PER_KIND for kind in kinds)
+
+    def remembered(self) -> Counter[str]:
+        """Rows compared before, by kind."""
+        return Counter(self._remembered)
+
+    def add(self, kinds: Iterable[str]) -> None:
+        """A row of these kinds was compared and is equal."""
+        self._new.update(kinds)
+
+    def save(self) -> None:
+        """Write down what was added."""
+        if self._new:
+            self._append({"agreed": dict(self._new)})
+            self._new.clear()
+
+    def revoke(self, why: str) -> None:
+        """A row was compared and differs: forget all, for every source."""
+        self.is_revoked = True
+        self._remembered.clear()
+        self._new.clear()
+        self._append({"differs": why})
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        if self.path is not None:
+            with suppress(OSError):  # the cache of lengths, which is beside it, says so
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
+
+
+def _lines(path: Path | None) -> list[dict[str, Any]]:
+    try:
+        texts = path.read_text(encoding="utf-8").splitlines() if path is not None else []
+    except (OSError, UnicodeDecodeError):
+        return []
+    lines = []
+    for text in texts:
+        with suppress(ValueError):  # one that a killed process left unfinished
+            lines.append(json.loads(text))
+    return [line for line in lines if isinstance(line, dict)]
+
+
+def kinds_of(row: Mapping[str, Any], length: int, image_kinds: Iterable[str]) -> tuple[str, ...]:
+    """The kinds of a row, each of which has to be trusted.
+
+    >>> kinds_of({"messages": [{}], "images": ["a.jpg"], "tools": None}, 400, ["JPEG RGB 2^19 1:1"])
+    ('columns images,messages', '1 images as path', 'JPEG RGB 2^19 1:1')
+    >>> kinds_of({"messages": [{}], "images": []}, 400, [])
+    ('columns messages', 'text 2^9')
+    """
+    columns = ",".join(sorted(str(name) for name, value in row.items() if _is_given(value)))
+    images = row.get("images")
+    listed = list(images) if isinstance(images, (list, tuple)) else []
+    image_kinds = sorted(set(image_kinds))
+    if not image_kinds and not listed:
+        return f"columns {columns}", f"text 2^{length.bit_length()}"
+    forms = ",".join(sorted({_form(image) for image in listed}))
+    return f"columns {columns}", f"{min(len(listed), _MANY)} images as {forms}", *image_kinds
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
+
+
+def _form(image: Any) -> str:
+    if isinstance(image, Mapping):
+        return "bytes" if image.get("bytes") else _form(image.get("path") or image.get("url"))
+    if isinstance(image, str):
+        return "url" if image.startswith("http") else "data" if image.startswith("data:") else "path"
+    return type(image).__name__
