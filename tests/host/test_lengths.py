@@ -342,9 +342,9 @@ def test_one_difference_sends_the_source_through_the_full_encoding(where, templa
     (line,) = said
     assert "every row is encoded" in line
     number = 1 if "rows:1 " in line else 2
-    assert f"rows:{number} has {right[number]} tokens, 1 images, " in line
+    assert f"rows:{number} has {right[number]} tokens, 1 image, " in line
     assert "from its header " in line
-    assert line.count(" images, ") == 2
+    assert line.count(" 1 image, ") == 2
 
 
 @pytest.mark.parametrize(("true", "lie"), [((900, 700), (1000, 800)), ((1600, 40), (1700, 40)), ((30, 30), (90, 60))])
