@@ -11,6 +11,7 @@ from swift.utils import get_logger, is_master
 from swift_vlpack.core.telemetry import Telemetry
 from swift_vlpack.host.losses import add_up
 from swift_vlpack.host.proof import prove_isolation
+from swift_vlpack.host.row_effects import noise_by_sample
 from swift_vlpack.host.state import write_json
 
 logger = get_logger()
@@ -27,6 +28,7 @@ class PackingCallback(TrainerCallback):
                 logger.info(line)
         if self.trainer.packs.config.packing_verify or self.trainer.compute_loss_func is not None:
             add_up(self.trainer)
+        noise_by_sample(self.trainer)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The packs of this step are trained now."""

@@ -28,6 +28,7 @@ from swift_vlpack.data.streams import StreamedRows
 from swift_vlpack.host.args import OWN_ATTENTION, packing_config
 from swift_vlpack.host.lengths import measured
 from swift_vlpack.host.ranks import check_equal, num_ranks_of_run, rank, versions
+from swift_vlpack.host.row_effects import check_rope
 from swift_vlpack.host.sources import load_sources, load_stream
 
 logger = get_logger()
@@ -51,6 +52,7 @@ def prepare_dataset(pipeline: Any) -> list[Any]:
     packs = packed(train_dataset, template, args, config)
     if isinstance(packs, PlannedPackingDataset):
         check_measured(packs.dataset.sources, config.packing_max_failed_share)
+    check_rope(pipeline.model.config, packs, template.max_length, config)
     pipeline._save_val_dataset(val_rows)
     _show(pipeline, packs, config)
     return [packs, _validation(val_rows, template, args, config)]
