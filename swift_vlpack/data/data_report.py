@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from swift_vlpack.data.fusion import FusionCaptionDataset, Row, RowSource
+from swift_vlpack.data.fusion import FusionCaptionDataset, RowSource
 from swift_vlpack.data.left_out import as_json, deleted_by_loader
 from swift_vlpack.data.planned import PlannedPackingDataset
 from swift_vlpack.data.samples import Address
@@ -45,8 +45,7 @@ def left_out_rows(packs: PlannedPackingDataset) -> Iterator[dict[str, Any]]:
         for left_out in deleted_by_loader(source):
             yield as_json(left_out, None, origins)
         for index in sorted(_failures(source)):
-            line = as_json(dataset.failed(Address(number, index)), None, origins)
-            yield {**line, "images": _image_names(source.rows[index])}
+            yield as_json(dataset.failed(Address(number, index)), None, origins)
     for left_out in packs.left_out_by_plan():
         if left_out.reason in packs.plan.dropped:
             yield as_json(left_out, packs.epoch, origins)
@@ -89,10 +88,3 @@ def _mix(dataset: FusionCaptionDataset, packed: NDArray[np.int32]) -> dict[str, 
 
 def _share(part: float, whole: float) -> float:
     return round(part / whole, 4) if whole else 0.0
-
-
-def _image_names(row: Row) -> list[str]:
-    """The paths of a row's images; an image that is not a file is named by what it is."""
-    images = row.get("images") or []
-    names = [image.get("path") if isinstance(image, dict) else image for image in images]
-    return [name if isinstance(name, str) else "not a file" for name in names]

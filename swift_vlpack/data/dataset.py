@@ -95,7 +95,7 @@ def counted_failure(error: SampleError, num_in_a_row: int, max_failures: int) ->
             f"{num_in_a_row} rows in a row could not be encoded, the last is {error}. "
             "Mend the data, or raise packing_max_failures"
         ) from error
-    return LeftOut(error.sample_id, error.reason, error.detail)
+    return LeftOut(error.sample_id, *error.fault)
 
 
 def _fused(dataset: Any, template: Template) -> Any:

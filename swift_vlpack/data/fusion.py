@@ -22,7 +22,7 @@ from swift_vlpack.data.length_cache import LengthCache
 from swift_vlpack.data.lengths import NUM_COLUMNS, LengthIndex, RowSize, aspect_of, size_of
 from swift_vlpack.data.places import place
 from swift_vlpack.data.randomness import RandomStream
-from swift_vlpack.data.reasons import described, is_lasting, media_paths, reason_for
+from swift_vlpack.data.reasons import check_openable, fault_of, is_lasting
 from swift_vlpack.data.samples import Address, Encoded, LeftOut, SampleError, SampleId
 
 logger = logging.getLogger(__name__)
@@ -210,14 +210,14 @@ class FusionCaptionDataset(Dataset[Encoded]):
         )
 
     def _measured(self, number: int, source: RowSource) -> LengthIndex:
-        sizes, failures, details = [], {}, {}
+        sizes, faults = [], {}
         for index in tqdm(range(len(source.rows)), desc=f"Lengths of {source.name}", dynamic_ncols=True):
             sample = self.tried(Address(number, index))
             if isinstance(sample, SampleError):
-                failures[index], details[index] = sample.reason, sample.detail
+                faults[index] = sample.fault
                 logger.warning("%s: cannot be encoded: %s", sample.sample_id, sample.detail)
             sizes.append(RowSize(0) if isinstance(sample, SampleError) else size_of(sample))
-        return replace(LengthIndex.of(sizes, failures), details=details)
+        return LengthIndex.of(sizes, {index: fault.reason for index, fault in faults.items()}, faults)
 
     def scheduled_sizes(self) -> LengthIndex:
         """The sizes of every position of the schedule."""
@@ -234,13 +234,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
         """A row without a length: why it cannot be encoded."""
         source, index = self.sources[address.source], address.row_index
         assert source.sizes is not None
-        reason = source.sizes.failures.get(index, "encode_failed")
-        detail = source.sizes.details.get(index) or f"remembered ({_files(source.rows[index])})"
-        return LeftOut(source.sample_id(index), reason, detail)
-
-
-def _files(row: Row) -> str:
-    return f"files: {', '.join(media_paths(row)) or '-'}"
+        return LeftOut(source.sample_id(index), *source.sizes.fault(index))
 
 
 def own_template(template: Template, source: RowSource) -> Any:
@@ -266,13 +260,13 @@ def with_system(row: Row, system: str | None) -> Row:
 def encode_row(template: Template, row: Row, sample_id: SampleId, *, strict: bool = False) -> Encoded:
     """Encode a row; a failure is a `SampleError` that names it, or, with `strict`, an end of the run that names it."""
     try:
+        check_openable(row)
         encoded = template.encode(row, return_length=True)
     except Exception as error:
-        reason = reason_for(error, row)
-        detail = described(error, row, reason)
+        reason, said, files = fault_of(error, row)
         if strict:
-            raise DataError(f"{sample_id}: {reason}: {detail}") from error
-        raise SampleError(sample_id, reason, detail, is_lasting=is_lasting(error, reason, row)) from error
+            raise DataError(f"{sample_id}: {reason}: {said}") from error
+        raise SampleError(sample_id, reason, said, is_lasting(error, reason, row), files) from error
     if isinstance(encoded, list):
         raise ConfigError(
             f"{sample_id}: the template made {len(encoded)} samples of one row; packing needs one sample a row, "

@@ -1,7 +1,7 @@
 """The list of every row that is trained in no pack: `left_out.jsonl`, one JSON object a line.
 
     {"id": "captions:17", "where": "/data/captions.jsonl:18", "reason": "file_missing",
-     "error": "FileNotFoundError: ... 'a.jpg'", "epoch": 0, "when": "2026-01-31T12:00:00+00:00"}
+     "error": "no such file: /data/a.jpg", "files": ["/data/a.jpg"], "epoch": 0, "when": "2026-01-31T12:00:00+00:00"}
 
 `epoch` is null for rows that ms-swift's loader deleted: no epoch has them.
 """
@@ -76,6 +76,7 @@ def as_json(left_out: LeftOut, epoch: int | None, origins: Mapping[str, str]) ->
         "where": place(origins.get(source, source), row, is_loaded=is_loaded),
         "reason": left_out.reason,
         "error": left_out.detail,
+        "files": list(left_out.files),
         "epoch": epoch,
         "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }

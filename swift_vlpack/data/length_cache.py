@@ -2,8 +2,9 @@
 
 The file is a magic line and then blocks: a header (mark, number of records, checksum of these, checksum of itself) and
 fixed-size records. A row is known by a key made of everything that its size depends on, so records are never wrong,
-only no longer asked for; of two records with one key the later counts. A block that a killed process left unfinished at
-the end is cut off; any other damage sets the file aside and starts a new one.
+only no longer asked for; of two records with one key the later counts. The key of a failure has in it, besides, what
+may cure it. A block that a killed process left unfinished at the end is cut off; any other damage sets the file aside
+and starts a new one. What was said of failures is in a second file, of JSON lines.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ import hashlib
 import json
 import logging
 import os
+import stat
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from swift_vlpack.data.media import file_state, media_texts
+from swift_vlpack.data.media import names_of_files, real_file
+from swift_vlpack.data.reasons import REASONS, Fault, is_of_content
 
 logger = logging.getLogger(__name__)
 
@@ -54,38 +58,61 @@ RECORD = np.dtype([("key", KEY), ("size", SIZE)])
 NO_KEY = np.zeros((), KEY)
 """Of a row that cannot be told from another one, so that nothing is remembered of it."""
 
+_INCURABLE = [code for code, reason in enumerate(REASONS) if not reason or is_of_content(reason)]
+_NUM_FOLDERS = 4096  # whose real paths are remembered during a pass
+
 Sizes = NDArray[np.void]
+Keys = NDArray[np.void]
 
 
 class KnownSizes:
     """The records of a file, sorted, to look up many keys at once."""
 
-    def __init__(self, records: NDArray[np.void]) -> None:
-        order = np.argsort(records["key"]["high"], kind="stable")  # of equal keys the latest is last
-        self.records = records[order]
+    def __init__(self, records: NDArray[np.void], cures: bytes = bytes(KEY.itemsize)) -> None:
+        self._order = np.argsort(records["key"]["high"], kind="stable")  # of equal keys the latest is last
+        self.records = records[self._order]
         self._high = np.ascontiguousarray(self.records["key"]["high"])
+        self._cures = cures
         self.num_differing = int((records["size"]["proof"] == DIFFERS).sum())
 
     def __len__(self) -> int:
         return len(self.records)
 
-    def of(self, keys: NDArray[np.void]) -> tuple[NDArray[np.bool_], Sizes]:
-        """Which of the keys are known, and the sizes of those that are."""
+    def of(self, keys: Keys) -> tuple[NDArray[np.bool_], Sizes]:
+        """Which of the keys are known, and the sizes of those that are; of a size and a failure the later counts."""
         if not len(self.records):
             return np.zeros(len(keys), dtype=bool), np.zeros(len(keys), SIZE)
+        at, failed_at = self._places(keys), self._places(_mixed(keys, self._cures))
+        latest = np.where(self._when(failed_at) > self._when(at), failed_at, at)
+        is_known = (latest >= 0) & (keys != NO_KEY)
+        return is_known, self.records["size"][np.maximum(latest, 0)]
+
+    def _places(self, keys: Keys) -> NDArray[np.int64]:
+        """Of the latest record of each key; -1 without one."""
         at = np.searchsorted(self._high, keys["high"], side="right") - 1
-        found = self.records[np.maximum(at, 0)]
-        is_known = (at >= 0) & (found["key"] == keys) & (keys != NO_KEY)
-        return is_known, found["size"]
+        return np.where((at >= 0) & (self.records["key"][np.maximum(at, 0)] == keys), at, -1)
+
+    def _when(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.where(places >= 0, self._order[np.maximum(places, 0)], -1)
+
+
+def _mixed(keys: Keys, cures: bytes) -> Keys:
+    """The keys under which failures are found while nothing of what may cure them changes."""
+    return (np.ascontiguousarray(keys).view("<u8") ^ np.tile(np.frombuffer(cures, "<u8"), len(keys))).view(KEY)
 
 
 class LengthCache:
     """One file of sizes. A file that cannot be read or written costs a warning, and the run goes on without it."""
 
-    def __init__(self, path: Path, context: str) -> None:
-        """`context` names everything but the row that a size depends on; it becomes part of every key."""
+    def __init__(self, path: Path, context: str, cures: bytes = bytes(KEY.itemsize)) -> None:
+        """`context` names everything but the row that a size depends on; it becomes part of every key.
+
+        `cures` are 16 bytes that change with what may make a row readable that was not; part of the key of failures.
+        """
         self.path = path
         self._context = context.encode()
+        self._cures = cures
+        self._real_folder = lru_cache(_NUM_FOLDERS)(os.path.realpath)
         self._is_usable = True
         self._end = 0  # of the blocks that were seen to be whole
         self._inode = 0  # of the file they were seen in: another process may have set it aside
@@ -93,7 +120,7 @@ class LengthCache:
     def load(self) -> KnownSizes:
         """All that the file knows."""
         if not self._is_usable:
-            return KnownSizes(np.zeros(0, RECORD))
+            return KnownSizes(np.zeros(0, RECORD), self._cures)
         self._end = 0
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +132,7 @@ class LengthCache:
         except OSError as error:
             self._give_up(error)
             records = np.zeros(0, RECORD)
-        return KnownSizes(records)
+        return KnownSizes(records, self._cures)
 
     def append(self, keys: NDArray[np.void], sizes: Sizes) -> None:
         """Remember sizes; rows without a key are passed over."""
@@ -114,6 +141,8 @@ class LengthCache:
             return
         records = np.zeros(int(has_key.sum()), RECORD)
         records["key"], records["size"] = keys[has_key], sizes[has_key]
+        is_curable = ~np.isin(records["size"]["reason"], _INCURABLE)
+        records["key"][is_curable] = _mixed(records["key"][is_curable], self._cures)
         block = records.tobytes()
         try:
             with _locked(self.path) as file:
@@ -122,6 +151,29 @@ class LengthCache:
                 self._end = os.fstat(file).st_size
         except OSError as error:
             self._give_up(error)
+
+    def tell(self, keys: Keys, faults: Iterable[Fault]) -> None:
+        """Remember what was said of failures."""
+        pairs = zip(keys, faults, strict=True)
+        lines = [json.dumps([key.tobytes().hex(), *fault]) + "\n" for key, fault in pairs if key != NO_KEY]
+        if not self._is_usable or not lines:
+            return
+        with suppress(OSError), _locked(self._words) as file:
+            _write(file, "".join(lines).encode())
+
+    def told(self) -> dict[bytes, Fault]:
+        """What was said of failures, by key; a line that is not whole is passed over."""
+        found = {}
+        with suppress(OSError):
+            for line in self._words.read_bytes().splitlines():
+                with suppress(ValueError, TypeError):
+                    key, reason, error, files = json.loads(line)
+                    found[bytes.fromhex(key)] = Fault(reason, error, tuple(files))
+        return found
+
+    @property
+    def _words(self) -> Path:
+        return self.path.with_suffix(".failures")
 
     def remember(self, row: Mapping[str, Any], size: tuple[int, int, int, int], aspect: float) -> None:
         """Note the true size of one row for the next run; one that is resumed goes on with what was planned."""
@@ -148,7 +200,7 @@ class LengthCache:
             return NO_KEY
         digest = hashlib.blake2b(self._context, digest_size=16)
         digest.update(content)
-        digest.update(repr([_state(text) for text in media_texts(row)]).encode())
+        digest.update(repr([self._state(text) for text in names_of_files(row)]).encode())
         return np.frombuffer(digest.digest(), KEY)[0]
 
     def keys(self, rows: Iterable[Mapping[str, Any]]) -> NDArray[np.void]:
@@ -162,6 +214,25 @@ class LengthCache:
             with suppress(TypeError, ValueError):
                 digest.update(_content(row))
         return digest.hexdigest()
+
+    def _state(self, text: str) -> tuple[Any, ...] | None:
+        """Which file it is, and its size and time of change; None where it is not there or the text is no path.
+
+        With the real path: another folder may have a file of the same name, size and time.
+        """
+        if (found := real_file(text)) is None:
+            return None
+        path = os.path.abspath(found.path)
+        if os.path.islink(path):
+            path = os.path.realpath(path)
+        folder, name = os.path.split(path)
+        state = found.state
+        return (
+            os.path.join(self._real_folder(folder), name),
+            stat.S_IFMT(state.st_mode),
+            state.st_size,
+            state.st_mtime_ns,
+        )
 
     def _read_on(self, file: int) -> tuple[NDArray[np.void], bool]:
         """The records behind those that were seen, and whether the file is damaged there; cuts off unfinished ones."""
@@ -281,16 +352,11 @@ def _write(file: int, content: bytes) -> None:
 
 
 def _content(row: Mapping[str, Any]) -> bytes:
-    return json.dumps(row, sort_keys=True, default=_digest_of_bytes).encode()
+    """In the order in which the row has it, which the template sees: in the schema of a tool for one."""
+    return json.dumps(row, default=_digest_of_bytes).encode()
 
 
 def _digest_of_bytes(value: Any) -> str:
     if isinstance(value, (bytes, bytearray, memoryview)):
         return hashlib.blake2b(value, digest_size=16).hexdigest()
     raise TypeError
-
-
-def _state(path: str) -> tuple[int, int] | None:
-    """Size and time of change of a file, or None where it is not there or no path at all."""
-    state = file_state(path)
-    return None if state is None else (state.st_size, state.st_mtime_ns)

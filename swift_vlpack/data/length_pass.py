@@ -23,7 +23,7 @@ from swift_vlpack.data import forked, trust
 from swift_vlpack.data.fusion import Row, RowSource, encode_row, with_system
 from swift_vlpack.data.length_cache import AGREED, BY_HEADER, DIFFERS, IN_FULL, KEY, SIZE, VOUCHED, LengthCache, Sizes
 from swift_vlpack.data.lengths import LengthIndex, RowSize, aspect_of, size_of
-from swift_vlpack.data.reasons import REASONS, is_of_pixels, media_paths
+from swift_vlpack.data.reasons import REASONS, Fault, is_of_pixels
 from swift_vlpack.data.samples import SampleError
 from swift_vlpack.data.trust import Trust, kinds_of
 
@@ -63,8 +63,8 @@ class Chunk:
     sizes: Sizes
     is_new: NDArray[np.bool_]
     """Which of them are to be remembered."""
-    failures: Mapping[int, str] = field(default_factory=dict)
-    """Rows that cannot be encoded, by index, in words."""
+    faults: Mapping[int, Fault] = field(default_factory=dict)
+    """What is wrong with rows that cannot be encoded, by index."""
     difference: str | None = None
     """The first row of which headers and full encoding say different things, in words."""
     seen: tuple[Seen, ...] | None = None
@@ -182,7 +182,7 @@ class LengthPass:
         self.source = source
         self.indices = indices
         self.sizes = np.zeros(len(indices), SIZE)
-        self.failures: dict[int, str] = {}
+        self.faults: dict[int, Fault] = {}
         self._is_known = np.zeros(len(indices), dtype=bool)
         self._keys = np.zeros(len(indices), KEY)
         self._cache = cache
@@ -207,6 +207,7 @@ class LengthPass:
             self._is_known &= self.sizes["proof"] != VOUCHED
         if self._strict:
             self._is_known &= self.sizes["reason"] == 0  # tried again, to stop the run
+        self._recall()
         if known.num_differing:
             return f"they were found to differ at an earlier start, which {self._cache.path} remembers"
         return None
@@ -279,7 +280,7 @@ class LengthPass:
             chunk.sizes["proof"][vouched & (chunk.sizes["proof"] == BY_HEADER)] = VOUCHED
         self.sizes[chunk.positions] = chunk.sizes
         self._is_known[chunk.positions] = True
-        self.failures |= chunk.failures
+        self.faults |= chunk.faults
 
     def _believe(self, chunk: Chunk, checks: _Checks) -> list[int]:
         """Trust the kinds of rows that were found equal; other rows to compare in place of broken ones."""
@@ -294,6 +295,7 @@ class LengthPass:
     def _remember(self, chunks: list[Chunk]) -> None:
         for chunk in chunks:
             self._cache.append(self._keys[chunk.positions[chunk.is_new]], chunk.sizes[chunk.is_new])
+            self._tell(chunk)
         self._trust.save()
 
     def _distrusted(self, chunk: Chunk, waiting: list[Chunk]) -> None:
@@ -310,6 +312,19 @@ class LengthPass:
     def _do(self, task: Task) -> Any:
         name, positions = task
         return getattr(self, name)(positions)
+
+    def _tell(self, chunk: Chunk) -> None:
+        """Remember the words with the sizes."""
+        new = [at for at in chunk.positions[chunk.is_new].tolist() if int(self.indices[at]) in chunk.faults]
+        self._cache.tell(self._keys[new], [chunk.faults[int(self.indices[at])] for at in new])
+
+    def _recall(self) -> None:
+        """What was said at an earlier start of the rows that failed then."""
+        failed = np.flatnonzero(self._is_known & (self.sizes["reason"] > 0))
+        told = self._cache.told() if len(failed) else {}
+        for position in failed.tolist():
+            if (fault := told.get(self._keys[position].tobytes())) is not None:
+                self.faults[int(self.indices[position])] = fault
 
     def _bar(self, text: str, num_rows: int) -> tqdm[Any]:
         text = f"{text} of {self.source.name}"
@@ -328,7 +343,7 @@ class LengthPass:
 
     def _measured(self, positions: Positions) -> Chunk:
         """By header where that can be, else in full: an image or video whose header says nothing."""
-        sizes, is_new, failures = _new(positions)
+        sizes, is_new, faults = _new(positions)
         seen = []
         for at, (position, row) in enumerate(zip(positions.tolist(), self._rows(positions), strict=True)):
             size, error, of_header = None, None, Seen()
@@ -338,14 +353,14 @@ class LengthPass:
                 is_silent = error is not None and error.is_lasting
                 size, error, _ = self._size(self._in_full, row, position, IN_FULL)
                 of_header = Seen(is_silent=is_silent and error is None)
-            self._note(position, error, failures, is_new, at)
+            self._note(position, error, faults, is_new, at)
             sizes[at] = size
             seen.append(of_header)
-        return Chunk(positions, sizes, is_new, failures, seen=tuple(seen))
+        return Chunk(positions, sizes, is_new, faults, seen=tuple(seen))
 
     def _compared(self, positions: Positions) -> Chunk:
         """A row whose header is good and whose pixels are not is no difference: it is left out with its pack."""
-        sizes, is_new, failures = _new(positions)
+        sizes, is_new, faults = _new(positions)
         for at, (position, row) in enumerate(zip(positions.tolist(), self._rows(positions), strict=True)):
             full, error, _ = self._size(self._in_full, row, position, IN_FULL)
             quick, quick_error, _ = self._size(self._by_header, row, position, AGREED)
@@ -355,16 +370,16 @@ class LengthPass:
                 quick["proof"] = BY_HEADER
             elif not _are_equal(quick, full):
                 full["proof"] = DIFFERS
-                self._note(position, error, failures, is_new, at)
+                self._note(position, error, faults, is_new, at)
                 sizes[at] = full
                 said = quick_error.detail if quick_error is not None else _shown(quick)
                 name = self.source.sample_id(int(self.indices[position]))
                 compared = slice(at + 1)
                 difference = f"{name} has {_shown(full)}, from its header {said}"
-                return Chunk(positions[compared], sizes[compared], is_new[compared], failures, difference)
-            self._note(position, quick_error, failures, is_new, at)
+                return Chunk(positions[compared], sizes[compared], is_new[compared], faults, difference)
+            self._note(position, quick_error, faults, is_new, at)
             sizes[at] = quick
-        return Chunk(positions, sizes, is_new, failures)
+        return Chunk(positions, sizes, is_new, faults)
 
     def _size(self, template: Any, row: Row, position: int, proof: int) -> tuple[Any, SampleError | None, Seen]:
         size = np.zeros((), SIZE)
@@ -384,14 +399,14 @@ class LengthPass:
         return size, None, Seen(kinds, pixels)
 
     def _note(
-        self, position: int, error: SampleError | None, failures: dict[int, str], is_new: NDArray[np.bool_], at: int
+        self, position: int, error: SampleError | None, faults: dict[int, Fault], is_new: NDArray[np.bool_], at: int
     ) -> None:
         if error is not None:
-            failures[int(self.indices[position])] = error.detail
+            faults[int(self.indices[position])] = error.fault
             is_new[at] = error.is_lasting
 
 
-def _new(positions: Positions) -> tuple[Sizes, NDArray[np.bool_], dict[int, str]]:
+def _new(positions: Positions) -> tuple[Sizes, NDArray[np.bool_], dict[int, Fault]]:
     return np.zeros(len(positions), SIZE), np.ones(len(positions), dtype=bool), {}
 
 
@@ -407,19 +422,21 @@ def rows_at(rows: Any, indices: list[int]) -> list[Row]:
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def row_sizes(sizes: Sizes) -> LengthIndex:
-    """As the plan wants them."""
+def row_sizes(sizes: Sizes, faults: Mapping[int, Fault] | None = None) -> LengthIndex:
+    """As the plan wants them, with what was said of those that have none."""
     columns = np.stack([sizes[name].astype(np.int64) for name in RowSize._fields])
-    return LengthIndex(columns, {int(at): REASONS[sizes["reason"][at]] for at in np.flatnonzero(sizes["reason"])})
+    failures = {int(at): REASONS[sizes["reason"][at]] for at in np.flatnonzero(sizes["reason"])}
+    said = {at: fault for at, fault in (faults or {}).items() if failures.get(at) == fault.reason}
+    return LengthIndex(columns, failures, said)
 
 
-def log_failures(source: RowSource, sizes: LengthIndex, details: Mapping[int, str]) -> None:
-    """Name the first rows that cannot be encoded, with `details` where they were tried now, and count all by reason."""
+def log_failures(source: RowSource, sizes: LengthIndex) -> None:
+    """Name the first rows that cannot be encoded, and count all by reason."""
     if not sizes.failures:
         return
     for index in sorted(sizes.failures)[:NUM_SHOWN]:
-        said = details.get(index) or f"remembered (files: {', '.join(media_paths(source.rows[index])) or '-'})"
-        logger.warning("%s: left out: %s: %s", source.sample_id(index), sizes.failures[index], said)
+        fault = sizes.fault(index)
+        logger.warning("%s: left out: %s: %s", source.sample_id(index), fault.reason, fault.error)
     counts = Counter(sizes.failures.values())
     logger.warning(
         "source %s: %d of %d rows cannot be encoded: %s",

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from swift_vlpack.data.reasons import Fault
 from swift_vlpack.data.samples import Encoded, num_images
 
 NO_LABEL = -100
@@ -34,14 +35,23 @@ class LengthIndex:
     columns: NDArray[np.int64]  # (4, num_rows): the fields of `RowSize`
     failures: Mapping[int, str]
     """The reason, for every row of length 0."""
-    details: Mapping[int, str] = field(default_factory=dict)
-    """The error in words, of those that were tried just now."""
+    faults: Mapping[int, Fault] = field(default_factory=dict)
+    """The same in words, with the files at fault, where that is known."""
 
     @classmethod
-    def of(cls, sizes: Iterable[RowSize], failures: Mapping[int, str] | None = None) -> LengthIndex:
+    def of(
+        cls,
+        sizes: Iterable[RowSize],
+        failures: Mapping[int, str] | None = None,
+        faults: Mapping[int, Fault] | None = None,
+    ) -> LengthIndex:
         """From one size a row."""
         rows = np.array(list(sizes), dtype=np.int64).reshape(-1, NUM_COLUMNS)
-        return cls(rows.T.copy(), failures or {})
+        return cls(rows.T.copy(), failures or {}, faults or {})
+
+    def fault(self, index: int) -> Fault:
+        """What is wrong with a row that has no size."""
+        return self.faults.get(index) or Fault(self.failures.get(index, "encode_failed"), "found at an earlier start")
 
     def __len__(self) -> int:
         return self.columns.shape[1]

@@ -1,4 +1,4 @@
-"""Which files a row names, and in what state they are."""
+"""Which images, videos and sounds a row names, and which files they are, where ms-swift looks for them."""
 
 from __future__ import annotations
 
@@ -6,38 +6,99 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 _TAG = re.compile(r"<img>(.+?)</img>")  # ms-swift takes a path from it
+_LONGEST_PATH = 2000  # as in ms-swift
+_CONTENT = re.compile(r"(?!/(?!9j/))[A-Za-z0-9+/\s]{40,}={0,2}")
+"""Base64 of an image of one pixel, and longer; a JPEG begins with `/9j/`, anything else behind a slash is a path."""
+_COLUMNS = {"images": "image", "videos": "video", "audios": "audio"}
 
 
-def media_texts(row: Mapping[str, Any]) -> Iterator[str]:
-    """Every text of the row that may name a file of pixels or sound: a path, a URL, or the content in base64."""
-    for column in ("images", "videos", "audios"):
-        yield from _texts(row.get(column))
+class Medium(NamedTuple):
+    """One image, video or sound of a row."""
+
+    place: str
+    """Where in the row: `images[0]`, `messages[2].content[0]`."""
+    kind: str
+    """`image`, `video`, `audio`, or `tag` for an `<img>`, which ms-swift takes only where its file is there."""
+    value: Any
+    """A path, a URL, text in base64 or bytes; anything else is malformed."""
+
+
+class RealFile(NamedTuple):
+    """A file that is there."""
+
+    path: str
+    state: os.stat_result
+
+
+def media(row: Mapping[str, Any]) -> Iterator[Medium]:
+    """All that a row names, in every form of the documentation."""
+    for column, kind in _COLUMNS.items():
+        yield from _media(column, kind, row.get(column))
     messages = row.get("messages")
-    for message in messages if isinstance(messages, (list, tuple)) else ():
+    for number, message in enumerate(messages if isinstance(messages, (list, tuple)) else ()):
         content = message.get("content") if isinstance(message, Mapping) else None
+        place = f"messages[{number}].content"
         if isinstance(content, str) and "<img>" in content:
-            yield from _TAG.findall(content)
-        for item in content if isinstance(content, (list, tuple)) else ():
-            if isinstance(item, Mapping) and item.get("type") != "text":
-                yield from _texts(list(item.values()))
+            yield from (Medium(place, "tag", path) for path in _TAG.findall(content))
+        for at, item in enumerate(content if isinstance(content, (list, tuple)) else ()):
+            named = item.get("type") if isinstance(item, Mapping) else None
+            if isinstance(named, str) and named != "text":
+                yield from _media(f"{place}[{at}]", named.removesuffix("_url"), item.get(named))
 
 
-def file_state(path: str) -> os.stat_result | None:
-    """The state of a file, where ms-swift would look for it; None where nothing is, or the text is no path."""
-    for folder in ("", os.environ.get("ROOT_IMAGE_DIR", "")):  # ms-swift's own variable for relative paths
-        with suppress(OSError, ValueError):
-            return os.stat(os.path.join(folder, os.path.expanduser(path.strip())))
-    return None
+def _media(place: str, kind: str, value: Any) -> Iterator[Medium]:
+    if isinstance(value, Mapping):  # ms-swift takes the bytes before the path
+        value = next((value[name] for name in ("bytes", "path", "url") if value.get(name)), value)
+    if isinstance(value, (list, tuple)) and value:
+        for at, inner in enumerate(value):
+            yield from _media(f"{place}[{at}]", kind, inner)
+    elif value is not None:
+        yield Medium(place, kind, value)
+
+
+def names_of_files(row: Mapping[str, Any]) -> Iterator[str]:
+    """Every text of the row that may name a file, also one beside bytes: a path, a URL, or content in base64."""
+    for column in _COLUMNS:
+        yield from _texts(row.get(column))
+    yield from (medium.value for medium in media(row) if "content" in medium.place and isinstance(medium.value, str))
 
 
 def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        yield from _texts([inner for name, inner in value.items() if name in ("path", "url")])
+        yield from _texts([value.get("path"), value.get("url")])
     elif isinstance(value, (list, tuple)):
         for inner in value:
             yield from _texts(inner)
+
+
+def looks_like_path(value: Any) -> bool:
+    """Whether a text is meant as one: no URL, and no content in base64, unless there is a file of that name."""
+    if not isinstance(value, str) or len(value) > _LONGEST_PATH or value.startswith(("http", "data:")):
+        return False
+    return not _CONTENT.fullmatch(value) or real_file(value) is not None
+
+
+def real_file(text: str) -> RealFile | None:
+    """The file of that name, where ms-swift would find it; None where nothing is, or the text is no path."""
+    if len(text) > _LONGEST_PATH:
+        return None
+    for path in _candidates(text.strip()):
+        with suppress(OSError, ValueError):
+            return RealFile(path, os.stat(path))
+    return None
+
+
+def expected_file(text: str) -> str:
+    """The whole path of a file that is not there: below `ROOT_IMAGE_DIR` where that is set."""
+    return os.path.abspath(_candidates(text.strip())[-1])
+
+
+def _candidates(text: str) -> list[str]:
+    text = text.removeprefix("file://")  # which video readers take
+    below = os.path.expanduser(os.path.join(os.environ.get("ROOT_IMAGE_DIR", ""), text))
+    return [text] if below == text else [text, below]

@@ -142,7 +142,7 @@ class PlannedPackingDataset(PackingDataset):
 
     def warning_of_left_out(self) -> str | None:
         """What to do about the rows that the plan of the epoch leaves out, where they are too many."""
-        num_left_out = Counter(reason for _, reason, _ in self.left_out_by_plan())
+        num_left_out = Counter(left_out.reason for left_out in self.left_out_by_plan())
         return warning_of_left_out(num_left_out, num_rows=len(self.dataset))
 
     def load(self, address: PackAddress) -> PackedSamples:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from swift_vlpack.core.boundaries import Boundaries
 from swift_vlpack.core.errors import VLPackError
+from swift_vlpack.data.reasons import Fault
 
 Encoded = dict[str, Any]
 
@@ -48,21 +49,31 @@ class LeftOut(NamedTuple):
     reason: str
     detail: str = ""
     """The error in words."""
+    files: tuple[str, ...] = ()
+    """The files at fault, where that is known."""
 
 
 class SampleError(VLPackError):
     """A row cannot be encoded; names the row and the reason that is counted."""
 
-    def __init__(self, sample_id: SampleId, reason: str, detail: str, is_lasting: bool = True) -> None:
-        """`is_lasting` says that the same row would fail again."""
+    def __init__(
+        self, sample_id: SampleId, reason: str, detail: str, is_lasting: bool = True, files: tuple[str, ...] = ()
+    ) -> None:
+        """`is_lasting` says that the same row would fail again; `files` are those at fault."""
         super().__init__(f"{sample_id}: {reason}: {detail}")
         self.sample_id = sample_id
         self.reason = reason
         self.detail = detail
         self.is_lasting = is_lasting
+        self.files = files
+
+    @property
+    def fault(self) -> Fault:
+        """What was wrong, without the row."""
+        return Fault(self.reason, self.detail, self.files)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.sample_id, self.reason, self.detail, self.is_lasting)
+        return type(self), (self.sample_id, self.reason, self.detail, self.is_lasting, self.files)
 
 
 class TooManyFailures(VLPackError):

@@ -20,6 +20,7 @@ from modelscope.hub.utils.utils import get_cache_dir
 from numpy.typing import NDArray
 from swift.utils import get_logger, is_master
 
+from swift_vlpack.data.cures import digest_of_cures
 from swift_vlpack.data.fusion import RowSource, own_template
 from swift_vlpack.data.length_cache import SIZE, LengthCache, Sizes
 from swift_vlpack.data.length_pass import LengthPass, log_failures, row_sizes, rows_at
@@ -43,7 +44,7 @@ def measured(source: RowSource, template: Any, args: Any, cache_dir: str | None 
     own = own_template(template, source)
     plugins = getattr(args, "external_plugins", None) or []
     context = context_of(own, plugins)
-    cache = LengthCache(cache_path(source, context, cache_dir), context)
+    cache = LengthCache(cache_path(source, context, cache_dir), context, digest_of_cures())
     if num_ranks() > 1:
         _check_same_rows(source, cache, digests_of(own, plugins))
     if not getattr(args, "resume_from_checkpoint", None):
@@ -71,10 +72,10 @@ def measured(source: RowSource, template: Any, args: Any, cache_dir: str | None 
         share.distrust()
         together(share.measure)
         sizes = _joined(together(lambda: share.sizes))
-    details = {index: said for failures in together(lambda: share.failures) for index, said in failures.items()}
-    result = replace(row_sizes(sizes), details=details)
+    faults = {index: fault for some in together(lambda: share.faults) for index, fault in some.items()}
+    result = row_sizes(sizes, faults)
     if is_master():
-        log_failures(source, result, details)
+        log_failures(source, result)
     return replace(source, sizes=result, cache=cache)
 
 

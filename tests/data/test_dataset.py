@@ -395,7 +395,7 @@ def test_strict_stops_at_the_first_failure_and_names_the_row(template, tmp_path,
     data = FusionCaptionDataset(
         [RowSource(name="data", rows=some_missing(tmp_path, ".x."))], template, strict=True, shuffle=False
     )
-    with pytest.raises(DataError, match=r"data:1: file_missing: \w+Error"):
+    with pytest.raises(DataError, match=r"data:1: file_missing: no such file: "):
         packs_of(packed(data, template, form))
 
 

@@ -17,7 +17,7 @@ from swift_vlpack.data.samples import LeftOut, SampleId, TooManyFailures
 
 
 def gone(row, reason="file_missing"):
-    return LeftOut(SampleId("rows", row), reason, f"no such file: {row}.jpg")
+    return LeftOut(SampleId("rows", row), reason, f"no such file: {row}.jpg", (f"{row}.jpg",))
 
 
 def failures(start, stop):
@@ -42,6 +42,7 @@ def test_row_is_listed_once_for_an_epoch_also_after_a_resume(tmp_path):
         "where": f"{data}:3",
         "reason": "file_missing",
         "error": "no such file: 1.jpg",
+        "files": ["1.jpg"],
         "epoch": 0,
         "when": "",
     }

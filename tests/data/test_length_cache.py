@@ -19,6 +19,7 @@ from swift_vlpack.data.length_cache import (
     KnownSizes,
     LengthCache,
 )  # fmt: skip
+from swift_vlpack.data.reasons import REASONS, Fault
 from tests.rows import image_row, text_row
 
 
@@ -88,7 +89,7 @@ def test_key_is_the_row_its_files_and_the_context(path, tmp_path):
     os.utime(photo, (1, 1))
     cache, row = LengthCache(path, "context"), image_row([str(photo)])
     first = cache.key(row)
-    assert cache.key(dict(reversed(row.items()))) == first
+    assert cache.key(dict(row)) == first
     others = [
         LengthCache(path, "another").key(row),
         cache.key({**row, "channel": "web"}),
@@ -104,6 +105,75 @@ def test_key_is_the_row_its_files_and_the_context(path, tmp_path):
     photo.unlink()
     others.append(cache.key(row))
     assert len({key.tobytes() for key in [first, *others]}) == 9
+
+
+def test_order_inside_a_row_is_part_of_its_key(path):
+    """LEN-7: a template writes the schema of a tool as it stands in the row."""
+    one = {"name": "look", "parameters": {"type": "object", "properties": {"a": {}, "b": {}}}}
+    other = {"parameters": {"properties": {"b": {}, "a": {}}, "type": "object"}, "name": "look"}
+    cache = LengthCache(path, "context")
+    assert one == other
+    keys = {cache.key({**text_row(), "tools": [tool]}).tobytes() for tool in (one, other)}
+    keys |= {cache.key({**text_row(), "objects": tool}).tobytes() for tool in (one, other)}
+    assert len(keys) == 4
+
+
+def test_equal_names_sizes_and_times_in_two_folders_are_two_keys(path, tmp_path, monkeypatch):
+    """LEN-7: from another working directory, below another ROOT_IMAGE_DIR, behind a link that was switched."""
+    for name in ("one", "two"):
+        (tmp_path / name / "sub").mkdir(parents=True)
+        (tmp_path / name / "sub" / "a.jpg").write_bytes(name.encode())
+        os.utime(tmp_path / name / "sub" / "a.jpg", (1, 1))
+    row, link = image_row(["sub/a.jpg"]), tmp_path / "link"
+
+    def key(row=row):
+        return LengthCache(path, "context").key(row).tobytes()
+
+    keys = {"neither": key()}
+    for name in ("one", "two"):
+        monkeypatch.chdir(tmp_path / name)
+        keys[name] = key()
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("ROOT_IMAGE_DIR", str(tmp_path / name))
+        assert key() == keys[name], "the same file under the same name"
+        monkeypatch.delenv("ROOT_IMAGE_DIR")
+        for target, named in ((tmp_path / name, "link/sub/a.jpg"), (tmp_path / name / "sub" / "a.jpg", "link")):
+            link.symlink_to(target)
+            keys[name, named] = key(image_row([named]))
+            link.unlink()
+    assert len(set(keys.values())) == len(keys) == 7
+
+
+def test_failures_are_remembered_while_nothing_that_may_cure_them_changes(path):
+    """LEN-10"""
+    some = sizes(0, 0, 10)
+    some["reason"] = [REASONS.index(reason) for reason in ("image_unreadable", "over_max_length", "")]
+    LengthCache(path, "context", b"1" * 16).append(keys(1, 2, 3), some)
+
+    def known(cures):
+        return LengthCache(path, "context", cures).load().of(keys(1, 2, 3))
+
+    assert known(b"1" * 16)[0].tolist() == [True, True, True]
+    assert known(b"1" * 16)[1]["reason"].tolist() == some["reason"].tolist()
+    assert known(b"2" * 16)[0].tolist() == [False, True, True]
+    LengthCache(path, "context", b"2" * 16).append(keys(1), sizes(5))
+    assert known(b"2" * 16)[1]["length"].tolist() == [5, 0, 10]
+    LengthCache(path, "context", b"1" * 16).append(keys(1), some[:1])
+    assert known(b"1" * 16)[1]["length"].tolist() == [0, 0, 10], "of the two the later counts"
+    LengthCache(path, "context", b"1" * 16).append(keys(1), sizes(6))
+    assert known(b"1" * 16)[1]["length"].tolist() == [6, 0, 10]
+
+
+def test_words_of_failures_are_kept_and_a_line_cut_off_costs_no_other(path):
+    """LEN-17"""
+    faults = [Fault("file_empty", 'a "b"\n\u00e9', ("/a", "/b")), Fault("encode_failed", "why", ())]
+    cache = LengthCache(path, "context")
+    cache.tell(keys(1, 2), faults)
+    cache.tell(np.array([NO_KEY], KEY), faults[:1])
+    assert cache.told() == {key.tobytes(): fault for key, fault in zip(keys(1, 2), faults, strict=True)}
+    file = path.with_suffix(".failures")
+    file.write_bytes(file.read_bytes()[:-5])
+    assert set(cache.told()) == {keys(1)[0].tobytes()}
 
 
 @pytest.mark.parametrize(

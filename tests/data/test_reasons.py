@@ -9,7 +9,7 @@ import pytest
 import torchvision
 
 from swift_vlpack.data.fusion import encode_row
-from swift_vlpack.data.reasons import REASONS, is_lasting, media_paths, reason_for
+from swift_vlpack.data.reasons import REASONS, fault_of, is_lasting
 from swift_vlpack.data.samples import SampleError, SampleId
 from tests.images import noise, photo
 from tests.rows import image_row, text_row
@@ -109,7 +109,7 @@ def test_every_bad_row_has_its_reason_and_names_its_file(template, tmp_path):
         assert error.reason == reason, (row, error.detail)
         assert reason in REASONS
         assert str(error).startswith(f"rows:7: {reason}: ")
-        for path in media_paths(row):
+        for path in error.files:
             assert path in error.detail
 
 
@@ -168,4 +168,4 @@ def test_a_missing_path_that_could_be_base64_is_a_missing_file(template):
         error = failure(template, image_row([path]))
         assert error.reason == "file_missing"
         assert path in error.detail
-    assert reason_for(ValueError("x"), image_row(["iVBORw0KGgo" * 9])) == "encode_failed", "content is no path"
+    assert fault_of(ValueError("x"), image_row(["iVBORw0KGgo" * 9])).reason == "encode_failed", "content is no path"

@@ -5,17 +5,22 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from datasets import Dataset
+from PIL import Image, ImageFile
 from swift.agent_template import agent_template_map
+from swift.dataset import load_dataset
 from swift.loss_scale import loss_scale_map
-from swift.template import get_template
+from swift.template import Template, get_template
 from swift.template.templates.qwen import Qwen2_5VLTemplate
 from swift.utils import import_external_file
 
 from swift_vlpack.data.fusion import RowSource
+from swift_vlpack.host import headers
 from swift_vlpack.host.context import context_of
 from swift_vlpack.host.lengths import measured
 from swift_vlpack.host.source_code import code_of
-from tests.rows import text_row
+from tests.images import noise, photo
+from tests.rows import image_row, text_row, write_jsonl
 
 FAMILY = "qwen2_5_vl"
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"properties": {"at": {"type": "string"}}}}}
@@ -122,7 +127,7 @@ FIRST, SECOND = '" word"', '" word" * 20'
     ids=["template", "agent template", "loss scale", "patch", "imported", "second plugin"],
 )
 def test_edited_code_of_the_user_is_measured_again(files, options, runs, tmp_path):
-    """LEN-16"""
+    """LEN-18"""
 
     def lengths(words):
         for name, text in files.items():
@@ -139,7 +144,7 @@ def test_edited_code_of_the_user_is_measured_again(files, options, runs, tmp_pat
 
 
 def test_code_without_a_file_is_in_the_key(runs, tmp_path):
-    """LEN-16: as in a notebook, or a function that was loaded before its file was edited."""
+    """LEN-18: as in a notebook, or a function that was loaded before its file was edited."""
     (tmp_path / "plugin.py").write_text("")
 
     def context(words):
@@ -152,7 +157,7 @@ def test_code_without_a_file_is_in_the_key(runs, tmp_path):
 
 
 def test_the_users_own_modules_are_followed_and_installed_ones_are_not(tmp_path):
-    """LEN-16: also relative ones and those imported inside of functions; what cannot be parsed or found is no error."""
+    """LEN-18: also relative ones and those imported inside of functions; what cannot be parsed or found is no error."""
     package = tmp_path / "mine"
     package.mkdir()
     (tmp_path / "plugin.py").write_text("import os, numpy\nimport mine.a\nfrom mine import b\nimport nowhere.at.all\n")
@@ -165,3 +170,155 @@ def test_the_users_own_modules_are_followed_and_installed_ones_are_not(tmp_path)
     assert own == {"plugin.py", "mine/__init__.py", "mine/a.py", "mine/b.py", "mine/c.py"}
     assert {file.rsplit("/", 2)[-2] for file in code.files if "site-packages" in file} == {"numpy"}
     assert "numpy" in code.packages
+
+
+# -- the row ----------------------------------------------------------------------------------------------------------
+
+ARGS = SimpleNamespace(dataset_num_proc=1, strict=False)
+
+
+def lengths_of(rows, template, cache):
+    return measured(RowSource(name="rows", rows=rows), template, ARGS, str(cache)).sizes.lengths.tolist()
+
+
+@pytest.fixture
+def template(tiny):
+    return tiny(FAMILY).template
+
+
+def test_tools_in_another_order_are_other_tokens(template, tmp_path):
+    """LEN-7: by ms-swift's loader, whose Arrow columns keep the order of each schema."""
+    long, short = {"type": "string", "description": "a b c"}, {"enum": ["x", "yy"], "type": "string"}
+
+    def loaded(*properties):
+        tool = {"type": "function", "function": {"name": "look", "parameters": {"properties": dict(properties)}}}
+        rows = [{**text_row(f"row {number}"), "tools": [tool]} for number in range(3)]
+        return load_dataset([write_jsonl(tmp_path / "rows.jsonl", rows)], split_dataset_ratio=0.0)[0]
+
+    seen = set()
+    for properties in ((("at", long), ("how_far_away", short)), (("how_far_away", short), ("at", long))):
+        rows = loaded(*properties)
+        encoded = [template.encode(row, return_length=True) for row in rows]
+        assert lengths_of(rows, template, tmp_path / "cache") == [one["length"] for one in encoded]
+        seen.add(tuple(encoded[0]["input_ids"]))
+        num_bytes = size_of_cache(tmp_path / "cache")
+        assert lengths_of(loaded(*properties), template, tmp_path / "cache") == [one["length"] for one in encoded]
+        assert size_of_cache(tmp_path / "cache") == num_bytes, "the same rows, loaded again, are measured again"
+    assert len(seen) == 2
+
+
+def size_of_cache(folder):
+    return sum(path.stat().st_size for path in folder.glob("*.lengths"))
+
+
+def test_relative_paths_below_another_folder_are_other_files(template, tmp_path, monkeypatch):
+    """LEN-7: with equal names, sizes and times."""
+    rows = Dataset.from_list([image_row(["a.jpg"])])
+    for name, width in (("one", 300), ("two", 600)):
+        (tmp_path / name).mkdir()
+        photo(tmp_path / name, "a", width, 200)
+    num_bytes = max((tmp_path / name / "a.jpg").stat().st_size for name in ("one", "two"))
+    for name in ("one", "two"):
+        path = tmp_path / name / "a.jpg"
+        path.write_bytes(path.read_bytes().ljust(num_bytes, b"\0"))
+        os.utime(path, (1, 1))
+    found = []
+    for name in ("one", "two"):
+        monkeypatch.chdir(tmp_path / name)
+        found.append(lengths_of(rows, template, tmp_path / "cache"))
+        assert found[-1] == [template.encode(rows[0], return_length=True)["length"]]
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("ROOT_IMAGE_DIR", str(tmp_path / name))
+        assert lengths_of(rows, template, tmp_path / "cache") == found[-1]
+        monkeypatch.delenv("ROOT_IMAGE_DIR")
+    assert found[1][0] > found[0][0]
+
+
+# -- failures that can be cured ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def encoded(monkeypatch):
+    """The rows that templates encode."""
+    calls, encode = [], Template.encode
+
+    def noted(self, row, **options):
+        calls.append(row["messages"][0]["content"].removeprefix("<image>"))
+        return encode(self, row, **options)
+
+    monkeypatch.setattr(Template, "encode", noted)
+    return calls
+
+
+class Dots(ImageFile.ImageFile):
+    """An image format of a user: a size, and no pixels to speak of."""
+
+    format = "DOTS"
+
+    def _open(self):
+        self.fp.seek(4)
+        self._mode, self._size = "RGB", tuple(map(int, self.fp.read().split()))
+
+    def load(self):
+        self.im = Image.new("RGB", self.size).im
+        return self.im.pixel_access(False)
+
+
+def no_reader(tmp_path, monkeypatch):
+    (tmp_path / "bad").write_bytes(b"dots300 200")
+    Image.init()  # so that what is registered below is all that changes
+
+    def register():
+        monkeypatch.setattr(Image, "ID", [*Image.ID, "DOTS"])
+        monkeypatch.setitem(Image.OPEN, "DOTS", (Dots, lambda prefix: prefix.startswith(b"dots")))
+
+    return "image_unreadable", register
+
+
+def limit_of_pixels(tmp_path, monkeypatch):
+    noise(300, 200).save(tmp_path / "bad", "PNG")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 20_000)
+    return "image_too_large", lambda: monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+
+
+def no_package(tmp_path, monkeypatch):
+    noise(300, 200).save(tmp_path / "bad", "PNG")
+
+    def unless_missing(real):
+        def load(image, load_images):
+            if image == str(tmp_path / "bad") and not (tmp_path / "site" / "reader-1.0.dist-info").exists():
+                raise RuntimeError("the reader is not installed")
+            return real(image, load_images)
+
+        return load
+
+    monkeypatch.setattr(Template, "_load_image", staticmethod(unless_missing(Template._load_image)))
+    monkeypatch.setattr(headers, "_header_of", unless_missing(headers._header_of))
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    return "encode_failed", lambda: (tmp_path / "site" / "reader-1.0.dist-info").mkdir(parents=True)
+
+
+@pytest.mark.parametrize("prepare", [no_reader, limit_of_pixels, no_package])
+def test_failure_is_forgotten_when_it_may_be_cured_and_good_rows_are_not(
+    prepare, template, tmp_path, monkeypatch, encoded
+):
+    """LEN-10"""
+    reason, cure = prepare(tmp_path, monkeypatch)
+    rows = Dataset.from_list(
+        [image_row([photo(tmp_path, "good", 90, 90)], "good"), image_row([str(tmp_path / "bad")], "bad")]
+    )
+
+    def sizes():
+        encoded.clear()
+        return measured(RowSource(name="rows", rows=rows), template, ARGS, str(tmp_path / "cache")).sizes
+
+    assert sizes().failures == {1: reason}
+    assert sizes().failures == {1: reason}
+    assert encoded == [], "a failure is remembered while nothing changes"
+    cure()
+    found = sizes()
+    assert set(encoded) == {"bad"}, "a good row was measured again"
+    assert found.failures == {}
+    assert found.lengths[1] == template.encode(rows[1], return_length=True)["length"]
+    sizes()
+    assert encoded == []

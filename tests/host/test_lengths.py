@@ -22,7 +22,6 @@ from swift_vlpack.core.errors import DataError
 from swift_vlpack.data import length_pass, trust
 from swift_vlpack.data.fusion import RowSource
 from swift_vlpack.data.lengths import size_of
-from swift_vlpack.data.reasons import media_paths
 from swift_vlpack.host import headers, lengths
 from swift_vlpack.host.context import context_of
 from swift_vlpack.host.headers import HeaderImage, NoPixels, pixel_free
@@ -571,7 +570,11 @@ def test_failures_that_may_pass_are_tried_again_and_lasting_ones_are_not(templat
         again = measured(source(rows), template, ARGS, str(tmp_path))
     assert again.sizes.failures == first.sizes.failures
     assert {text.removeprefix("<image>") for text in encoded} == {"row gone.jpg"}
-    assert f"rows:1: left out: image_unreadable (remembered; files: {tmp_path / 'text.jpg'})" in caplog.text
+    path = tmp_path / "text.jpg"
+    assert again.sizes.faults[1] == first.sizes.faults[1]
+    assert (
+        f"rows:1: left out: image_unreadable: UnidentifiedImageError: cannot identify image file {path}" in caplog.text
+    )
     photo(tmp_path, "gone")
     assert measured(source(rows), template, ARGS, str(tmp_path)).sizes.lengths[0] > 0
 
@@ -596,7 +599,6 @@ def test_every_bad_row_is_one_counted_reason_with_its_id_and_path(num_processes,
     rows, reasons = zip(*bad_rows(tmp_path), strict=True)
     rows = [row for bad in rows for row in (text_row(), bad)]
     monkeypatch.setattr(length_pass, "NUM_SHOWN", len(rows))
-    monkeypatch.setattr(lengths, "NUM_SHOWN", len(rows))
     args = SimpleNamespace(dataset_num_proc=num_processes, strict=False)
     with caplog.at_level(logging.WARNING, logger="swift_vlpack"):
         sizes = measured(source(rows), template, args, str(tmp_path / "cache")).sizes
@@ -606,7 +608,7 @@ def test_every_bad_row_is_one_counted_reason_with_its_id_and_path(num_processes,
     for index, reason in sizes.failures.items():
         (line,) = [message for message in said if message.startswith(f"rows:{index}: ")]
         assert line.startswith(f"rows:{index}: left out: {reason}: ")
-        assert all(path in line for path in media_paths(rows[index]))
+        assert all(path in line for path in sizes.faults[index].files)
     assert "cannot be encoded: " in said[-1]
     assert all(f"{reason} {reasons.count(reason)}" in said[-1] for reason in reasons)
 

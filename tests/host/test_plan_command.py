@@ -162,7 +162,7 @@ def test_rows_that_cannot_be_encoded_are_written_with_reasons(bare_folder, tmp_p
     failed = [json.loads(line) for line in (tmp_path / "failures.jsonl").read_text().splitlines()]
     assert report["failures_file"] == str(tmp_path / "failures.jsonl")
     assert report["sources"]["rows"]["num_unreadable"] == sum(report["unreadable"].values()) == len(failed)
-    by_name = {os.path.basename(line["images"][0]): line for line in failed}
+    by_name = {os.path.basename(line["files"][0]): line for line in failed}
     # Good headers before broken pixels (truncated.jpg, broken.png) show when the rows are loaded.
     assert set(by_name) >= {"text.jpg", "empty.jpg", "folder.jpg", "aspect.png", "missing.jpg"}
     for name, line in by_name.items():
@@ -174,7 +174,7 @@ def test_rows_that_cannot_be_encoded_are_written_with_reasons(bare_folder, tmp_p
             "where": f"{tmp_path}/rows.jsonl:{number + 1}",
             "reason": REASON_OF[name],
             "epoch": None,
-            "images": [broken[name]],
+            "files": [broken[name]],
         }
     assert report["num_samples"] + report["num_dropped"] + len(failed) == report["num_rows"] == len(rows)
 
