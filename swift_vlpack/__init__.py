@@ -25,6 +25,8 @@ __all__ = [
     "Plan",
     "RowSource",
     "plan",
+    "prepare_model",
+    "prove",
     "schedule",
 ]
 
@@ -34,6 +36,8 @@ _NEED_TORCH = {
     "LengthIndex": "swift_vlpack.data.lengths",
     "PackingDataset": "swift_vlpack.data.dataset",
     "RowSource": "swift_vlpack.data.fusion",
+    "prepare_model": "swift_vlpack.data.prepare",
+    "prove": "swift_vlpack.data.proof",
 }
 
 

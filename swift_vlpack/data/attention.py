@@ -15,6 +15,17 @@ import torch
 NAME = "vlpack"
 
 
+def name_of(config: Any) -> str:
+    """The attention implementation of the language model."""
+    text = getattr(config, "text_config", config)
+    return str(getattr(text, "_attn_implementation", None) or config._attn_implementation)
+
+
+def keeps_samples_apart(name: str) -> bool:
+    """Whether this implementation is known to stop where samples meet: ours, and flash-attn in all its versions."""
+    return name == NAME or "flash" in name
+
+
 def register() -> None:
     """Make `attn_implementation="vlpack"` known to transformers. Calling it again changes nothing."""
     from transformers import AttentionInterface

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from swift_vlpack.core.config import PackingConfig
@@ -54,13 +53,6 @@ class BufferedPackingDataset(PackingDataset, IterableDataset[PackedSamples]):
         self.left_out_behind: list[LeftOut] = []
         """What the epoch left out that no pack of this rank could tell of; its loader says so at the end."""
         self._restored: Progress | None = None
-        # Shared memory, so that workers that live on see the new epoch.
-        self._shared_epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
-
-    def set_epoch(self, epoch: int) -> None:
-        """The next iteration mixes and packs anew, in every worker."""
-        super().set_epoch(epoch)
-        self._shared_epoch[0] = epoch
 
     def restore(self, progress: Progress) -> None:
         """Iterate the saved epoch from where it was left: the next pack is the one after the last trained one."""
@@ -68,7 +60,7 @@ class BufferedPackingDataset(PackingDataset, IterableDataset[PackedSamples]):
         self.set_epoch(progress.epoch)
 
     def __iter__(self) -> Iterator[PackedSamples]:
-        super().set_epoch(int(self._shared_epoch[0]))
+        self.follow_epoch()
         info = get_worker_info()
         worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
         saved = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -12,8 +13,11 @@ import torch
 from swift_vlpack.core.boundaries import Boundaries
 from swift_vlpack.core.errors import BoundaryError, ConfigError
 from swift_vlpack.data.fusion import Template
+from swift_vlpack.data.prepare import check_ready
 from swift_vlpack.data.randomness import RandomStream
 from swift_vlpack.data.samples import Encoded, PackedSamples, PackRecord
+
+logger = logging.getLogger(__name__)
 
 NOT_FOR_THE_MODEL = ("loss_scale", "channel", "text_position_ids")
 """What templates put into a row for ms-swift's trainer, which takes it out again; no model's forward knows it."""
@@ -35,6 +39,10 @@ class Batch(dict[str, Any]):
     beside: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     """What the template made for a trainer and not for the model, by name; stays on the CPU."""
 
+    def to(self, device: Any, non_blocking: bool = False) -> Batch:
+        """The batch on a device."""
+        return batch_of(on_device(self, device, non_blocking), self.record, self.beside)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return batch_of, (dict(self), self.record, dict(self.beside))
 
@@ -46,6 +54,14 @@ def batch_of(inputs: Mapping[str, Any], record: PackRecord | None, beside: Mappi
     return made
 
 
+def on_device(inputs: Mapping[str, Any], device: Any, non_blocking: bool = False) -> dict[str, Any]:
+    """The same with its tensors on a device."""
+    return {
+        name: value.to(device, non_blocking=non_blocking) if isinstance(value, torch.Tensor) else value
+        for name, value in inputs.items()
+    }
+
+
 class Collator:
     """A pack becomes one row, anything else a padded batch; the type of the batch tells, so one run can have both.
 
@@ -55,10 +71,12 @@ class Collator:
     def __init__(
         self, template: Template, padding_to: int | None = None, *, for_model: bool = True, seed: int = 0
     ) -> None:
+        check_ready(template, needs_model=for_model)
         self.template = template
         self.seed = seed
         self.padding_to = padding_to
         self.for_model = for_model
+        self._has_warned = False
 
     def __call__(self, batch: Sequence[Any]) -> Batch:
         """Collate a list of one pack, or of rows to be padded."""
@@ -72,16 +90,12 @@ class Collator:
         return self.row(batch[0])
 
     def row(self, pack: list[Encoded]) -> Batch:
-        """One row from the samples of a pack, its positions checked; without a sample, a row that has no loss."""
-        name = str(pack.record) if isinstance(pack, PackedSamples) else "the pack"
-        with layout(self.template, packed=True), RandomStream(self.seed, name):
-            samples = completed(self._copies(pack)) or [self._placeholder()]
-            lengths = tuple(int(sample["length"]) for sample in samples)
-            row = self.template.data_collator([samples])
-        check_row(row, Boundaries(lengths), name)
-        if "cu_seq_lens_q" not in row:
-            row |= boundary_tensors(lengths)
-        return self._batch(row, pack.record if isinstance(pack, PackedSamples) else None)
+        """One row from the samples of a pack."""
+        record = pack.record if isinstance(pack, PackedSamples) else None
+        name = str(record or "the pack")
+        with RandomStream(self.seed, name):
+            row = packed_row(self.template, self._copies(pack), name)
+        return self._batch(row, record)
 
     def _copies(self, samples: Sequence[Encoded]) -> list[Encoded]:
         """The template adds to the samples and takes from them; the caller may want them again."""
@@ -90,12 +104,28 @@ class Collator:
 
     def _batch(self, made: dict[str, Any], record: PackRecord | None) -> Batch:
         beside = {name: made.pop(name) for name in NOT_FOR_THE_MODEL if name in made} if self.for_model else {}
+        if "loss_scale" in beside and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the template weighs tokens and the model's own loss does not: weigh it with batch.beside['loss_scale']"
+            )
         return batch_of(made, record, beside)
 
-    def _placeholder(self) -> Encoded:
-        sample: Encoded = self.template.encode(_PLACEHOLDER_ROW, return_length=True)
-        sample["labels"] = [-100] * len(sample["input_ids"])
-        return sample
+
+def packed_row(template: Template, samples: list[Encoded], name: str = "the pack") -> dict[str, Any]:
+    """The template's row of these samples, its positions checked; of none, a row that has no loss."""
+    samples = completed(samples) or [_placeholder(template)]
+    lengths = tuple(int(sample["length"]) for sample in samples)
+    with layout(template, packed=True):
+        row = template.data_collator([samples])
+    check_row(row, Boundaries(lengths), name)
+    return row if "cu_seq_lens_q" in row else row | boundary_tensors(lengths)
+
+
+def _placeholder(template: Template) -> Encoded:
+    sample: Encoded = template.encode(_PLACEHOLDER_ROW, return_length=True)
+    sample["labels"] = [-100] * len(sample["input_ids"])
+    return sample
 
 
 @contextmanager

@@ -14,11 +14,13 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset
 
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.data.fusion import FusionCaptionDataset, RowSource, Template
+from swift_vlpack.data.prepare import check_ready
 from swift_vlpack.data.samples import (
     Encoded,
     LeftOut,
@@ -52,12 +54,16 @@ class PackingDataset(Dataset[PackedSamples]):
         return super().__new__(PlannedPackingDataset if is_planned else BufferedPackingDataset)
 
     def __init__(self, dataset: Any, template: Template, config: PackingConfig) -> None:
+        for used in {id(one): one for one in (template, *getattr(dataset, "templates", ()))}.values():
+            check_ready(used, needs_model=False)
         template.packing = True
         template.padding_free = True
         self.template = template
         self.config = config
         self.dataset = _fused(dataset, template)
         self.epoch = 0
+        # Shared memory, so that workers that live on see the new epoch.
+        self._shared_epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
 
     def __getnewargs__(self) -> tuple[Any, ...]:
         """For pickle (spawned workers) and copy, which call `__new__` before they fill what it made."""
@@ -66,8 +72,14 @@ class PackingDataset(Dataset[PackedSamples]):
     def set_epoch(self, epoch: int) -> None:
         """Let the sources be mixed anew, then pack anew."""
         self.epoch = epoch
+        self._shared_epoch[0] = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
+
+    def follow_epoch(self) -> None:
+        """In a dataloader worker that lives on: come to the epoch that the training process has set."""
+        if self.epoch != (epoch := int(self._shared_epoch[0])):
+            self.set_epoch(epoch)
 
 
 def packed_samples(

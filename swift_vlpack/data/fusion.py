@@ -125,7 +125,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
         self._limited = [
             None if source.num_used == len(source.rows) else _limited_rows(source, seed) for source in self.sources
         ]
-        self._templates = [own_template(template, source) for source in self.sources]
+        self.templates = [own_template(template, source) for source in self.sources]
         self._usable: dict[str, NDArray[np.bool_]] = {}
         self.set_epoch(0)
 
@@ -173,7 +173,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
         """Encode one row with the template."""
         source = self.sources[address.source]
         row = with_system(source.rows[address.row_index], source.system)
-        return encode_row(self._templates[address.source], row, source.sample_id(address.row_index), strict=self.strict)
+        return encode_row(self.templates[address.source], row, source.sample_id(address.row_index), strict=self.strict)
 
     def encoded(
         self, share: Share = EVERYTHING, *, start: int = 0, also: Collection[int] = ()

@@ -48,7 +48,7 @@ class Proof:
         )
 
 
-def prove(
+def proof_of(
     forward: Forward, samples: Sequence[Encoded], is_ordinary: Callable[[int], bool], dtype: torch.dtype
 ) -> Proof:
     """Measure both, and raise `IsolationError` where either is too large. Runs `1 + 2 * len(samples)` forwards."""
@@ -73,6 +73,11 @@ def prove(
             f"(largest logit {scale:.3g}, {dtype})"
         )
     return proof
+
+
+def coarsest(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """The one of them that rounds most."""
+    return max((dtype for dtype in dtypes if dtype in _ALONE), key=_ALONE.__getitem__, default=torch.float32)
 
 
 def replaced(sample: Encoded, is_ordinary: Callable[[int], bool]) -> Encoded:

@@ -114,7 +114,10 @@ class PlannedPackingDataset(PackingDataset):
         return len(self.plan)
 
     def __getitem__(self, index: int | PackAddress) -> PackedSamples:
-        return self.load(index if isinstance(index, PackAddress) else self.address(index))
+        if isinstance(index, PackAddress):
+            return self.load(index)
+        self.follow_epoch()
+        return self.load(self.address(index))
 
     def __getstate__(self) -> dict[str, Any]:
         """Workers get addresses, so the plan stays at home."""

@@ -17,8 +17,9 @@ from swift.utils import get_logger, to_device
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.data.collate import layout
 from swift_vlpack.data.isolation import untouched
+from swift_vlpack.data.proof import short_samples
 from swift_vlpack.data.samples import Encoded
-from swift_vlpack.host.proof import dtype_of, short_samples
+from swift_vlpack.host.proof import dtype_of
 
 logger = get_logger()
 
@@ -108,7 +109,7 @@ def add_up(trainer: Any) -> None:
 
 def measured(trainer: Any) -> Losses | None:
     """The losses of two real samples with targets; None where the data has no such sample to measure with."""
-    with_targets = [sample for sample in short_samples(trainer) if _num_targets(sample) > 2]
+    with_targets = [sample for sample in short_samples(trainer.packs) if _num_targets(sample) > 2]
     if not with_targets:
         return None
     first, second = with_targets[0], _with_fewer_targets(with_targets[-1])

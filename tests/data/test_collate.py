@@ -275,7 +275,7 @@ def test_text_template_gets_the_boundaries_it_does_not_make_itself(text_template
     samples = encoded(text_template, [text_row("one", "word " * n) for n in (3, 9, 5)])
     with layout(text_template, packed=True):
         assert "cu_seq_lens_q" not in text_template.data_collator([[dict(sample) for sample in samples]])
-    row = Collator(text_template)([pack_of(samples)])
+    row = Collator(text_template, for_model=False)([pack_of(samples)])
     assert row["position_ids"].tolist() == [[n for sample in samples for n in range(sample["length"])]]
     assert row["cu_seq_lens_q"].tolist() == row["cu_seq_lens_k"].tolist() == ends_of(samples)
     assert int(row["max_length_q"]) == int(row["max_length_k"]) == samples[1]["length"]

@@ -1,5 +1,6 @@
 import copy
 import random
+from functools import cache
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -12,9 +13,9 @@ from swift_vlpack.core.errors import BoundaryError
 from swift_vlpack.data.attention import NAME
 from swift_vlpack.data.collate import Collator
 from swift_vlpack.data.fusion import encode_row
-from swift_vlpack.data.isolation import IsolationError, diagnosis, prove, replaced, untouched
+from swift_vlpack.data.isolation import IsolationError, diagnosis, proof_of, replaced, untouched
+from swift_vlpack.data.proof import is_ordinary_token
 from swift_vlpack.data.samples import SampleId
-from swift_vlpack.host.proof import is_ordinary_token
 from tests.images import photo
 from tests.rows import image_row, text_row
 
@@ -22,6 +23,12 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 FAMILY = "qwen2_5_vl"
 KINDS = ("image", "images", "text", "video")
 SHORT = ("image", "text", "images")
+
+
+@cache
+def collator_of(template):
+    """Made once, before a test gives the model an attention for which it would be refused."""
+    return Collator(template)
 
 
 @pytest.fixture
@@ -32,6 +39,7 @@ def training(tiny):
     def load(family):
         loaded = tiny(family)
         loaded.template.register_post_encode_hook([loaded.model])
+        collator_of(loaded.template)
         made.append(loaded)
         return loaded
 
@@ -63,7 +71,7 @@ def encoded(template, rows, kinds):
 
 def inputs_of(loaded, samples, **changes):
     """What the model gets of a pack; `changes` replace inputs, None takes one away."""
-    row = Collator(loaded.template).row(list(samples))
+    row = collator_of(loaded.template).row(list(samples))
     inputs = {name: value for name, value in row.items() if name != "labels"} | changes
     return {name: value for name, value in inputs.items() if value is not None}
 
@@ -87,7 +95,7 @@ def lengths_of(samples):
 
 
 def proved(loaded, samples, forward=None):
-    return prove(forward or forward_of(loaded), samples, is_ordinary_token(loaded.template.tokenizer), torch.float32)
+    return proof_of(forward or forward_of(loaded), samples, is_ordinary_token(loaded.template.tokenizer), torch.float32)
 
 
 # -- logits -----------------------------------------------------------------------------------------------------------

@@ -224,9 +224,14 @@ def test_streaming_trains_with_max_steps(tiny_folder, data, tmp_path, options):
 
 def test_wrong_attention_is_stopped_by_the_proof(tiny_folder, data, tmp_path, options, monkeypatch):
     """ISO-5: with plain sdpa samples see each other, and training stops before step 1."""
-    from swift_vlpack.host import pipeline
+    from swift_vlpack.host.trainer import PackingTrainer
 
-    monkeypatch.setattr(pipeline, "use_attention", lambda model, asked_for: model.set_attn_implementation("sdpa"))
+    def train_with_sdpa(self, *args, **kwargs):
+        self.model.set_attn_implementation("sdpa")
+        return original(self, *args, **kwargs)
+
+    original = PackingTrainer.train
+    monkeypatch.setattr(PackingTrainer, "train", train_with_sdpa)
     with pytest.raises(IsolationError, match="attention sdpa: attention sdpa knows no boundaries"):
         train(packed_argv(tiny_folder(FAMILY), FAMILY, tmp_path, dataset=data["train"], max_steps=1))
     assert not [line for line in log_lines(tmp_path) if "loss" in line]
