@@ -45,4 +45,7 @@ def __getattr__(name: str) -> Any:
     """Load what needs torch when it is first asked for."""
     if name not in _NEED_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_NEED_TORCH[name]), name)
+    try:
+        return getattr(import_module(_NEED_TORCH[name]), name)
+    except ModuleNotFoundError as error:
+        raise ImportError(f"{name} needs {error.name}, which a full `pip install swift-vlpack` brings") from error

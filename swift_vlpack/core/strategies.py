@@ -15,9 +15,10 @@ When to choose which is in docs/strategies.md.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from heapq import heappush, heapreplace
 from importlib import import_module
 from itertools import islice
 from typing import Any, Protocol
@@ -64,30 +65,38 @@ def binpack(lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> 
     """ms-swift's `calculate_matched_group`: largest first, each into the emptiest pack that has room."""
     if caps is not None:
         raise ValueError("binpack knows no caps; PackingConfig refuses the combination")
-    packs = _matched_group()(list(enumerate(lengths)), capacity)
-    return _indices(packs)
-
-
-def constant_volume(lengths: Sequence[int], capacity: int) -> Groups:
-    """What `binpack` gives, straight from the function that ms-swift calls, without loading ms-swift."""
-    to_constant_volume = import_module("binpacking").to_constant_volume
-    return _indices(to_constant_volume(list(enumerate(lengths)), capacity, weight_pos=1))
-
-
-def _indices(packs: Iterable[Iterable[tuple[int, int]]]) -> Groups:
+    matched = _matched_group()
+    if matched is None:
+        return constant_volume(lengths, capacity)
+    packs, _ = matched(list(enumerate(lengths)), capacity)
     return [group for pack in packs if (group := sorted(index for index, _ in pack))]
 
 
+def constant_volume(lengths: Sequence[int], capacity: int) -> Groups:
+    """What `binpack` gives, without loading ms-swift: where any pack has room, the emptiest has."""
+    groups: Groups = []
+    packs: list[tuple[int, int]] = []  # (tokens, group), a heap: ties go to the oldest
+    for index in _largest_first(lengths):
+        if packs and packs[0][0] + lengths[index] <= capacity:
+            num_tokens, group = packs[0]
+            heapreplace(packs, (num_tokens + lengths[index], group))
+        else:
+            group = len(groups)
+            groups.append([])
+            heappush(packs, (lengths[index], group))
+        groups[group].append(index)
+    return [sorted(group) for group in groups]
+
+
 @cache
-def _matched_group() -> Callable[[list[tuple[int, int]], int], list[list[tuple[int, int]]]]:
-    """Find the host's own function, so that what we plan is what it would pack; without the host, what it calls."""
+def _matched_group() -> Callable[[list[tuple[int, int]], int], tuple[list[list[tuple[int, int]]], Any]] | None:
+    """Find the host's own function, so that what we plan is what it would pack; None without the host."""
     try:
         # The only place below the host layer that asks for ms-swift, and only once the strategy is used.
-        matched = import_module("swift.dataset.packing").calculate_matched_group
+        found: Callable[..., Any] = import_module("swift.dataset.packing").calculate_matched_group
     except ImportError:
-        to_constant_volume: Any = import_module("binpacking").to_constant_volume
-        return lambda pairs, capacity: to_constant_volume(pairs, capacity, weight_pos=1)
-    return lambda pairs, capacity: matched(pairs, capacity)[0]
+        return None
+    return found
 
 
 def greedy(lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> Groups:

@@ -6,7 +6,17 @@ from itertools import combinations
 import pytest
 
 from swift_vlpack.core.bounds import lower_bound
-from swift_vlpack.core.strategies import STRATEGIES, Caps, best_fit, binpack, exact, fill_oldest, first_fit, greedy
+from swift_vlpack.core.strategies import (
+    STRATEGIES,
+    Caps,
+    best_fit,
+    binpack,
+    constant_volume,
+    exact,
+    fill_oldest,
+    first_fit,
+    greedy,
+)
 from tests.cases import lengths as random_lengths
 
 OURS = [name for name in STRATEGIES if name != "binpack"]
@@ -104,6 +114,7 @@ def test_binpack_is_what_ms_swift_packs():
         theirs, rest = calculate_matched_group(list(enumerate(lengths)), capacity)
         assert rest == []
         assert binpack(lengths, capacity) == [sorted(index for index, _ in pack) for pack in theirs]
+        assert constant_volume(lengths, capacity) == binpack(lengths, capacity), "as without ms-swift"
 
 
 def test_binpack_without_ms_swift_gives_the_same_and_import_is_lazy():

@@ -1,6 +1,5 @@
 import copy
 import random
-from functools import cache
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -11,7 +10,7 @@ from swift.trainers.utils import per_token_loss_func
 
 from swift_vlpack.core.errors import BoundaryError
 from swift_vlpack.data.attention import NAME
-from swift_vlpack.data.collate import Collator
+from swift_vlpack.data.collate import NOT_FOR_THE_MODEL, Collator, packed_row
 from swift_vlpack.data.fusion import encode_row
 from swift_vlpack.data.isolation import IsolationError, diagnosis, proof_of, replaced, untouched
 from swift_vlpack.data.proof import is_ordinary_token
@@ -25,10 +24,9 @@ KINDS = ("image", "images", "text", "video")
 SHORT = ("image", "text", "images")
 
 
-@cache
-def collator_of(template):
-    """Made once, before a test gives the model an attention for which it would be refused."""
-    return Collator(template)
+def row_of(loaded, samples):
+    """Without a collator, which refuses an attention that knows no boundaries."""
+    return packed_row(loaded.template, [dict(sample) for sample in samples])
 
 
 @pytest.fixture
@@ -39,7 +37,6 @@ def training(tiny):
     def load(family):
         loaded = tiny(family)
         loaded.template.register_post_encode_hook([loaded.model])
-        collator_of(loaded.template)
         made.append(loaded)
         return loaded
 
@@ -71,8 +68,8 @@ def encoded(template, rows, kinds):
 
 def inputs_of(loaded, samples, **changes):
     """What the model gets of a pack; `changes` replace inputs, None takes one away."""
-    row = collator_of(loaded.template).row(list(samples))
-    inputs = {name: value for name, value in row.items() if name != "labels"} | changes
+    row = row_of(loaded, samples)
+    inputs = {name: value for name, value in row.items() if name not in ("labels", *NOT_FOR_THE_MODEL)} | changes
     return {name: value for name, value in inputs.items() if value is not None}
 
 
@@ -150,7 +147,7 @@ def test_order_of_the_samples_does_not_matter(training, rows):
 
 def loss_of(loaded, samples, num_targets):
     """The loss as ms-swift's trainer computes it: the sum over the row's targets, over those of the whole step."""
-    row = Collator(loaded.template, for_model=False).row(list(samples))
+    row = row_of(loaded, samples)
     inputs = inputs_of(loaded, samples)
     if "loss_scale" not in row:
         inputs["labels"] = row["labels"]

@@ -1,0 +1,148 @@
+"""What is handed out: the wheel, the sdist, and a core that needs numpy alone."""
+
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from email import message_from_string
+from pathlib import Path
+
+import numpy
+import pytest
+
+import swift_vlpack
+
+ROOT = Path(__file__).parent.parent
+NOT_SOURCE = (".venv*", ".git", ".*_cache", "__pycache__", "*.egg-info", "build", "dist", "demo_output")
+BUILD = "from setuptools import build_meta as b; import sys; print(getattr(b, 'build_' + sys.argv[1])(sys.argv[2]))"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The wheel and the sdist, made by the build backend from a copy of the folder."""
+    pytest.importorskip("setuptools", minversion="77")
+    folder = tmp_path_factory.mktemp("build")
+    shutil.copytree(ROOT, folder / "source", ignore=shutil.ignore_patterns(*NOT_SOURCE))
+
+    def build(kind):
+        command = [sys.executable, "-W", "ignore", "-c", BUILD, kind, str(folder)]
+        done = subprocess.run(command, cwd=folder / "source", capture_output=True, text=True, check=True)
+        return folder / done.stdout.splitlines()[-1]
+
+    return build("wheel"), build("sdist")
+
+
+def test_wheel_has_the_package_its_types_and_its_command(built):
+    """PKG-1"""
+    with zipfile.ZipFile(built[0]) as wheel:
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+        info = next(name.rpartition("/")[0] for name in wheel.namelist() if name.endswith("METADATA"))
+        metadata = message_from_string(wheel.read(f"{info}/METADATA").decode())
+        assert "vlpack = swift_vlpack.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()
+    ours = {str(path.relative_to(ROOT)) for path in (ROOT / "swift_vlpack").rglob("*.py")}
+    assert names == {*ours, "swift_vlpack/py.typed"}
+    assert metadata["Version"] == swift_vlpack.__version__
+    classifiers = metadata.get_all("Classifier")
+    assert "Typing :: Typed" in classifiers
+    assert any(each.startswith("Development Status") for each in classifiers)
+    assert metadata.get_all("Project-URL")
+    assert metadata["License-Expression"] == "Apache-2.0"
+
+
+def test_one_line_installs_what_trains(built):
+    """PKG-1"""
+    with zipfile.ZipFile(built[0]) as wheel:
+        name = next(name for name in wheel.namelist() if name.endswith("METADATA"))
+        wanted = message_from_string(wheel.read(name).decode()).get_all("Requires-Dist")
+    always = {line.split(">")[0].split("<")[0].split(";")[0].strip() for line in wanted if "extra ==" not in line}
+    assert {"ms-swift", "torch", "transformers", "numpy"} <= always
+
+
+def test_sdist_has_docs_specs_tests_and_the_changelog(built):
+    """PKG-2"""
+    with tarfile.open(built[1]) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    wanted = {"CHANGELOG.md", "LICENSE", "README.md", "Makefile", "pyproject.toml", "swift_vlpack/py.typed"}
+    for folder in ("benchmarks", "configs", "docs", "specs", "tests"):
+        files = [path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+        wanted |= {str(path.relative_to(ROOT)) for path in files}
+    assert wanted - names == set()
+    assert not [name for name in names if "__pycache__" in name or name.startswith((".venv", ".git"))]
+
+
+@pytest.fixture(scope="module")
+def with_numpy_only(built, tmp_path_factory):
+    """Run in an environment of its own that has the wheel and numpy, as `pip install --no-deps` leaves it."""
+    folder = tmp_path_factory.mktemp("numpy_only")
+    venv.create(folder / "env", symlinks=True)
+    (site,) = (folder / "env").glob("lib/python*/site-packages")
+    with zipfile.ZipFile(built[0]) as wheel:
+        wheel.extractall(site)
+    installed = Path(numpy.__file__).parent.parent
+    for part in ("numpy", "numpy.libs"):
+        if (installed / part).exists():
+            (site / part).symlink_to(installed / part)
+
+    def run(*arguments):
+        command = [str(folder / "env" / "bin" / "python"), *arguments]
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        return subprocess.run(command, cwd=folder, env=clean, capture_output=True, text=True)
+
+    return run
+
+
+def test_core_plans_on_numpy_alone(with_numpy_only):
+    """PKG-3"""
+    code = (
+        "import json, importlib.util as u, swift_vlpack as v\n"
+        "assert not any(u.find_spec(name) for name in ('torch', 'swift', 'tqdm', 'yaml', 'binpacking'))\n"
+        "lengths = [1 + 37 * n % 400 for n in range(300)]\n"
+        "for name in ('binpack', 'greedy', 'first_fit', 'best_fit', 'exact'):\n"
+        "    made = v.plan(lengths, v.PackingConfig(packing_length=1000, packing_strategy=name))\n"
+        "    print(json.dumps([name, made.digest()]))\n"
+    )
+    done = with_numpy_only("-c", code)
+    assert done.returncode == 0, done.stderr
+    lengths = [1 + 37 * n % 400 for n in range(300)]
+    printed = dict(map(json.loads, done.stdout.splitlines()))
+    assert printed.pop("binpack"), (
+        "which imports ms-swift where it is there, and is compared with it in test_strategies"
+    )
+    for name, digest in printed.items():
+        config = swift_vlpack.PackingConfig(packing_length=1000, packing_strategy=name)
+        assert swift_vlpack.plan(lengths, config).digest() == digest, "the plan is that of a full install"
+
+
+def test_command_plans_on_numpy_alone(with_numpy_only):
+    """PKG-3 PKG-4"""
+    lengths = ROOT / "configs" / "example_lengths.json"
+    for more in ((), ("--json",)):
+        done = with_numpy_only(
+            "-m", "swift_vlpack", "plan", "--lengths", str(lengths), "--packing_length", "8192", *more
+        )
+        assert done.returncode == 0, done.stderr
+        assert ("num_packs" if more else "lower bound") in done.stdout
+
+
+def test_what_needs_more_says_which_package_is_missing(with_numpy_only):
+    """PKG-3"""
+    done = with_numpy_only("-c", "import swift_vlpack; swift_vlpack.Collator")
+    assert "ImportError: Collator needs torch, which a full `pip install swift-vlpack` brings" in done.stderr
+
+
+def test_module_is_the_command():
+    """PKG-4"""
+    done = subprocess.run(
+        [sys.executable, "-m", "swift_vlpack", "--version"], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert done.stdout.strip() == f"vlpack {swift_vlpack.__version__}"
+
+
+def test_binpacking_comes_with_the_host():
+    """PKG-1: so it is not listed a second time."""
+    assert "binpacking" in importlib.metadata.requires("ms-swift")
