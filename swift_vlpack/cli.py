@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,8 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not {"-h", "--help"} & set(argv):  # most of the flags of these are ms-swift's, which argparse does not know
             if command == "sft":
+                _need_ms_swift()
                 return _sft(argv[1:])
             if command == "plan" and not _is_given(argv, "--lengths"):
+                _need_ms_swift()
                 return _plan_run(argv[1:])
         args = _parser().parse_args(argv)
         return int(args.run(args))
@@ -48,6 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+def _need_ms_swift() -> None:
+    if find_spec("swift") is None:
+        raise ConfigError(
+            "ms-swift is not installed; a full `pip install swift-vlpack` brings it. Numpy alone is enough for "
+            "`vlpack plan --lengths`"
+        )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -25,7 +25,6 @@ BUILD = "from setuptools import build_meta as b; import sys; print(getattr(b, 'b
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """The wheel and the sdist, made by the build backend from a copy of the folder."""
-    pytest.importorskip("setuptools", minversion="77")
     folder = tmp_path_factory.mktemp("build")
     shutil.copytree(ROOT, folder / "source", ignore=shutil.ignore_patterns(*NOT_SOURCE))
 
@@ -50,7 +49,7 @@ def test_wheel_has_the_package_its_types_and_its_command(built):
     classifiers = metadata.get_all("Classifier")
     assert "Typing :: Typed" in classifiers
     assert any(each.startswith("Development Status") for each in classifiers)
-    assert metadata.get_all("Project-URL")
+    assert all(url.count(", ") == 1 for url in metadata.get_all("Project-URL"))
     assert metadata["License-Expression"] == "Apache-2.0"
 
 
@@ -133,6 +132,11 @@ def test_what_needs_more_says_which_package_is_missing(with_numpy_only):
     """PKG-3"""
     done = with_numpy_only("-c", "import swift_vlpack; swift_vlpack.Collator")
     assert "ImportError: Collator needs torch, which a full `pip install swift-vlpack` brings" in done.stderr
+    for command in ("sft", "plan"):
+        done = with_numpy_only("-m", "swift_vlpack", command, "--model", "some", "--dataset", "some.jsonl")
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"vlpack {command}: ms-swift is not installed; a full `pip install swift-vlpack`")
+        assert len(done.stderr.splitlines()) == 1
 
 
 def test_module_is_the_command():
