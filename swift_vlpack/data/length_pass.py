@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ from swift_vlpack.data import forked, trust
 from swift_vlpack.data.fusion import Row, RowSource, encode_row, with_system
 from swift_vlpack.data.length_cache import AGREED, BY_HEADER, DIFFERS, IN_FULL, KEY, SIZE, VOUCHED, LengthCache, Sizes
 from swift_vlpack.data.lengths import LengthIndex, RowSize, aspect_of, size_of
+from swift_vlpack.data.pass_bar import stage
 from swift_vlpack.data.reasons import REASONS, Fault, is_of_pixels
 from swift_vlpack.data.samples import SampleError
 from swift_vlpack.data.trust import Trust, kinds_of
@@ -326,11 +328,8 @@ class LengthPass:
             if (fault := told.get(self._keys[position].tobytes())) is not None:
                 self.faults[int(self.indices[position])] = fault
 
-    def _bar(self, text: str, num_rows: int) -> tqdm[Any]:
-        text = f"{text} of {self.source.name}"
-        return tqdm(
-            desc=text, total=num_rows, unit="row", dynamic_ncols=True, disable=not (self._is_shown and num_rows)
-        )
+    def _bar(self, text: str, num_rows: int) -> AbstractContextManager[tqdm[Any]]:
+        return stage(f"{text} of {self.source.name}", num_rows, is_shown=self._is_shown)
 
     def _rows(self, positions: Positions) -> list[Row]:
         rows = rows_at(self.source.rows, self.indices[positions].tolist())

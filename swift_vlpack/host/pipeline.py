@@ -22,12 +22,13 @@ from swift_vlpack.data.buffered import BufferedPackingDataset
 from swift_vlpack.data.dataset import PackingDataset
 from swift_vlpack.data.failures import check_measured
 from swift_vlpack.data.fusion import FusionCaptionDataset, RowSource
+from swift_vlpack.data.pass_bar import one_bar
 from swift_vlpack.data.planned import PlannedPackingDataset
 from swift_vlpack.data.samples import SampleError
 from swift_vlpack.data.streams import StreamedRows
 from swift_vlpack.host.args import OWN_ATTENTION, packing_config
 from swift_vlpack.host.lengths import measured
-from swift_vlpack.host.ranks import check_equal, num_ranks_of_run, rank, versions
+from swift_vlpack.host.ranks import check_equal, num_ranks, num_ranks_of_run, rank, versions
 from swift_vlpack.host.row_effects import check_rope
 from swift_vlpack.host.sources import load_sources, load_stream
 
@@ -70,7 +71,8 @@ def use_attention(model: Any, asked_for: str | None) -> None:
 def fused(sources: list[RowSource], template: Any, args: Any, config: PackingConfig) -> FusionCaptionDataset:
     """One epoch of all sources; with their lengths where a plan will need them."""
     if config.packing_mode != "buffer":
-        with without_model(template):
+        num_rows = sum(-(-len(source.rows) // num_ranks()) for source in sources)  # of this rank, which is shown
+        with without_model(template), one_bar(num_rows, is_shown=is_master()):
             sources = [measured(source, template, args, config.packing_cache_dir) for source in sources]
     shuffle = args.train_dataloader_shuffle
     return FusionCaptionDataset(sources, template, seed=data_seed(args), strict=args.strict, shuffle=shuffle)
