@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -40,7 +39,7 @@ def prepare_model(model: Model, template: Any) -> Model:
     for handle in _hooks.pop(inner, ()):
         handle.remove()
     _hooks[inner] = [
-        inner.register_forward_pre_hook(_before_forward(template), with_kwargs=True),
+        inner.register_forward_pre_hook(_BeforeForward(template), with_kwargs=True),
         inner.register_forward_hook(_loss_of_no_label, with_kwargs=True),
     ]
     return model
@@ -81,20 +80,24 @@ def _refuse_what_cannot_be_packed(template: Any) -> None:
         raise ConfigError(f"ms-swift does not pack the template {name!r}; train it without packing")
 
 
-def _before_forward(template: Any) -> Callable[..., Any]:
-    """ms-swift's hook, which puts images into embeddings, with what it would take away from a trainer."""
-    reads_images = template.model_meta.is_multimodal
+class _BeforeForward:
+    """ms-swift's hook, which puts images into embeddings, with what it would take away from a trainer.
 
-    def hook(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    A class, so that a model with it can be pickled.
+    """
+
+    def __init__(self, template: Any) -> None:
+        self.template = template
+        self.reads_images = template.model_meta.is_multimodal
+
+    def __call__(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_generating = kwargs.get("past_key_values") is not None or kwargs.get("use_cache")
-        if is_generating or not template.is_training or "input_ids" not in kwargs:
+        if is_generating or not self.template.is_training or "input_ids" not in kwargs:
             return None
         of_the_call = {"use_cache": False, **{name: kwargs[name] for name in _OF_THE_CALL if name in kwargs}}
-        if reads_images:
-            args, kwargs = template.pre_forward_hook(model, args, kwargs)
+        if self.reads_images:
+            args, kwargs = self.template.pre_forward_hook(model, args, kwargs)
         return args, {**kwargs, **of_the_call}
-
-    return hook
 
 
 def _loss_of_no_label(model: torch.nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:

@@ -415,10 +415,10 @@ class PackingTrainer(Seq2SeqTrainer):
     def _count_left_out(self, epoch: int, left_out: Sequence[LeftOut]) -> None:
         self._failed_share.count(0, left_out)
         self._left_out_rows.add(epoch, left_out)
-        for sample_id, reason, _ in left_out:
+        for one in left_out:
             if not self._is_planned:
-                self.stats.read(sample_id.source)
-            self.stats.dropped(sample_id.source, reason)
+                self.stats.read(one.sample_id.source)
+            self.stats.dropped(one.sample_id.source, one.reason)
 
 
 def _warn(warning: str | None) -> None:

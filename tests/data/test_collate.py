@@ -237,14 +237,16 @@ def test_row_without_a_label_gives_no_gradient(tiny):
     assert all(not p.grad.any() for p in made.model.parameters() if p.grad is not None)
 
 
-def test_samples_without_a_loss_scale_get_one_beside_those_that_have_it(template, rows):
-    """DATA-11 ISO-3: the template joins the scales end to end, so a missing one would move the others."""
+def test_samples_without_a_loss_scale_get_one_beside_those_that_have_it(template, rows, caplog):
+    """DATA-11 ISO-3 OWN-1: the template joins the scales end to end, so a missing one would move the others."""
     scaling = copy.copy(template)
     scaling._loss_scale = "react"
     row = text_row("what next?", "Thought: look\nAction: open\nAction Input: door")
     samples = [*encoded(template, rows[:2]), encode_row(scaling, row, SampleId("data", 12))]
     assert ["loss_scale" in sample for sample in samples] == [False, False, True]
-    scales = Collator(template)([samples]).beside["loss_scale"][0].tolist()
+    collator = Collator(template)
+    scales = [collator([samples]).beside["loss_scale"][0].tolist() for _ in range(2)][-1]
+    assert caplog.text.count("weigh it with batch.beside['loss_scale']") == 1
     start = ends_of(samples)[2]
     assert scales[:start] == [1.0] * start
     assert scales[start:] == samples[2]["loss_scale"]

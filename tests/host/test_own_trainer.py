@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 import re
 import shutil
 from collections import OrderedDict
@@ -335,6 +336,15 @@ def test_pack_whose_rows_are_all_unreadable_has_the_loss_0(door):
     assert grads
     assert not any(grad.any() for grad in grads)
     model.zero_grad()
+
+
+def test_prepared_model_can_be_pickled(door, rows):
+    """OWN-5: as starting processes by spawn does."""
+    model, template = door
+    again = pickle.loads(pickle.dumps(model))
+    batch = Collator(template)([PackingDataset(rows, template, config())[0]])
+    with torch.no_grad():
+        assert again(**batch).loss == model(**batch).loss
 
 
 # -- epochs and streams -----------------------------------------------------------------------------------------------
