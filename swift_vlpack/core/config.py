@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from difflib import get_close_matches
+from functools import cache
 from typing import Any, get_type_hints
 
 from swift_vlpack.core.errors import ConfigError
@@ -259,4 +260,10 @@ def _check_numbers(config: PackingConfig) -> None:
     ratio = config.packing_min_fill_ratio
     if ratio < LEAST_FILL_RATIO:
         # Lowering it is a choice that has to be made by hand (the default is above), so it is honoured, not refused.
-        logger.warning("packing_min_fill_ratio=%s is below %s: packs may leave half empty", ratio, LEAST_FILL_RATIO)
+        _warn_of_low_fill(ratio)
+
+
+@cache
+def _warn_of_low_fill(ratio: float) -> None:
+    """Once a process, which reads its options many times."""
+    logger.warning("packing_min_fill_ratio=%s is below %s: packs may leave half empty", ratio, LEAST_FILL_RATIO)

@@ -28,10 +28,7 @@ def _about_packs(report: dict[str, Any]) -> list[tuple[str, str]]:
     num_unreadable = report["num_rows"] - report["num_samples"] - report["num_dropped"]
     unreadable = f", and {num_unreadable} unreadable" if num_unreadable else ""
     return [
-        (
-            "rows",
-            f"{rows}, {samples} packed, {counted(report['num_tokens'], 'token')}",
-        ),
+        ("rows", f"{rows}, {samples} packed, {counted(report['num_tokens'], 'token')}"),
         ("packs", f"{counted(report['num_packs'], 'pack')} of {report['packing_length']} tokens by {report['method']}"),
         (
             "",
@@ -40,11 +37,8 @@ def _about_packs(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("fill", f"{100 * report['mean_fill']:.2f}% mean"),
         ("lower bound", f"{counted(report['lower_bound'], 'pack')}; {report['excess_per_cent']:.3f}% above it"),
         ("ranks", f"{report['num_ranks']}: {per_step}"),
-        (
-            "",
-            f"{cut} cut in two, {report['packs_empty']} without a sample, for equal steps",
-        ),
-        ("single-long", f"{report['single_long']}"),
+        ("", f"{cut} cut in two, {report['packs_empty']} without a sample, for equal steps"),
+        ("single-long", f"{counted(report['single_long'], 'sample')} too long for a pack, in a row alone"),
         ("left out", f"{report['num_dropped']} ({by_reason(report['dropped'])}){unreadable}"),
     ]
 

@@ -185,6 +185,7 @@ def test_binpack_with_a_cap_is_refused_with_the_remedy(cap):
 
 
 def test_low_fill_ratio_is_accepted_with_a_warning(caplog):
-    """CONF-8"""
-    assert PackingConfig(packing_length=8, packing_min_fill_ratio=0.5).packing_min_fill_ratio == 0.5
-    assert "packing_min_fill_ratio=0.5 is below 0.6" in caplog.text
+    """CONF-8: one, however often a process reads its options."""
+    for _ in range(3):  # 0.43 is of this test alone
+        assert PackingConfig(packing_length=8, packing_min_fill_ratio=0.43).packing_min_fill_ratio == 0.43
+    assert caplog.text.count("packing_min_fill_ratio=0.43 is below 0.6") == 1

@@ -117,12 +117,13 @@ def test_spawned_workers_train_packed(tiny_folder, dataset, tmp_path):
 
 
 def test_mistake_in_an_option_is_clear_at_the_end_of_the_output(tiny_folder, dataset, tmp_path):
-    """TRAIN-5"""
+    """TRAIN-5 CLI-12: in plain `swift sft` too."""
     flags = argv(tiny_folder(FAMILY), FAMILY, tmp_path, dataset=dataset)
     command = [BIN / "swift", "sft", "--external_plugins", plugin_path(), "--packing", "true", *flags]
     clean = {key: value for key, value in os.environ.items() if not key.startswith("VLPACK_")}
     done = subprocess.run(
         command, capture_output=True, text=True, env={**clean, "VLPACK_PACKING_STRATEGY": "magic"}, check=False
     )
-    assert done.returncode != 0
-    assert "packing_strategy must be one of" in done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].startswith("swift_vlpack: packing_strategy must be one of")
+    assert "Traceback" not in done.stdout + done.stderr
