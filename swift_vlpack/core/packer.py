@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from swift_vlpack.core import resume
 from swift_vlpack.core.config import PackingConfig
+from swift_vlpack.core.errors import StateMismatch
 from swift_vlpack.core.records import Dropped, Item, Pack
 from swift_vlpack.core.shuffle import permutation
 from swift_vlpack.core.strategies import STRATEGIES, Caps, Groups, fill_oldest
@@ -131,7 +132,9 @@ class Packer:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken; refused when it was written with another config or seed."""
-        saved = resume.unseal(state, "packer", self._fingerprint())
+        saved = resume.unseal(state, "packer", self._fingerprint(), shape=_STATE)
+        if saved["num_pushed"] != saved["num_emitted"] + len(saved["held"]) + sum(saved["num_dropped"].values()):
+            raise StateMismatch("damaged: state.num_pushed is not what was emitted, is held and was dropped")
         for name in _COUNTERS:
             setattr(self, name, saved[name])
         self.num_dropped = dict(saved["num_dropped"])
@@ -249,6 +252,11 @@ class Packer:
 
 
 _COUNTERS = ("num_pushed", "num_emitted", "num_single_long", "_num_windows", "_shortest")
+_STATE = {
+    **dict.fromkeys(_COUNTERS, resume.Whole()),
+    "num_dropped": resume.Named(resume.Whole()),
+    "held": [(None, resume.Whole(1), *[resume.Whole()] * 4)],  # the fields of an item, then of _Held
+}
 
 
 def cap_uses(items: Iterable[Item], config: PackingConfig) -> Caps:

@@ -24,6 +24,10 @@ from typing import NamedTuple
 
 from swift_vlpack.core.errors import StateMismatch
 from swift_vlpack.core.plan import Plan
+from swift_vlpack.core.resume import Whole, check_shape
+
+CUTS = [(Whole(1), Whole(), Whole())]
+"""The shape of saved cuts."""
 
 
 class Cut(NamedTuple):
@@ -44,14 +48,20 @@ def shared(plan: Plan, cuts: Sequence[Cut], num_ranks: int, *, num_packs: int = 
     """
     if not cuts:
         cuts = [Cut(num_ranks, max(num_packs, _rounded_up(len(plan), num_ranks)), 0)]
+    packs, last = replayed(plan, cuts), cuts[-1]
+    if last.num_ranks == num_ranks:
+        return packs, tuple(cuts)
+    left = packs.rest(last.num_consumed)
+    cut = Cut(num_ranks, _rounded_up(len(left), num_ranks), 0)
+    return _aligned(left, cut), (*cuts, cut)
+
+
+def replayed(plan: Plan, cuts: Sequence[Cut]) -> Plan:
+    """The packs that the last cut counts in; those before it are behind. Its digest is what a state is checked by."""
     *past, last = cuts
     for cut in past:
         plan = _aligned(plan, cut).rest(cut.num_consumed)
-    if last.num_ranks != num_ranks:
-        plan = _aligned(plan, last).rest(last.num_consumed)
-        past.append(last)
-        last = Cut(num_ranks, _rounded_up(len(plan), num_ranks), 0)
-    return _aligned(plan, last), (*past, last)
+    return _aligned(plan, last)
 
 
 def advanced(cuts: Sequence[Cut], num_more: int) -> tuple[Cut, ...]:
@@ -72,9 +82,10 @@ def is_finished(cuts: Sequence[Cut]) -> bool:
 
 def cuts_from(saved: Sequence[Sequence[int]]) -> tuple[Cut, ...]:
     """Cuts out of JSON; numbers that cannot be are refused."""
-    cuts = tuple(Cut(*map(int, numbers)) for numbers in saved)
+    check_shape(saved, CUTS, "cuts")
+    cuts = tuple(Cut(*numbers) for numbers in saved)
     for cut in cuts:
-        if cut.num_ranks < 1 or cut.num_packs % cut.num_ranks or not 0 <= cut.num_consumed <= cut.num_packs:
+        if cut.num_packs % cut.num_ranks or cut.num_consumed % cut.num_ranks or cut.num_consumed > cut.num_packs:
             raise StateMismatch(f"the saved state is damaged: {cut} cannot be")
     return cuts
 

@@ -19,9 +19,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from swift_vlpack.core.errors import StateMismatch
+from swift_vlpack.core.resume import Named, Whole, check_shape
 from swift_vlpack.core.words import counted
 
 NUM_FILL_BINS = 100
+STATE = {
+    "packing_length": Whole(1),
+    **dict.fromkeys(("num_packs", "num_single_long", "num_images", "num_pack_tokens"), Whole()),
+    "fill_histogram": [Whole()],
+    "sources": Named(
+        {**dict.fromkeys(("num_read", "num_packed", "num_tokens"), Whole()), "num_dropped": Named(Whole())}
+    ),
+}
+"""The shape of a saved state."""
 
 
 @dataclass(slots=True)
@@ -160,14 +171,17 @@ class Telemetry:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Telemetry:
-        """Counts that go on from a saved state."""
+        """Counts that go on from a saved state; one that cannot be is refused."""
+        check_shape(state, STATE, "counted")
+        if len(state["fill_histogram"]) != NUM_FILL_BINS + 1:
+            raise StateMismatch(f"damaged: counted.fill_histogram has {len(state['fill_histogram'])} numbers")
         sources = {
             name: SourceCounts(
                 counts["num_read"], counts["num_packed"], counts["num_tokens"], Counter(counts["num_dropped"])
             )
             for name, counts in state["sources"].items()
         }
-        return cls(**{**state, "sources": sources})
+        return cls(**{**{spec.name: state[spec.name] for spec in fields(cls)}, "sources": sources})
 
     def as_json(self, **labels: Any) -> dict[str, Any]:
         """Every count under its full name."""

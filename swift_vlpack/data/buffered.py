@@ -18,6 +18,7 @@ from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.errors import StateMismatch
 from swift_vlpack.core.packer import Packer
 from swift_vlpack.core.records import Dropped, Item, ItemId
+from swift_vlpack.core.resume import Named, Whole, check_shape
 from swift_vlpack.core.shares import Share, share_of
 from swift_vlpack.data.dataset import PackingDataset, counted_failure, packed_samples
 from swift_vlpack.data.fusion import Template
@@ -26,6 +27,19 @@ from swift_vlpack.data.samples import Encoded, LeftOut, PackedSamples, PackRecor
 from swift_vlpack.data.streams import StreamedRows
 
 WorkerState = dict[str, Any]
+PROGRESS = {
+    **dict.fromkeys(("epoch", "turn", "num_trained"), Whole()),
+    "num_workers": Whole(1),
+    "workers": [
+        {
+            **dict.fromkeys(("worker", "num_read", "num_packs", "num_failed_in_a_row"), Whole()),
+            "is_at_end": bool,
+            "ready": [[(None, Whole(1), Whole(), Whole())]],
+            "packer": Named(None),
+        }
+    ],
+}
+"""The shape of a rank's saved state; the packer checks its own."""
 
 
 class BufferedPackingDataset(PackingDataset, IterableDataset[PackedSamples]):
@@ -107,7 +121,10 @@ class Progress:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Progress:
-        """What `state` was taken from."""
+        """What `state` was taken from; one that cannot be is refused."""
+        check_shape(state, PROGRESS, "state")
+        if state["turn"] >= state["num_workers"]:
+            raise StateMismatch(f"damaged: state.turn is {state['turn']} of {state['num_workers']} workers")
         progress = cls(state["num_workers"])
         progress.epoch, progress.turn, progress.num_trained = state["epoch"], state["turn"], state["num_trained"]
         progress.workers = {saved["worker"]: saved for saved in state["workers"]}

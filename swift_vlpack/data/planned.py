@@ -15,13 +15,13 @@ from torch.utils.data import get_worker_info
 from tqdm import tqdm
 
 from swift_vlpack.core.config import PackingConfig
-from swift_vlpack.core.errors import DataError
+from swift_vlpack.core.errors import DataError, PlanError, StateMismatch
 from swift_vlpack.core.plan import Plan
 from swift_vlpack.core.planner import plan
-from swift_vlpack.core.progress import Cut, shared
+from swift_vlpack.core.progress import Cut, replayed, shared
 from swift_vlpack.core.remedies import warning_of_left_out
 from swift_vlpack.data.dataset import PackingDataset, counted_failure, packed_samples
-from swift_vlpack.data.fusion import Template
+from swift_vlpack.data.fusion import RowSource, Template
 from swift_vlpack.data.lengths import LengthIndex
 from swift_vlpack.data.randomness import RandomStream
 from swift_vlpack.data.samples import Encoded, LeftOut, PackAddress, PackedSamples, SampleError, SampleId
@@ -56,9 +56,9 @@ class PlannedPackingDataset(PackingDataset):
         self.dataset.draw_usable(self._can_be_packed)
         self._plan: Plan | None = None
         self._first: Plan | None = None  # of epoch 0, until ranks share it: a large plan is not made twice
-        self._plan_digest = ""
         self._cuts: tuple[Cut, ...] = ()
-        self.num_packs = self._num_packs_of_longest_epoch(max(1, num_epochs), num_packs)
+        self._num_epochs, self._num_packs_wanted = max(1, num_epochs), num_packs
+        self.num_packs = self._num_packs_of_longest_epoch()
         """Packs of every epoch, unless it is resumed; over all ranks."""
         self._num_failed_in_a_row = 0
         self._draws_at_random = False
@@ -69,19 +69,12 @@ class PlannedPackingDataset(PackingDataset):
         if self._plan is None:
             first, self._first = self._first, None
             planned = first if first is not None and self.epoch == 0 else self._planned(is_logged=True)
-            self._plan_digest = planned.digest()
             self._plan, self._cuts = shared(planned, self._cuts, self.num_ranks, num_packs=self.num_packs)
         return self._plan
 
     def unaligned_plan(self) -> Plan:
         """The packs of the current epoch before any is cut to give ranks and epochs equally many."""
         return self._planned()
-
-    @property
-    def plan_digest(self) -> str:
-        """Digest of the epoch's packs before ranks share them: the same for any number of ranks."""
-        assert self.plan is not None
-        return self._plan_digest
 
     @property
     def cuts(self) -> tuple[Cut, ...]:
@@ -100,10 +93,26 @@ class PlannedPackingDataset(PackingDataset):
             self._plan, self._cuts = None, ()
         super().set_epoch(epoch)
 
-    def resume(self, epoch: int, cuts: Sequence[Cut]) -> None:
-        """Go on in an epoch of which some packs were trained on, by any number of ranks."""
+    def resume(self, epoch: int, cuts: Sequence[Cut]) -> str:
+        """Go on in an epoch of which some packs were trained on, by any number of ranks.
+
+        Returns the digest of the packs that the last cut counts in, by which a saved plan is known again.
+        """
         self.set_epoch(epoch)
-        self._plan, self._cuts = None, tuple(cuts)
+        planned = self._planned(is_logged=True)
+        try:
+            digest = replayed(planned, cuts).digest()
+            self._plan, self._cuts = shared(planned, cuts, self.num_ranks)
+        except PlanError as error:
+            raise StateMismatch(f"damaged: state.cuts are not of this plan: {error}") from error
+        return digest
+
+    def plan_with(self, sources: Sequence[RowSource]) -> None:
+        """Plan anew, with the sizes that these sources have."""
+        self.dataset.sources = tuple(sources)
+        self.dataset.draw_usable(self._can_be_packed)
+        self._plan, self._first, self._cuts = None, None, ()
+        self.num_packs = self._num_packs_of_longest_epoch()
 
     def addresses_left(self, rank: int) -> Iterator[PackAddress]:
         """The packs of a rank in the current epoch, from where it was begun or resumed."""
@@ -235,11 +244,12 @@ class PlannedPackingDataset(PackingDataset):
             raise DataError(f"epoch {self.epoch} has no pack; all {len(usable)} rows were left out: {made.num_dropped}")
         return made if len(usable) == len(sizes) else made.renumbered(usable, sizes.columns[:3])
 
-    def _num_packs_of_longest_epoch(self, num_epochs: int, num_packs: int | None) -> int:
+    def _num_packs_of_longest_epoch(self) -> int:
         """All epochs get as many packs as the one that needs most, so that steps are known from the start.
 
         Where steps are given, a few epochs are looked at; one that needs more than those has more.
         """
+        num_epochs, num_packs = self._num_epochs, self._num_packs_wanted
         most = epoch = 0
         is_quick = len(self.dataset) * num_epochs < NUM_ROWS_SHOWN
         with tqdm(desc="Planning epochs", dynamic_ncols=True, disable=is_quick) as bar:

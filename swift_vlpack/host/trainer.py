@@ -37,8 +37,11 @@ from swift_vlpack.host.loader import PackLoader, pack_loader
 from swift_vlpack.host.losses import MeanOfStep, shifts_smoothed_labels, warn_of_what_differs
 from swift_vlpack.host.ranks import check_equal, gathered, together, tolerate_packs_without_images, versions
 from swift_vlpack.host.state import (
+    BUFFER,
     FILE,
+    PLAN,
     WAY_OUT,
+    Rows,
     buffer_fingerprint,
     load_progress,
     load_state,
@@ -48,9 +51,6 @@ from swift_vlpack.host.state import (
 )
 
 logger = get_logger()
-
-PLAN, BUFFER = "plan", "buffer"
-"""Kinds of the state."""
 
 
 class PackingTrainer(Seq2SeqTrainer):
@@ -171,10 +171,11 @@ class PackingTrainer(Seq2SeqTrainer):
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train, if all ranks have the same data; from a checkpoint on, the data goes on where it was."""
+        self._rows = Rows(self.packs.dataset)
         self._fingerprint = (
-            plan_fingerprint(self.packs)
+            plan_fingerprint(self.packs, self._rows)
             if self._is_planned
-            else buffer_fingerprint(self.packs, self.progress.num_workers)
+            else buffer_fingerprint(self.packs, self.progress.num_workers, self._rows)
         )
         check_equal("data and versions", {**versions(), **self._fingerprint})
         for source in self._sources if is_master() else ():
@@ -193,18 +194,20 @@ class PackingTrainer(Seq2SeqTrainer):
         if self.args.ignore_data_skip:  # the trainer's own way to say that the data shall start anew
             return
         kind = PLAN if self._is_planned else BUFFER
-        saved, *_ = together(lambda: load_state(checkpoint, kind, self._fingerprint))
+        saved, *_ = together(lambda: load_state(checkpoint, kind, self._fingerprint, self._rows))
         if saved is None:
             return
         if not self._is_planned:
             self._restore_stream(checkpoint, saved)
             return
-        self.packs.resume(saved["epoch"], cuts_from(saved["cuts"]))
-        if self.packs.plan_digest != saved["plan"]:
+        if (fingerprint := plan_fingerprint(self.packs, self._rows)) != self._fingerprint:
+            self._fingerprint = fingerprint
+            self.packs.plan_with(self._rows.sources)
+        digest = self.packs.resume(saved["epoch"], cuts_from(saved["cuts"]))
+        if digest != saved["plan"]:
             raise StateMismatch(
                 f"{checkpoint}: the same data and options give another plan of epoch {saved['epoch']} than then "
-                f"({self.packs.plan_digest}, then {saved['plan']}): swift_vlpack, numpy or binpacking is another "
-                f"version. {WAY_OUT}"
+                f"({digest}, then {saved['plan']}): swift_vlpack, numpy or binpacking is another version. {WAY_OUT}"
             )
         counted = Telemetry.from_state(saved["counted"])
         if is_finished(self.packs.cuts):
@@ -334,8 +337,9 @@ class PackingTrainer(Seq2SeqTrainer):
         state = {"epoch": self.packs.epoch, "counted": counted.state()}
         if self._is_planned:
             state["cuts"] = advanced(self.packs.cuts, self._num_trained * self.packs.num_ranks)
-            state["plan"] = self.packs.plan_digest
-        save_state(self._checkpoint, PLAN if self._is_planned else BUFFER, self._fingerprint, state)
+            state["plan"] = self.packs.plan.digest()
+        kind = PLAN if self._is_planned else BUFFER
+        save_state(self._checkpoint, kind, self._fingerprint, state, self._rows)
 
     @property
     def global_step(self) -> int:
@@ -429,4 +433,9 @@ def _warn(warning: str | None) -> None:
 def _global_step(checkpoint: Path) -> int:
     """Steps of the checkpoint, where the trainer will find them too."""
     path = checkpoint / TRAINER_STATE_NAME
-    return int(json.loads(path.read_text(encoding="utf-8"))["global_step"]) if path.is_file() else 0
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8"))["global_step"]) if path.is_file() else 0
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StateMismatch(
+            f"{path}: damaged: {type(error).__name__}: {error}. Resume from an earlier checkpoint"
+        ) from error

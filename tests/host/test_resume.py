@@ -1,7 +1,9 @@
 """Resuming packed training through ms-swift's own pipeline, in process; every pack that is trained is on record."""
 
+import copy
 import json
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -10,7 +12,17 @@ import pytest
 
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.errors import ConfigError, StateMismatch
-from swift_vlpack.host.state import FILE, StateNotSaved, load_state, save_state
+from swift_vlpack.host.state import (
+    FILE,
+    RANK_FILE,
+    ROWS_FILE,
+    Rows,
+    StateNotSaved,
+    load_progress,
+    load_state,
+    save_progress,
+    save_state,
+)
 from tests.host.runs import epoch_report, packed_argv, train
 from tests.images import photo
 from tests.rows import image_row, mixed_rows, text_row, write_jsonl
@@ -240,6 +252,7 @@ def test_state_is_small_and_names_what_it_depends_on(uninterrupted):
         saved = json.loads((checkpoint / FILE).read_text())
         assert saved["kind"] == "plan"
         assert {"seed", "data", "lengths", "sources", "packing_length", "packing_balance"} <= set(saved["fingerprint"])
+        assert (checkpoint / ROWS_FILE).stat().st_size < 5000
         assert not list(checkpoint.glob("*.partial"))
 
 
@@ -251,15 +264,24 @@ def changed(dataset, folder, change):
 
 
 @pytest.mark.parametrize(
-    ("change", "fields"),
+    ("change", "fields", "told"),
     [
-        (lambda lines: [*lines[:-1], lines[-1].replace("the", "car").replace("tree", "house")], ["data"]),
-        (lambda lines: lines[:-1], ["data", "lengths", "sources"]),
-        (lambda lines: [lines[1], lines[0], *lines[2:]], ["data"]),
+        (
+            lambda lines: [*lines[:-1], lines[-1].replace("the", "car").replace("tree", "house")],
+            ["data"],
+            r"train:35 \(.*/train\.jsonl:36.*\) is another row than then",
+        ),
+        (lambda lines: lines[:-1], ["data", "lengths", "sources"], r"train has 35 rows, then 36, from row 35 of then"),
+        (lambda lines: lines[1:], ["data"], r"train has 35 rows, then 36, from train:0 \(.*/train\.jsonl:1"),
+        (
+            lambda lines: [lines[1], lines[0], *lines[2:]],
+            ["data", "lengths"],
+            r"train:0 \(.* tokens.*, then \d+ tokens",
+        ),
     ],
 )
-def test_other_data_is_refused(change, fields, tiny_folder, dataset, uninterrupted, tmp_path):
-    """RESUME-6"""
+def test_other_data_is_refused(change, fields, told, tiny_folder, dataset, uninterrupted, tmp_path):  # noqa: PLR0913
+    """RESUME-6 RESUME-11"""
     other = changed(dataset, tmp_path, change)
     assert other.read_text() != Path(dataset).read_text()
     checkpoint = checkpoint_at(uninterrupted[0], -2)
@@ -267,6 +289,7 @@ def test_other_data_is_refused(change, fields, tiny_folder, dataset, uninterrupt
         train(flags(tiny_folder, tmp_path / "out", other, resume_from_checkpoint=checkpoint))
     for field in fields:
         assert f"{field} (" in str(refused.value)
+    assert re.search(told, str(refused.value))
     assert "VLPACK_RESUME_DATA=restart" in str(refused.value)
 
 
@@ -280,7 +303,7 @@ def test_other_options_and_lengths_are_refused(tiny_folder, dataset, uninterrupt
                 tiny_folder, tmp_path, dataset, resume_from_checkpoint=checkpoint, max_pixels=6000, seed=7, data_seed=7
             )
         )
-    assert "lengths (" in str(refused.value)
+    assert re.search(r"lengths \(train:\d+ .*files: [^)]*\.jpg\) has \d+ tokens.*, then \d+ tokens", str(refused.value))
     assert "seed (42, now 7)" in str(refused.value)
     assert "packing_min_fill_ratio" not in str(refused.value)
 
@@ -392,3 +415,159 @@ def test_run_goes_on_with_the_lengths_it_planned_although_one_was_wrong(tiny_fol
     assert not list((tmp_path / "cache").glob("*.notes"))
     assert epoch_report(tmp_path / "rest") == epoch_report(tmp_path / "whole")
     assert epoch_report(tmp_path / "new")["num_samples"] == len(rows)
+
+
+def test_run_keeps_its_plan_when_files_go_and_come_back(tiny_folder, tmp_path, caplog):
+    """RESUME-10: one image is lost after the start, one that was missing is there again; then it is resumed twice."""
+    paths = [photo(tmp_path, f"photo{n}", 150 + 10 * n, 100, seed=n) for n in range(8)]
+    hidden = tmp_path / "hidden"
+    Path(paths[2]).rename(hidden)
+    rows = [image_row([path], answer="word " * (5 * n + 3)) for n, path in enumerate(paths)]
+    data = write_jsonl(tmp_path / "rows.jsonl", [*rows, *[text_row(f"question {n}", "answer " * 20) for n in range(8)]])
+    options = {"save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 1, "max_length": 256}
+    train(flags(tiny_folder, tmp_path / "whole", data, **options))
+    whole = trained(tmp_path / "whole")
+    first = next(step for step, _, _ in whole if step > 1)
+    lost = next(int(key.split(":")[1]) for _, epoch, inside in whole[first:] if not epoch for key in inside
+                if int(key.split(":")[1]) < 8)  # fmt: skip
+    assert not any("rows:2" in inside for _, _, inside in whole)
+    hidden.rename(paths[2])
+    Path(paths[lost]).unlink()
+    caplog.clear()
+    begin = {**options, "resume_from_checkpoint": tmp_path / "whole" / f"checkpoint-{first}"}
+    train(flags(tiny_folder, tmp_path / "rest", data, **begin))
+    expected = [(step, epoch, [key for key in inside if key != f"rows:{lost}"]) for step, epoch, inside in whole]
+    assert trained(tmp_path / "rest") == [pack for pack in expected if pack[0] > first]
+    assert re.search(rf"1 rows that were planned cannot be read .*rows:{lost} .*has file_missing, then", caplog.text)
+    assert re.search(r"1 rows that could not be read stay out until the next run: rows:2 ", caplog.text)
+    for epoch in (0, 1):
+        report = epoch_report(tmp_path / "rest", epoch)
+        assert report["is_closed"]
+        assert report["num_dropped"] == {"file_missing": 2}
+        assert report["num_packs"] == epoch_report(tmp_path / "whole", epoch)["num_packs"]
+    again = {**options, "resume_from_checkpoint": tmp_path / "rest" / f"checkpoint-{first + 1}"}
+    train(flags(tiny_folder, tmp_path / "again", data, **again))
+    assert trained(tmp_path / "again") == [pack for pack in expected if pack[0] > first + 1]
+    train(flags(tiny_folder, tmp_path / "new", data, **{**options, "max_steps": 1}))
+    left_out = json.loads((tmp_path / "new" / "checkpoint-1" / FILE).read_text())["fingerprint"]
+    assert left_out["lengths"] != json.loads((tmp_path / "again" / f"checkpoint-{whole[-1][0]}" / FILE).read_text())[
+        "fingerprint"]["lengths"], "a new run plans anew"  # fmt: skip
+
+
+def test_second_epoch_of_fewer_trainable_rows_trains(tiny_folder, tmp_path):
+    """PLAN-12: half of the rows are longer than max_length, half of all are drawn, and no two share a pack."""
+    rows = [text_row(f"question {n}", "word " * (90 if n % 2 else 500)) for n in range(40)]
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
+    (tmp_path / "mix.yaml").write_text(f"sources:\n  - {{dataset: {data}, ratio: 0.5}}\n")
+    set_environment({**OPTIONS, "VLPACK_FUSION_CONFIG": str(tmp_path / "mix.yaml")})
+    given = {"max_length": 130, "gradient_accumulation_steps": 1, "num_train_epochs": 6, "save_strategy": "steps"}
+    packs = flags(tiny_folder, tmp_path / "out", data, **given, save_steps=25)
+    del packs[packs.index("--dataset") : packs.index("--dataset") + 2]
+    train(packs)
+    assert [sum(epoch == number for _, epoch, _ in trained(tmp_path / "out")) for number in range(6)] == [10] * 6
+    assert [len(ids(trained(tmp_path / "out"), epoch)) for epoch in range(6)] == [10] * 6
+    train([*packs, "--resume_from_checkpoint", str(tmp_path / "out" / "checkpoint-25"), "--output_dir",
+           str(tmp_path / "rest")])  # fmt: skip
+    assert trained(tmp_path / "rest") == [pack for pack in trained(tmp_path / "out") if pack[0] > 25]
+
+
+def places(value, path=()):
+    """Every place in a JSON document."""
+    if path:
+        yield path
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in inside:
+        yield from places(inner, (*path, key))
+
+
+def damaged(document):
+    """The document with one place gone, or with another value, of every place; and where that is."""
+    for path in places(document):
+        for value in (None, "x", -1, 7, [], {}, True, "gone"):
+            other = copy.deepcopy(document)
+            parent = other
+            for key in path[:-1]:
+                parent = parent[key]
+            if value == "gone":
+                del parent[path[-1]]
+            elif parent[path[-1]] == value and type(parent[path[-1]]) is type(value):
+                continue
+            else:
+                parent[path[-1]] = value
+            yield ".".join(map(str, path)), other
+
+
+def assert_every_damage_is_refused(file, load):
+    """Every key deleted and altered, and the file cut off anywhere."""
+    text = file.read_text()
+    load()
+    num_tried = 0
+    for where, other in damaged(json.loads(text)):
+        file.write_text(json.dumps(other))
+        with pytest.raises(StateMismatch, match=rf"{re.escape(str(file))}: .*VLPACK_RESUME_DATA=restart"):
+            pytest.fail(f"{where} is damaged, and was taken: {load()}")
+        num_tried += 1
+    assert num_tried > 100
+    for length in range(0, len(text) - 2, 7):
+        file.write_text(text[:length])
+        with pytest.raises(StateMismatch, match=re.escape(str(file))):
+            load()
+    file.write_text(text)
+
+
+def test_every_damage_of_a_plans_state_is_refused_by_name(uninterrupted, tmp_path):
+    """RESUME-7 STATE-3: the state of a real run."""
+    original = checkpoint_at(uninterrupted[0], -2)
+    for name in (FILE, ROWS_FILE):
+        shutil.copy(original / name, tmp_path / name)
+    file = tmp_path / FILE
+    saved = json.loads(file.read_text())
+    assert_every_damage_is_refused(file, lambda: load_state(tmp_path, "plan", saved["fingerprint"]))
+    for key in ("epoch", "cuts", "plan", "rows", "counted"):
+        state = {name: value for name, value in saved["state"].items() if name != key}
+        file.write_text(json.dumps({**saved, "state": state}))
+        with pytest.raises(StateMismatch, match=rf"{FILE}: damaged: state\.{key} is missing"):
+            load_state(tmp_path, "plan", saved["fingerprint"])
+    file.write_text(json.dumps({**saved, "version": 1}))
+    with pytest.raises(StateMismatch, match=r"format version 1; this package reads version 2\. .*restart"):
+        load_state(tmp_path, "plan", saved["fingerprint"])
+
+
+def test_every_damage_of_the_saved_rows_is_refused_by_name(uninterrupted, tmp_path):
+    """RESUME-7"""
+    original = checkpoint_at(uninterrupted[0], -2)
+    for name in (FILE, ROWS_FILE):
+        shutil.copy(original / name, tmp_path / name)
+    file, fingerprint = tmp_path / ROWS_FILE, json.loads((tmp_path / FILE).read_text())["fingerprint"]
+    content = file.read_bytes()
+    for other in (b"", content[:-9], content[:100], content + b"x", content.replace(b"sizes0", b"sizes9"), b"{}"):
+        file.write_bytes(other)
+        with pytest.raises(StateMismatch, match=rf"{re.escape(str(file))}: damaged.*restart"):
+            load_state(tmp_path, "plan", fingerprint, Rows(None))
+    file.unlink()
+    with pytest.raises(StateMismatch, match=rf"has no {ROWS_FILE}: .*restart"):
+        load_state(tmp_path, "plan", fingerprint, Rows(None))
+
+
+def test_every_damage_of_a_ranks_state_is_refused_by_name(tmp_path):
+    """STREAM-10 STATE-3: two workers of a rank, with held samples."""
+    from swift_vlpack import PackingDataset
+    from swift_vlpack.data.buffered import Progress
+
+    class Template:
+        packing = padding_free = False
+
+        def encode(self, inputs, return_length=False):
+            return {"input_ids": [1] * 30, "labels": [1] * 30, "length": 30}
+
+    packs = PackingDataset(
+        [{"messages": []}] * 40, Template(),
+        PackingConfig(packing_length=100, packing_mode="buffer", packing_buffer=4),
+    )  # fmt: skip
+    progress = Progress(1)
+    for _, pack in zip(range(4), packs, strict=False):
+        progress.trained(pack.record)
+    save_progress(tmp_path, 0, 4, progress)
+    file = tmp_path / RANK_FILE.format(0)
+    assert json.loads(file.read_text())["state"]["workers"][0]["packer"]["state"]["held"]
+    assert_every_damage_is_refused(file, lambda: load_progress(tmp_path, 0, 4))

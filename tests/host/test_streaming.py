@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from swift_vlpack.core.errors import ConfigError, DataError, StateMismatch
+from swift_vlpack.core.resume import signed
 from swift_vlpack.host.state import FILE, RANK_FILE
 from tests.host.runs import epoch_report, packed_argv, train
 from tests.rows import mixed_rows, text_row, write_jsonl
@@ -243,7 +244,7 @@ def test_state_that_does_not_fit_is_refused_with_the_remedy(resumable, options, 
     state = json.loads((checkpoint / FILE).read_text())
     state["fingerprint"]["num_ranks"] = 4
     shutil.copytree(checkpoint, tmp_path / "four")
-    (tmp_path / "four" / FILE).write_text(json.dumps(state))
+    (tmp_path / "four" / FILE).write_text(json.dumps(signed(state)))
     refused(r"another num_ranks \(4, now 1\)", resume_from_checkpoint=tmp_path / "four")
     (checkpoint / RANK_FILE.format(0)).unlink()
     refused("has no vlpack_state_rank0.json; every rank writes one")
