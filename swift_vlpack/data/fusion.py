@@ -20,10 +20,12 @@ from swift_vlpack.core.shares import EVERYTHING, Share
 from swift_vlpack.core.shuffle import permutation
 from swift_vlpack.data.length_cache import LengthCache
 from swift_vlpack.data.lengths import NUM_COLUMNS, LengthIndex, RowSize, aspect_of, size_of
+from swift_vlpack.data.media import media
 from swift_vlpack.data.places import place
 from swift_vlpack.data.randomness import RandomStream
-from swift_vlpack.data.reasons import check_openable, fault_of, is_lasting
+from swift_vlpack.data.reasons import ReadTimeout, check_openable, fault_of, is_lasting
 from swift_vlpack.data.samples import Address, Encoded, LeftOut, SampleError, SampleId
+from swift_vlpack.data.watch import Waits, watched
 
 logger = logging.getLogger(__name__)
 
@@ -257,11 +259,15 @@ def with_system(row: Row, system: str | None) -> Row:
     return row
 
 
-def encode_row(template: Template, row: Row, sample_id: SampleId, *, strict: bool = False) -> Encoded:
-    """Encode a row; a failure is a `SampleError` that names it, or, with `strict`, an end of the run that names it."""
+def encode_row(
+    template: Template, row: Row, sample_id: SampleId, *, strict: bool = False, is_watched: bool = False
+) -> Encoded:
+    """Encode a row; a failure is a `SampleError` that names it, or, with `strict`, an end of the run that names it.
+
+    A read that never ends is a failure too; with `is_watched` the caller sees to that, for many rows at once.
+    """
     try:
-        check_openable(row)
-        encoded = template.encode(row, return_length=True)
+        encoded = _encoded(template, row) if is_watched else _watched(template, row)
     except Exception as error:
         reason, said, files = fault_of(error, row)
         if strict:
@@ -276,6 +282,20 @@ def encode_row(template: Template, row: Row, sample_id: SampleId, *, strict: boo
     encoded["source"] = sample_id.source
     encoded["sample_id"] = sample_id
     return encoded
+
+
+def _encoded(template: Template, row: Row) -> Any:
+    check_openable(row)
+    return template.encode(row, return_length=True)
+
+
+def _watched(template: Template, row: Row) -> Any:
+    if next(media(row), None) is None:
+        return _encoded(template, row)
+    try:
+        return watched(lambda: _encoded(template, row))
+    except Waits as error:
+        raise ReadTimeout(str(error)) from None
 
 
 def _limited_rows(source: RowSource, seed: int) -> NDArray[np.int64]:

@@ -8,26 +8,41 @@ over without headers.
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from swift_vlpack.core.errors import DataError, VLPackError
 from swift_vlpack.core.shuffle import permutation
 from swift_vlpack.core.words import counted
 from swift_vlpack.data import forked, trust
 from swift_vlpack.data.fusion import Row, RowSource, encode_row, with_system
-from swift_vlpack.data.length_cache import AGREED, BY_HEADER, DIFFERS, IN_FULL, KEY, SIZE, VOUCHED, LengthCache, Sizes
+from swift_vlpack.data.length_cache import (
+    AGREED,
+    BY_HEADER,
+    DIFFERS,
+    IN_FULL,
+    KEY,
+    NO_KEY,
+    SIZE,
+    VOUCHED,
+    LengthCache,
+    Sizes,
+)
 from swift_vlpack.data.lengths import LengthIndex, RowSize, aspect_of, size_of
 from swift_vlpack.data.pass_bar import stage
-from swift_vlpack.data.reasons import REASONS, Fault, is_of_pixels
-from swift_vlpack.data.samples import SampleError
+from swift_vlpack.data.reasons import REASONS, Fault, is_of_pixels, timeout_of
+from swift_vlpack.data.samples import SampleError, SampleId
 from swift_vlpack.data.trust import Trust, kinds_of
+from swift_vlpack.data.watch import Waits, watched
 
 logger = logging.getLogger(__name__)
 
@@ -185,6 +200,9 @@ class LengthPass:
         self.indices = indices
         self.sizes = np.zeros(len(indices), SIZE)
         self.faults: dict[int, Fault] = {}
+        self._at: Any = None  # the row that this process is at, in the thread that does the work
+        self._thread = 0
+        self._waiting: dict[int, str] = {}  # rows whose reads were given up
         self._is_known = np.zeros(len(indices), dtype=bool)
         self._keys = np.zeros(len(indices), KEY)
         self._cache = cache
@@ -312,8 +330,24 @@ class LengthPass:
         return forked.done(self._do, tasks, num_processes)
 
     def _do(self, task: Task) -> Any:
+        """A row that waits for a disk for ever is noted, and the others of its task are done anew without it."""
+        while True:
+            try:
+                return watched(partial(self._begun, task), lambda: self._at)
+            except Waits as error:  # noqa: PERF203 - once in a while
+                self._waiting[error.where] = str(error)
+
+    def _begun(self, task: Task) -> Any:
+        self._at, self._thread = None, threading.get_ident()
         name, positions = task
         return getattr(self, name)(positions)
+
+    def _goes_on(self, position: int) -> bool:
+        """Note where this process is; False for a row that is known to wait for ever."""
+        if threading.get_ident() != self._thread:
+            raise VLPackError("left behind")  # its read came back after all; nobody wants to know
+        self._at = position
+        return position not in self._waiting
 
     def _tell(self, chunk: Chunk) -> None:
         """Remember the words with the sizes."""
@@ -338,7 +372,8 @@ class LengthPass:
     # -- what a process does ------------------------------------------------------------------------------------------
 
     def _keys_of(self, positions: Positions) -> tuple[Positions, NDArray[np.void]]:
-        return positions, self._cache.keys(self._rows(positions))
+        rows = zip(positions.tolist(), self._rows(positions), strict=True)
+        return positions, np.array([self._cache.key(row) if self._goes_on(at) else NO_KEY for at, row in rows], KEY)
 
     def _measured(self, positions: Positions) -> Chunk:
         """By header where that can be, else in full: an image or video whose header says nothing."""
@@ -384,8 +419,11 @@ class LengthPass:
         size = np.zeros((), SIZE)
         size["proof"] = proof
         sample_id = self.source.sample_id(int(self.indices[position]))
+        is_strict = self._strict and proof == IN_FULL
         try:
-            encoded = encode_row(template, row, sample_id, strict=self._strict and proof == IN_FULL)
+            if not self._goes_on(position):
+                raise self._timeout(row, sample_id, is_strict)
+            encoded = encode_row(template, row, sample_id, strict=is_strict, is_watched=True)
         except SampleError as error:
             size["reason"] = REASONS.index(error.reason)
             return size, error, Seen()
@@ -396,6 +434,12 @@ class LengthPass:
         # Of a video only the frames that are sampled are counted, as they are resized; all of it is decoded.
         pixels = max(encoded.get("header_pixels", 0), int(size["patches"]) * _PIXELS_OF_PATCH)
         return size, None, Seen(kinds, pixels)
+
+    def _timeout(self, row: Row, sample_id: SampleId, is_strict: bool) -> VLPackError:
+        fault = timeout_of(self._waiting[self._at], row)
+        if is_strict:
+            return DataError(f"{sample_id}: {fault.reason}: {fault.error}")
+        return SampleError(sample_id, fault.reason, fault.error, False, fault.files)
 
     def _note(
         self, position: int, error: SampleError | None, faults: dict[int, Fault], is_new: NDArray[np.bool_], at: int

@@ -76,11 +76,15 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(inner)
 
 
+def is_name(value: Any) -> bool:
+    """Whether a value is written as the name of a file: no URL, and no content in base64."""
+    is_short = isinstance(value, str) and len(value) <= _LONGEST_PATH and not value.startswith(("http", "data:"))
+    return is_short and not _CONTENT.fullmatch(value)
+
+
 def looks_like_path(value: Any) -> bool:
-    """Whether a text is meant as one: no URL, and no content in base64, unless there is a file of that name."""
-    if not isinstance(value, str) or len(value) > _LONGEST_PATH or value.startswith(("http", "data:")):
-        return False
-    return not _CONTENT.fullmatch(value) or real_file(value) is not None
+    """Whether a value is meant as a file: written as its name, or there is a file of that name."""
+    return is_name(value) or (isinstance(value, str) and real_file(value) is not None)
 
 
 def real_file(text: str) -> RealFile | None:
@@ -100,5 +104,7 @@ def expected_file(text: str) -> str:
 
 def _candidates(text: str) -> list[str]:
     text = text.removeprefix("file://")  # which video readers take
+    if text.startswith("/"):
+        return [text]
     below = os.path.expanduser(os.path.join(os.environ.get("ROOT_IMAGE_DIR", ""), text))
     return [text] if below == text else [text, below]

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from io import BytesIO
 from typing import Any, NamedTuple
 
-from swift_vlpack.data.media import Medium, RealFile, expected_file, looks_like_path, media, real_file
+from swift_vlpack.data.media import Medium, RealFile, expected_file, is_name, looks_like_path, media, real_file
 
 REASONS = (
     "",
@@ -90,8 +90,10 @@ def fault_of(error: Exception, row: Mapping[str, Any]) -> Fault:
     """
     said = _said(error)
     known = _BY_ERROR.get(type(error).__name__)
-    if known in ("over_max_length", "file_timeout"):
-        return _with_files(known, said, _paths(media(row)) if known == "file_timeout" else ())
+    if known == "over_max_length":
+        return Fault(known, said)
+    if known == "file_timeout":
+        return timeout_of(str(error), row)
     if not row.get("messages"):
         return Fault("no_messages", said)
     found = list(media(row))
@@ -107,6 +109,13 @@ def fault_of(error: Exception, row: Mapping[str, Any]) -> Fault:
     if is_video:
         return _with_files("video_unreadable", said, _videos(found))
     return _fault_of_content(error, known, found)
+
+
+def timeout_of(said: str, row: Mapping[str, Any]) -> Fault:
+    """The fault of a row whose files are not answered for; nobody looks at them again to say so."""
+    values = [medium.value for medium in media(row) if isinstance(medium.value, str)]
+    files = [expected_file(value) for value in values if is_name(value)]
+    return _with_files("file_timeout", said, tuple(dict.fromkeys(files)))
 
 
 def is_lasting(error: Exception, reason: str, row: Mapping[str, Any]) -> bool:

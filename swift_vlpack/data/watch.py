@@ -1,0 +1,63 @@
+"""Work that may wait for a disk for ever, in a thread that is left behind when it does.
+
+Nothing else ends a read from a network mount that is gone: no signal reaches it, and no timeout of Python's.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+READ_SECONDS = 60.0
+"""Without any progress of this process on a row, and its reads are given up."""
+LEAST_SECONDS = 2.0
+"""Each read that was given up halves the time for the next ones of this process, down to this."""
+_SHARE_OF_WORK = 0.1  # of the time that a core worked meanwhile; above it, the process is busy and not waiting
+_LOOKS = 10  # within the limit
+
+T = TypeVar("T")
+_num_left_behind = 0  # threads of this process
+
+
+class Waits(Exception):
+    """Work was left behind; says where it was."""
+
+    def __init__(self, where: Any, seconds: float) -> None:
+        super().__init__(f"nothing was read for {seconds:g} seconds")
+        self.where = where
+
+
+def seconds_to_wait() -> float:
+    """The limit for the next read: a thousand files of a mount that is gone do not take a thousand minutes."""
+    return max(min(LEAST_SECONDS, READ_SECONDS), READ_SECONDS / 2**_num_left_behind)
+
+
+def watched(work: Callable[[], T], where: Callable[[], Any] = lambda: "") -> T:
+    """What `work` gives; raises `Waits` where it neither ends nor comes from one place to the next, nor computes."""
+    outcome: list[tuple[bool, Any]] = []
+
+    def run() -> None:
+        try:
+            outcome.append((True, work()))
+        except BaseException as error:
+            outcome.append((False, error))
+
+    global _num_left_behind
+    seconds = seconds_to_wait()
+    thread = threading.Thread(target=run, daemon=True, name="vlpack-read")
+    thread.start()
+    place, since, worked = where(), time.monotonic(), time.process_time()
+    while not outcome:
+        thread.join(seconds / _LOOKS)
+        now = where(), time.monotonic(), time.process_time()
+        if now[0] != place or now[2] - worked > _SHARE_OF_WORK * seconds:
+            place, since, worked = now
+        elif not outcome and place is not None and now[1] - since >= seconds:
+            _num_left_behind += 1
+            raise Waits(place, seconds)
+    is_good, value = outcome[0]
+    if not is_good:
+        raise value
+    return value
