@@ -14,7 +14,7 @@ import torch
 from peft import PeftModel
 from swift.utils import get_logger, to_device
 
-from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.core.errors import ConfigError, VLPackError
 from swift_vlpack.data.collate import layout
 from swift_vlpack.data.isolation import untouched
 from swift_vlpack.data.proof import short_samples
@@ -92,6 +92,13 @@ def add_up(trainer: Any) -> None:
     try:
         with untouched(trainer.model):
             losses = measured(trainer)
+    except VLPackError:
+        raise
+    except Exception as error:
+        raise LossNotAdditive(
+            f"whether the losses of rows add up to that of a step could not be checked ({type(error).__name__}: "
+            f"{error}); mend that, or set packing_verify=false to train the model's own loss without a check"
+        ) from error
     finally:
         trainer.args.router_aux_loss_coef = coefficient
         trainer.custom_metrics["eval"].clear()  # the accuracy of what was no evaluation

@@ -91,6 +91,11 @@ def own_losses(monkeypatch):
             loss = per_token(outputs, labels).view(len(labels), -1)
             return loss.sum(dim=1).mean() / labels.shape[1]
 
+    class Raising(BaseLoss):
+        def __call__(self, outputs, labels, **kwargs):
+            raise RuntimeError("no such head")
+
+    monkeypatch.setitem(loss_map, "raising", Raising)
     for name, loss in {"focal_mean": FocalMean, "focal_sum": FocalSum, "mean_of_samples": MeanOfSamples}.items():
         monkeypatch.setitem(loss_map, name, loss)
 
@@ -138,6 +143,13 @@ def test_loss_that_is_neither_sum_nor_mean_over_tokens_is_refused(step, own_loss
     os.environ["VLPACK_PACKING_VERIFY"] = "false"
     with pytest.raises(LossNotAdditive, match=r"--loss_type mean_of_samples cannot be used.*num_items_in_batch"):
         step(packed=True, loss_type="mean_of_samples")
+
+
+@pytest.mark.slow
+def test_loss_that_cannot_be_checked_stops_before_step_1(step, own_losses):
+    """LOSS-3"""
+    with pytest.raises(LossNotAdditive, match=r"could not be checked.*RuntimeError: no such head"):
+        step(packed=True, loss_type="raising")
 
 
 @pytest.mark.parametrize("name", ["infonce", "scoring"])
