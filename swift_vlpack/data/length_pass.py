@@ -38,10 +38,12 @@ from swift_vlpack.data.length_cache import (
     Sizes,
 )
 from swift_vlpack.data.lengths import LengthIndex, RowSize, aspect_of, size_of
+from swift_vlpack.data.media import image_urls
 from swift_vlpack.data.pass_bar import stage
 from swift_vlpack.data.reasons import REASONS, Fault, is_of_pixels, timeout_of
 from swift_vlpack.data.samples import SampleError, SampleId
 from swift_vlpack.data.trust import Trust, kinds_of
+from swift_vlpack.data.urls import Urls
 from swift_vlpack.data.watch import Waits, watched
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ _CHUNK_BY_HEADER, _CHUNK_IN_FULL = 128, 8  # rows, which may hold the bytes of t
 _LEAST_BY_HEADER = 16  # rows of a chunk, where several processes share few rows
 _NUM_KEYS_WORTH_A_PROCESS = 2000
 _PIXELS_OF_PATCH = 14 * 14
+_SAID_BY_HEADERS = ("over_max_length", "url_unreachable")  # no need to encode in full to know
 _NUM_SPARE = 8  # rows of each kind
 
 Positions = NDArray[np.int64]
@@ -191,11 +194,12 @@ class LengthPass:
         by_header: Any,
         in_full: Any,
         known_kinds: Trust | None = None,
+        urls: Urls | None = None,
         num_processes: int = 1,
         strict: bool = False,
         is_shown: bool = True,
     ) -> None:
-        """`by_header` and `in_full` are templates; the first one encodes without pixels."""
+        """`by_header` and `in_full` are templates; the first one encodes without pixels. Both read from `urls`."""
         self.source = source
         self.indices = indices
         self.sizes = np.zeros(len(indices), SIZE)
@@ -209,6 +213,7 @@ class LengthPass:
         self._by_header = by_header
         self._in_full = in_full
         self._trust = known_kinds or Trust()
+        self._urls = urls
         self._num_processes = num_processes
         self._strict = strict
         self._is_shown = is_shown
@@ -262,7 +267,13 @@ class LengthPass:
                     tasks.extendleft(self._checking(chosen))
                     self._remember(waiting.measured(chunk, chosen))
                     bar.update(len(chunk.positions))
+                    self._show_unreachable(bar)
         return None
+
+    def _show_unreachable(self, bar: tqdm[Any]) -> None:
+        num_unreachable = int((self.sizes["reason"] == REASONS.index("url_unreachable")).sum())
+        if num_unreachable:
+            bar.set_postfix_str(f"{num_unreachable} with URLs that cannot be reached", refresh=False)
 
     def compare(self, positions: Positions) -> str | None:
         """Encode rows both ways, but for those that were found equal before; the first difference, if there is one."""
@@ -369,6 +380,14 @@ class LengthPass:
         rows = rows_at(self.source.rows, self.indices[positions].tolist())
         return [with_system(row, self.source.system) for row in rows]
 
+    def _rows_with_urls(self, positions: Positions, *, whole: bool) -> list[Row]:
+        """The rows, and what their images' URLs answer, which is asked for in threads."""
+        rows = self._rows(positions)
+        if self._urls is not None:
+            self._urls.forget()
+            self._urls.read((url for row in rows for url in image_urls(row)), whole=whole)
+        return rows
+
     # -- what a process does ------------------------------------------------------------------------------------------
 
     def _keys_of(self, positions: Positions) -> tuple[Positions, NDArray[np.void]]:
@@ -379,11 +398,12 @@ class LengthPass:
         """By header where that can be, else in full: an image or video whose header says nothing."""
         sizes, is_new, faults = _new(positions)
         seen = []
-        for at, (position, row) in enumerate(zip(positions.tolist(), self._rows(positions), strict=True)):
+        rows = self._rows_with_urls(positions, whole=self._by_header is None)
+        for at, (position, row) in enumerate(zip(positions.tolist(), rows, strict=True)):
             size, error, of_header = None, None, Seen()
             if self._by_header is not None:
                 size, error, of_header = self._size(self._by_header, row, position, BY_HEADER)
-            if size is None or (error is not None and (self._strict or error.reason != "over_max_length")):
+            if size is None or (error is not None and (self._strict or error.reason not in _SAID_BY_HEADERS)):
                 is_silent = error is not None and error.is_lasting
                 size, error, _ = self._size(self._in_full, row, position, IN_FULL)
                 of_header = Seen(is_silent=is_silent and error is None)
@@ -395,7 +415,8 @@ class LengthPass:
     def _compared(self, positions: Positions) -> Chunk:
         """A row whose header is good and whose pixels are not is no difference: it is left out with its pack."""
         sizes, is_new, faults = _new(positions)
-        for at, (position, row) in enumerate(zip(positions.tolist(), self._rows(positions), strict=True)):
+        rows = self._rows_with_urls(positions, whole=True)
+        for at, (position, row) in enumerate(zip(positions.tolist(), rows, strict=True)):
             full, error, _ = self._size(self._in_full, row, position, IN_FULL)
             quick, quick_error, _ = self._size(self._by_header, row, position, AGREED)
             if quick_error is not None and not quick_error.is_lasting:

@@ -108,3 +108,16 @@ def _candidates(text: str) -> list[str]:
         return [text]
     below = os.path.expanduser(os.path.join(os.environ.get("ROOT_IMAGE_DIR", ""), text))
     return [text] if below == text else [text, below]
+
+
+def url_of(image: Any) -> str | None:
+    """The URL of an entry of `images`, if it is to be had from one."""
+    if isinstance(image, Mapping):
+        image = next((image[name] for name in ("bytes", "path", "url") if image.get(name)), None)
+    return image.strip() if isinstance(image, str) and image.strip().startswith("http") else None
+
+
+def image_urls(row: Mapping[str, Any]) -> Iterator[str]:
+    """The URLs of a row's images."""
+    urls = (url_of(medium.value) for medium in media(row) if medium.kind == "image")
+    return (url for url in urls if url is not None)

@@ -31,6 +31,7 @@ REASONS = (
     "video_unreadable",
     "file_unreadable",
     "file_timeout",
+    "url_unreachable",
 )
 """All there are; files of lengths store the position in this list, so new ones go to the end."""
 
@@ -41,6 +42,7 @@ _BY_ERROR = {
     "UnidentifiedImageError": "image_unreadable",
     "DecompressionBombError": "image_too_large",
     "ReadTimeout": "file_timeout",
+    "UrlUnreachable": "url_unreachable",
 }
 _VIDEO_READERS = ("torchcodec", "decord")  # qwen_vl_utils asks torchvision where they fail, which reads none
 _LONGEST_SHOWN = 200  # characters

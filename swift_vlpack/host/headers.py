@@ -21,6 +21,8 @@ from PIL import Image
 from swift.template import Template, vision_utils
 from swift.template import base as template_base
 
+from swift_vlpack.data.media import url_of
+from swift_vlpack.data.urls import Urls
 from swift_vlpack.host.videos import without_frames
 
 _SHORT, _NUM_KNOWN = 64, 100_000  # characters of a text whose tokens are kept, and how many of them
@@ -183,14 +185,15 @@ class _GridProcessor:
         return {"image_grid_thw": np.array(grids)}
 
 
-def pixel_free(template: Any) -> Any:
+def pixel_free(template: Any, urls: Urls | None = None) -> Any:
     """A copy of the template that encodes rows without decoding an image; raises `NoPixels` where that cannot be."""
     own = copy.copy(template)
     if hasattr(template.processor, "image_processor"):
         own.processor = copy.copy(template.processor)
         own.processor.image_processor = _GridProcessor(template.processor.image_processor)
     seen: list[HeaderImage] = []
-    own._load_image = partial(_noted, seen, _loader_of(template))
+    load = _loader_of(template)
+    own._load_image = partial(_noted, seen, load if load is not _header_of else partial(_header_from, urls or Urls()))
     own._tokenize = _Tokenizer(template)
     own._split_special_tokens = partial(_split_special_tokens, _special_tokens())
     own.encode = partial(_encode, own, seen)
@@ -206,6 +209,26 @@ def _encode(template: Any, seen: list[HeaderImage], row: dict[str, Any], **optio
         encoded["header_kinds"] = tuple(map(_kind, seen))
         encoded["header_pixels"] = sum(image.width * image.height for image in seen)
     return encoded
+
+
+def reading_urls(template: Any, urls: Urls) -> Any:
+    """A copy of the template that asks for URLs of images as `urls` does; the same one where somebody put a way of
+    loading in place of ms-swift's."""
+    if _loader_of(template) is not _header_of:
+        return template
+    own = copy.copy(template)
+    own._load_image = partial(_load_from, urls, template._load_image)
+    return own
+
+
+def _load_from(urls: Urls, load: Callable[[Any, bool], Any], image: Any, load_images: bool) -> Any:
+    url = url_of(image) if load_images else None
+    return load(image if url is None else urls.open(url).getvalue(), load_images)
+
+
+def _header_from(urls: Urls, image: Any, load_images: bool) -> Any:
+    url = url_of(image) if load_images else None
+    return _header_of(image if url is None else urls.open(url, whole=False), load_images)
 
 
 def _noted(seen: list[HeaderImage], load: Callable[[Any, bool], Any], image: Any, load_images: bool) -> Any:

@@ -20,13 +20,16 @@ from modelscope.hub.utils.utils import get_cache_dir
 from numpy.typing import NDArray
 from swift.utils import get_logger, is_master
 
+from swift_vlpack.core.words import counted
 from swift_vlpack.data.cures import digest_of_cures
 from swift_vlpack.data.fusion import RowSource, own_template
 from swift_vlpack.data.length_cache import SIZE, LengthCache, Sizes
 from swift_vlpack.data.length_pass import LengthPass, log_failures, row_sizes, rows_at
+from swift_vlpack.data.lengths import LengthIndex
 from swift_vlpack.data.trust import Trust
+from swift_vlpack.data.urls import NUM_FAILURES, SECONDS_REMEMBERED, Urls
 from swift_vlpack.host.context import context_of, digests_of
-from swift_vlpack.host.headers import pixel_free
+from swift_vlpack.host.headers import pixel_free, reading_urls
 from swift_vlpack.host.ranks import check_equal, num_ranks, rank, together
 
 logger = get_logger()
@@ -49,12 +52,14 @@ def measured(source: RowSource, template: Any, args: Any, cache_dir: str | None 
         _check_same_rows(source, cache, digests_of(own, plugins))
     if not getattr(args, "resume_from_checkpoint", None):
         cache.take_over_notes()
+    urls = Urls(None if args.strict else cache.path.with_name("unreachable.urls"))
     share = LengthPass(
         source,
         np.arange(rank(), len(source.rows), num_ranks()),
         cache,
-        by_header=pixel_free(own),
-        in_full=own,
+        by_header=pixel_free(own, urls),
+        in_full=reading_urls(own, urls),
+        urls=urls,
         known_kinds=Trust(cache.path.with_name(f"{context}.trust")),
         num_processes=args.dataset_num_proc or 1,
         strict=args.strict,
@@ -76,7 +81,19 @@ def measured(source: RowSource, template: Any, args: Any, cache_dir: str | None 
     result = row_sizes(sizes, faults)
     if is_master():
         log_failures(source, result)
+        _log_unreachable(source, result, cache)
     return replace(source, sizes=result, cache=cache)
+
+
+def _log_unreachable(source: RowSource, sizes: LengthIndex, cache: LengthCache) -> None:
+    num_rows = list(sizes.failures.values()).count("url_unreachable")
+    if num_rows:
+        logger.warning(
+            f"source {source.name}: {counted(num_rows, 'row')} left out for want of an image behind a URL. Each was "
+            f"asked once, and a host that failed {NUM_FAILURES} times in a row no more; SWIFT_TIMEOUT gives them more "
+            f"seconds. They are asked again by runs that start {SECONDS_REMEMBERED // 60} minutes later, or when "
+            f"{cache.path.with_name('unreachable.urls')} is deleted"
+        )
 
 
 def cache_path(source: RowSource, context: str, cache_dir: str | None) -> Path:

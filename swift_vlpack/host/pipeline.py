@@ -26,13 +26,17 @@ from swift_vlpack.data.pass_bar import one_bar
 from swift_vlpack.data.planned import PlannedPackingDataset
 from swift_vlpack.data.samples import SampleError
 from swift_vlpack.data.streams import StreamedRows
+from swift_vlpack.data.urls import Urls
 from swift_vlpack.host.args import OWN_ATTENTION, packing_config
+from swift_vlpack.host.headers import reading_urls
 from swift_vlpack.host.lengths import measured
 from swift_vlpack.host.ranks import check_equal, num_ranks, num_ranks_of_run, rank, versions
 from swift_vlpack.host.row_effects import check_rope
 from swift_vlpack.host.sources import load_sources, load_stream
 
 logger = get_logger()
+
+_SECONDS_WITHOUT_URL = 300
 
 NUM_STREAM_ROWS_SEEN = 16
 """Rows of a stream whose lengths are looked at before training."""
@@ -46,7 +50,7 @@ def prepare_dataset(pipeline: Any) -> list[Any]:
     check_equal("versions", versions())  # before anything that would differ without saying why
     use_attention(pipeline.model, args.attn_impl)
     if args.streaming:
-        train_dataset, val_rows = load_stream(args, template)
+        train_dataset, val_rows = load_stream(args, reading_urls(template, urls_in_training()))
     else:
         sources, val_rows = load_sources(args, config)
         train_dataset = fused(sources, template, args, config)
@@ -75,6 +79,7 @@ def fused(sources: list[RowSource], template: Any, args: Any, config: PackingCon
         with without_model(template), one_bar(num_rows, is_shown=is_master()):
             sources = [measured(source, template, args, config.packing_cache_dir) for source in sources]
     shuffle = args.train_dataloader_shuffle
+    template = reading_urls(template, urls_in_training())
     return FusionCaptionDataset(sources, template, seed=data_seed(args), strict=args.strict, shuffle=shuffle)
 
 
@@ -119,6 +124,11 @@ def size_of_step(packs: PlannedPackingDataset, args: Any) -> StepSize:
         accumulation=args.training_args.gradient_accumulation_steps,
         num_ranks=packs.num_ranks,
     )
+
+
+def urls_in_training() -> Urls:
+    """A row has two tries; what failed may come back while the run lasts."""
+    return Urls(seconds_remembered=_SECONDS_WITHOUT_URL, num_tries=2)
 
 
 def data_seed(args: Any) -> int:
