@@ -41,6 +41,8 @@ class SourceFacts:
     sizes: LengthIndex
     contents: NDArray[np.uint64]
     """Digests of the rows `rows_read(num_rows)`."""
+    numbers: NDArray[np.int64]
+    """Numbers of these rows in their file, which the loader may have shuffled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,11 @@ def _plain(value: Any) -> str:
 def facts_of(source: RowSource, contents: NDArray[np.uint64]) -> SourceFacts:
     """What is remembered of a source; one without lengths has sizes of 0."""
     sizes = source.sizes or LengthIndex(np.zeros((NUM_COLUMNS, len(source.rows)), dtype=np.int64), {})
-    return SourceFacts(name=source.name, sizes=sizes, contents=contents)
+    return SourceFacts(name=source.name, sizes=sizes, contents=contents, numbers=_numbers(source))
+
+
+def _numbers(source: RowSource) -> NDArray[np.int64]:
+    return np.array([source.row_number(at) for at in _indices(source)], dtype=np.int64)
 
 
 # -- as a file --------------------------------------------------------------------------------------------------------
@@ -122,6 +128,7 @@ def to_bytes(facts: Sequence[SourceFacts]) -> bytes:
         arrays[f"failed{number}"] = np.array(failed, dtype="<i8")
         arrays[f"reason{number}"] = np.array([reasons.index(source.sizes.failures[at]) for at in failed], dtype="<i4")
         arrays[f"contents{number}"] = source.contents.astype("<u8")
+        arrays[f"numbers{number}"] = source.numbers.astype("<i8")
     file = io.BytesIO()
     np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
     return file.getvalue()
@@ -141,7 +148,8 @@ def _loaded(arrays: Mapping[str, NDArray[Any]], number: int, name: str, reasons:
     columns = arrays[f"sizes{number}"].astype(np.int64)
     why = [reasons[at] for at in arrays[f"reason{number}"].tolist()]
     failures = dict(zip(arrays[f"failed{number}"].tolist(), why, strict=True))
-    return SourceFacts(name=name, sizes=LengthIndex(columns, failures), contents=arrays[f"contents{number}"])
+    sizes, contents, numbers = LengthIndex(columns, failures), arrays[f"contents{number}"], arrays[f"numbers{number}"]
+    return SourceFacts(name=name, sizes=sizes, contents=contents, numbers=numbers)
 
 
 def _text(words: list[str]) -> NDArray[Any]:
@@ -186,12 +194,16 @@ def with_sizes(sources: Iterable[RowSource], saved: Iterable[SourceFacts]) -> tu
 def _first_of_another_number(saved: SourceFacts, source: RowSource, contents: NDArray[np.uint64]) -> str:
     num_then, num_now = len(saved.sizes), len(source.rows)
     said = f"{source.name} has {num_now} rows, then {num_then}"
-    num_both = min(num_then, num_now)
     if max(num_then, num_now) > NUM_ROWS_READ:  # the digests are of other rows
         return said
-    differing = np.flatnonzero(saved.contents[:num_both] != contents[:num_both])
-    first = int(differing[0]) if len(differing) else num_both
-    where = _place(source, first) if first < num_now else f"row {first} of then is gone"
+    then = dict(zip(saved.numbers.tolist(), saved.contents.tolist(), strict=True))
+    at_number = {source.row_number(at): at for at in range(num_now)}
+    now = {number: int(contents[at]) for number, at in at_number.items()}
+    differing = [number for number in sorted({*then, *now}) if then.get(number) != now.get(number)]
+    if not differing:
+        return said
+    number = differing[0]
+    where = _place(source, at_number[number]) if number in now else f"row {number} of then is gone"
     return f"{said}, from {where} on"
 
 
