@@ -45,7 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _need_ms_swift()
                 return _plan_run(argv[1:])
         args = _parser().parse_args(argv)
-        return int(args.run(args))
+        status = int(args.run(args))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # `vlpack plan ... | head` has seen enough; what Python flushes at its end has no reader
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except VLPackError as error:
         print(f"vlpack {command}: {error}", file=sys.stderr)
         return EXIT_USAGE

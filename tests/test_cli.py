@@ -235,3 +235,15 @@ def test_the_installed_command_runs_and_stays_light(length_file):
     )  # fmt: skip
     assert missing.returncode == 2
     assert "Traceback" not in missing.stderr
+
+
+def test_reader_that_has_seen_enough_is_no_error(length_file):
+    """CLI-5: `vlpack plan ... | head`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "swift_vlpack", "plan", "--lengths", str(length_file), "--packing_length", "1000"]
+    with os.fdopen(writing, "wb") as pipe:
+        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 141, "as a shell counts SIGPIPE"
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr

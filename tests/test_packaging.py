@@ -1,6 +1,5 @@
 """What is handed out: the wheel, the sdist, and a core that needs numpy alone."""
 
-import importlib.metadata
 import json
 import os
 import shutil
@@ -145,8 +144,3 @@ def test_module_is_the_command():
         [sys.executable, "-m", "swift_vlpack", "--version"], capture_output=True, text=True, cwd=ROOT, check=True
     )
     assert done.stdout.strip() == f"vlpack {swift_vlpack.__version__}"
-
-
-def test_binpacking_comes_with_the_host():
-    """PKG-1: so it is not listed a second time."""
-    assert "binpacking" in importlib.metadata.requires("ms-swift")
