@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from swift_vlpack.core.errors import VLPackError
 from swift_vlpack.host.ranks import num_ranks
+from swift_vlpack.host.waiting import waiting
 
 T = TypeVar("T")
 
@@ -50,7 +51,8 @@ class Ranks:
         work = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
         def outcome() -> Vote:
-            work.wait()
+            with waiting("the vote on the next step"):
+                work.wait()
             return Vote(int(votes))
 
         return outcome

@@ -30,7 +30,7 @@ from swift_vlpack.data.urls import Urls
 from swift_vlpack.host.args import OWN_ATTENTION, packing_config
 from swift_vlpack.host.headers import reading_urls
 from swift_vlpack.host.lengths import measured
-from swift_vlpack.host.ranks import check_equal, num_ranks, num_ranks_of_run, rank, versions
+from swift_vlpack.host.ranks import check_equal, num_ranks, num_ranks_of_run, options_of_run, rank, versions
 from swift_vlpack.host.row_effects import check_rope
 from swift_vlpack.host.sources import load_sources, load_stream
 
@@ -47,7 +47,8 @@ def prepare_dataset(pipeline: Any) -> list[Any]:
     args, template = pipeline.args, pipeline.template
     config = packing_config(args)
     logger.info(f"packing: {config}")
-    check_equal("versions", versions())  # before anything that would differ without saying why
+    # Before anything that would differ, or wait for ever, without saying why.
+    check_equal("versions and options", {**versions(), **options_of_run(args, config)})
     use_attention(pipeline.model, args.attn_impl)
     if args.streaming:
         train_dataset, val_rows = load_stream(args, reading_urls(template, urls_in_training()))

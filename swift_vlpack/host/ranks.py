@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from enum import Enum
 from typing import Any, TypeVar
 
 import swift
@@ -13,10 +16,19 @@ import transformers
 from swift.utils import get_dist_setting
 
 import swift_vlpack
+from swift_vlpack.core.config import RESUME_DATA, PackingConfig
 from swift_vlpack.core.errors import VLPackError
 from swift_vlpack.core.resume import differing_fields
+from swift_vlpack.host.waiting import waiting
 
 Result = TypeVar("Result")
+
+OF_A_MACHINE = (
+    *("local_rank", "dataloader_", "dataset_num", "packing_num", "log_level", "disable_tqdm", "run_name", "hub_"),
+    *("push_to_hub", "model", "device", "fusion_config", "swanlab_", "use_cpu", "resume_from_checkpoint", "report_to"),
+    *("trackio_", "ray_", "project", "check_model", "use_hf", "local_repo_path", "load_from_cache_file"),
+)
+"""Beginnings of names of options that ranks may have each for itself: paths, devices, processes, logs, secrets."""
 _counted_as: ContextVar[int | None] = ContextVar("counted_as", default=None)
 
 
@@ -53,16 +65,17 @@ def rank() -> int:
     return int(dist.get_rank()) if num_ranks() > 1 else 0
 
 
-def gathered(mine: Any) -> list[Any]:
+def gathered(mine: Any, what: str = "what every rank found") -> list[Any]:
     """What every rank gives, in order of rank; all of them have to call it."""
     everyone: list[Any] = [mine]
     if num_ranks() > 1:
         everyone = [None] * num_ranks()
-        dist.all_gather_object(everyone, mine)
+        with waiting(what):
+            dist.all_gather_object(everyone, mine)
     return everyone
 
 
-def together(work: Callable[[], Result]) -> list[Result]:
+def together(work: Callable[[], Result], what: str = "what every rank found") -> list[Result]:
     """Do the work on every rank and give everyone all results; where it fails on one, all stop instead of waiting."""
     mine: Any = None
     error: Exception | None = None
@@ -70,7 +83,7 @@ def together(work: Callable[[], Result]) -> list[Result]:
         mine = work()
     except Exception as caught:
         error = caught
-    everyone = gathered((mine, None if error is None else f"{type(error).__name__}: {error}"))
+    everyone = gathered((mine, None if error is None else f"{type(error).__name__}: {error}"), what)
     if error is not None:
         raise error
     for other, (_, said) in enumerate(everyone):
@@ -81,7 +94,7 @@ def together(work: Callable[[], Result]) -> list[Result]:
 
 def check_equal(what: str, facts: Mapping[str, Any]) -> None:
     """Stop on every rank, naming what differs, unless all ranks have the same facts."""
-    first, *others = gathered(dict(facts))
+    first, *others = gathered(dict(facts), what)
     for other, theirs in enumerate(others, start=1):
         if names := differing_fields(first, theirs):
             shown = "; ".join(f"{name}: {first.get(name)!r} and {theirs.get(name)!r}" for name in names)
@@ -94,6 +107,29 @@ def check_equal(what: str, facts: Mapping[str, Any]) -> None:
 def versions() -> dict[str, str]:
     """What decides about packs and steps beside the data."""
     return {package.__name__: package.__version__ for package in (swift_vlpack, swift, transformers)}
+
+
+def options_of_run(args: Any, config: PackingConfig) -> dict[str, Any]:
+    """All packing options, and all options of training with a plain value, but for those a machine may have of its own.
+
+    A rank with other steps, other batches or another loss would let the others wait for ever.
+    """
+    facts: dict[str, Any] = {name: value for name, value in vars_of(config).items() if _is_common(name, value)}
+    for name, value in {**vars_of(args.training_args), **vars_of(args)}.items():
+        value = value.value if isinstance(value, Enum) else value
+        if isinstance(value, (bool, int, float, str, type(None))) and _is_common(name, value):
+            facts.setdefault(name, value)
+    return {**facts, RESUME_DATA: os.environ.get(RESUME_DATA)}
+
+
+def vars_of(options: Any) -> dict[str, Any]:
+    """The fields of a data class, which have no value of their own making beside them."""
+    return {spec.name: getattr(options, spec.name, None) for spec in dataclasses.fields(options)}
+
+
+def _is_common(name: str, value: Any) -> bool:
+    is_of_machine = name.startswith(OF_A_MACHINE) or name.endswith(("_token", "_dir", "_num_proc"))
+    return not is_of_machine and not (isinstance(value, str) and os.sep in value)
 
 
 def tolerate_packs_without_images(model: Any, training_args: Any) -> None:

@@ -31,6 +31,7 @@ from swift_vlpack.data.left_out import LeftOutRows, deleted_by_loader
 from swift_vlpack.data.planned import PlannedPackingDataset
 from swift_vlpack.data.randomness import RandomStream
 from swift_vlpack.data.samples import LeftOut, PackRecord
+from swift_vlpack.data.transport import WorkerCollator
 from swift_vlpack.host.callback import report_epoch
 from swift_vlpack.host.checkpoints import nothing_deleted, rotate, save_training_args, sync, sync_folder
 from swift_vlpack.host.loader import PackLoader, pack_loader
@@ -85,7 +86,7 @@ class PackingTrainer(Seq2SeqTrainer):
 
     def _get_data_collator(self, args: Any, template: Any) -> Collator:
         padding_to = template.max_length if args.tuner_type == "longlora" else None
-        return Collator(template, padding_to, for_model=False, seed=self.packs.seed)
+        return WorkerCollator(template, padding_to, for_model=False, seed=self.packs.seed)
 
     def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:
         """The packs of this rank. What was trained before a resume is no part of them, whatever `skip_batches` says."""
@@ -300,10 +301,10 @@ class PackingTrainer(Seq2SeqTrainer):
             result = super()._save_checkpoint(*args, **kwargs)
         self._is_saving = False
         if not self._is_planned:
-            together(self._save_progress)
+            together(self._save_progress, "where the readers stand, for a checkpoint")
         counted = self.counted_by_all_ranks()  # by now all ranks have written what is theirs
-        together(self._sync_checkpoint)
-        together(lambda: self._complete_checkpoint(counted))
+        together(self._sync_checkpoint, "a checkpoint that is brought to the disk")
+        together(lambda: self._complete_checkpoint(counted), "the state of a checkpoint")
         self._update_last_checkpoint_symlink(barrier=False)
         return result
 
@@ -369,7 +370,7 @@ class PackingTrainer(Seq2SeqTrainer):
     def counted_by_all_ranks(self) -> Telemetry:
         """The epoch's counts so far; all ranks have to call it."""
         total = self._no_counts()
-        for counts in gathered(self.stats):
+        for counts in gathered(self.stats, "the counts of the epoch"):
             total.merge(counts)
         return total
 

@@ -151,13 +151,26 @@ def test_three_ranks_go_on_from_two(killed, tiny_folder, dataset, tmp_path):
     assert ids(trained(killed[0], up_to_step=step_of(checkpoint)) + trained(tmp_path)) == ALL
 
 
+OTHER_OPTIONS = {  # flags, then variables, of rank 1 only
+    "--gradient_accumulation_steps": 3, "--save_steps": 2, "--num_train_epochs": 4, "--learning_rate": "2e-3",
+    "--logging_steps": 5, "--seed": 7, "VLPACK_PACKING_VERIFY": "false", "VLPACK_PACKING_BUFFER": 9,
+}  # fmt: skip
+TOLD = (
+    *("gradient_accumulation_steps: 1 and 3", "save_steps: 1(.0)? and 2(.0)?", "num_train_epochs: 1(.0)? and 4(.0)?"),
+    *("learning_rate: 0.001 and 0.002", "logging_steps: 1(.0)? and 5(.0)?", "seed: 42 and 7"),
+    *("packing_verify: True and False", "packing_buffer: 512 and 9"),
+)
+
+
 @pytest.mark.parametrize(
-    ("word", "buffer", "told"), [("answer", 512, "content: "), ("question", 9, "packing_buffer: 512 and 9")]
+    ("word", "others", "told"),
+    [("answer", {}, ["content: "]), ("question", OTHER_OPTIONS, TOLD)],
+    ids=["data", "options"],
 )
 def test_ranks_with_different_files_or_options_are_stopped_at_the_start(
-    word, buffer, told, tiny_folder, dataset, tmp_path
+    word, others, told, tiny_folder, dataset, tmp_path
 ):
-    """RANKS-2: two machines, one of which has another version of the file, or another environment."""
+    """RANKS-2: two machines, one of which has another version of the file, or other flags and another environment."""
     lines = Path(dataset).read_text().splitlines(keepends=True)
     files = [lines, [*lines[:-1], lines[-1].replace("question", word)]]
     clean = {key: value for key, value in os.environ.items() if not key.startswith("VLPACK_")}
@@ -172,7 +185,12 @@ def test_ranks_with_different_files_or_options_are_stopped_at_the_start(
         path.parent.mkdir()
         path.write_text("".join(content))
         command = [sys.executable, entry, *flags(tiny_folder, tmp_path / "out", path.name), *ours]
-        places = {"RANK": str(rank), "LOCAL_RANK": str(rank), "VLPACK_PACKING_BUFFER": str((512, buffer)[rank])}
+        places = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        for name, value in others.items() if rank else ():
+            if name.startswith("--"):
+                command += [name, value]
+            else:
+                places[name] = str(value)
         processes.append(
             subprocess.Popen(
                 [str(part) for part in command], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -182,5 +200,6 @@ def test_ranks_with_different_files_or_options_are_stopped_at_the_start(
     outputs = [process.communicate(timeout=300)[0] for process in processes]
     assert [process.returncode for process in processes] != [0, 0]
     for text in outputs:
-        assert re.search(rf"ranks 0 and 1 do not agree on the .*: {told}", text), text[-3000:]
+        for part in told:
+            assert re.search(rf"ranks 0 and 1 do not agree on the .*: .*{part}", text), text[-3000:]
     assert trained(tmp_path / "out") == []

@@ -13,8 +13,8 @@ import pytest
 from swift_vlpack.data.samples import TooManyFailures
 from swift_vlpack.host.callback import PackingCallback
 from swift_vlpack.host.state import FILE, StateNotSaved, save_state
-from tests.e2e.ranks import Run, trained
-from tests.host.runs import argv, epoch_report, packed_argv, train
+from tests.e2e.ranks import Run, trained, why_no_namespace, with_shared_memory_of
+from tests.host.runs import argv, epoch_report, log_lines, packed_argv, train
 from tests.images import photo
 from tests.rows import image_row, text_row, write_jsonl
 
@@ -201,3 +201,21 @@ def test_share_of_images_that_disappear_stops_the_run(mode, tiny_folder, tmp_pat
     ):
         train(flags(tiny_folder, tmp_path / "out", dataset, max_steps=60))
     assert len(lines_of(tmp_path / "out")) > 20
+
+
+@pytest.mark.slow
+def test_training_goes_on_where_shared_memory_is_short(tiny_folder, tmp_path):
+    """RANKS-9: packs of 3 MB and an evaluation through workers, and 2 MB of shared memory."""
+    if reason := why_no_namespace():
+        pytest.skip(reason)
+    rows = [image_row([photo(tmp_path, f"picture_{n}", 400, 300, seed=n)]) for n in range(4)]
+    dataset = write_jsonl(tmp_path / "rows.jsonl", rows)
+    few = argv(
+        tiny_folder(FAMILY), FAMILY, tmp_path / "out", dataset=dataset, val_dataset=dataset, num_train_epochs=1,
+        dataloader_num_workers=2, eval_strategy="epoch",
+    )  # fmt: skip
+    done = with_shared_memory_of("2m", "-m", "swift_vlpack.cli", "sft", *few, timeout_seconds=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (done.stdout + done.stderr).count("MB free and a batch takes") == 1
+    assert epoch_report(tmp_path / "out")["num_samples"] == 4
+    assert any("eval_loss" in line for line in log_lines(tmp_path / "out"))

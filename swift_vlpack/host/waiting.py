@@ -1,0 +1,85 @@
+"""A rank that waits for others says for whom.
+
+Ranks meet in the same order at the same points. Each announces the number of the point it has come to in the store
+that the run was started with; one that has waited for long looks who has not come.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import cache
+
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+SECONDS_BEFORE_IT_IS_SAID = 180.0
+"""And then again after twice as long, and so on."""
+_CONNECTING = timedelta(seconds=10)
+_num_points = 0
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Around something that all ranks have to come to."""
+    global _num_points
+    _num_points += 1
+    with _watched(_store(), _num_points, what, SECONDS_BEFORE_IT_IS_SAID):
+        yield
+
+
+@contextmanager
+def _watched(store: dist.Store | None, point: int, what: str, seconds: float) -> Iterator[None]:
+    if store is None:
+        yield
+        return
+    with suppress(RuntimeError):  # of a store that is gone: the collective will tell
+        store.set(str(dist.get_rank()), f"{point} {what}")
+    is_over = threading.Event()
+    watcher = threading.Thread(target=_watch, args=(store, point, what, seconds, is_over), daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+def _watch(store: dist.Store, point: int, what: str, seconds: float, is_over: threading.Event) -> None:
+    waited = 0.0
+    while not is_over.wait(max(seconds, waited)):
+        waited += max(seconds, waited)
+        with suppress(RuntimeError):
+            if missing := _missing(store, point):
+                logger.warning(
+                    "rank %d has waited %.0f s for the others at %r; not there: %s",
+                    dist.get_rank(), waited, what, "; ".join(missing),
+                )  # fmt: skip
+
+
+def _missing(store: dist.Store, point: int) -> list[str]:
+    """The ranks that have not come to a point, and where they were last."""
+    missing = []
+    for rank in range(dist.get_world_size()):
+        number, _, what = store.get(str(rank)).decode().partition(" ") if store.check([str(rank)]) else ("0", "", "")
+        if int(number) < point:
+            missing.append(f"rank {rank}, last at {what!r}" if what else f"rank {rank}, which has come to no point yet")
+    return missing
+
+
+@cache
+def _store() -> dist.Store | None:
+    """The store that the ranks found each other by, for a client of our own; None where there is none to be found."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return None
+    try:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        client = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECTING)
+    except (KeyError, ValueError, RuntimeError) as error:
+        logger.info("ranks that wait cannot say for whom: %s", error)
+        return None
+    return dist.PrefixStore("vlpack_points", client)
