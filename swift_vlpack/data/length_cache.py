@@ -17,7 +17,7 @@ import os
 import stat
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -112,10 +112,17 @@ class LengthCache:
         self.path = path
         self._context = context.encode()
         self._cures = cures
-        self._real_folder = lru_cache(_NUM_FOLDERS)(os.path.realpath)
+        self._real_folder = _remembering_realpath()
         self._is_usable = True
         self._end = 0  # of the blocks that were seen to be whole
         self._inode = 0  # of the file they were seen in: another process may have set it aside
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For spawned workers: what functools remembers cannot be pickled, and is not needed there."""
+        return {**self.__dict__, "_real_folder": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _real_folder=_remembering_realpath())
 
     def load(self) -> KnownSizes:
         """All that the file knows."""
@@ -262,6 +269,10 @@ class LengthCache:
             "cache of lengths %s cannot be used (%s); lengths are measured and not remembered. "
             "packing_cache_dir names another directory", self.path, error.strerror or error,
         )  # fmt: skip
+
+
+def _remembering_realpath() -> Callable[[str], str]:
+    return lru_cache(_NUM_FOLDERS)(os.path.realpath)
 
 
 def _parsed(content: bytes, *, is_start: bool) -> tuple[NDArray[np.void], int]:

@@ -2,6 +2,7 @@ import fcntl
 import logging
 import multiprocessing
 import os
+import pickle
 import random
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from swift_vlpack.data.length_cache import (
     LengthCache,
 )  # fmt: skip
 from swift_vlpack.data.reasons import REASONS, Fault
+from tests.images import photo
 from tests.rows import image_row, text_row
 
 
@@ -396,3 +398,12 @@ def test_end_of_a_replaced_file_is_not_taken_for_an_unfinished_block(path):
     LengthCache(path, "context").append(keys(4, 5), last)
     mine.append(keys(6), sizes(60))
     assert found(path) == {number: 10 * number for number in range(1, 7)}
+
+
+def test_cache_goes_with_its_source_into_spawned_workers(path, tmp_path):
+    """LEN-6"""
+    photo(tmp_path, "one", 20, 20)
+    row = image_row([str(tmp_path / "one.jpg")])
+    cache = LengthCache(path, "context")
+    key = cache.key(row)
+    assert pickle.loads(pickle.dumps(cache)).key(row) == key

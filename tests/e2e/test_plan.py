@@ -67,8 +67,10 @@ def test_plan_of_a_file_is_what_two_ranks_train(config, tmp_path):
     assert (report["num_ranks"], report["num_epochs"], report["rows"]) == (2, 2, 15)
     assert report["packing_strategy"] == "exact"
     assert (report["unreadable"], report["failures_file"]) == ({"image_unreadable": 1}, str(listed))
-    [failed] = [json.loads(line) for line in listed.read_text().splitlines()]
-    assert (failed["id"], failed["images"]) == ("rows:14", [str(config.parent / "text.jpg")])
+    left_out = [json.loads(line) for line in listed.read_text().splitlines()]
+    [failed] = [row for row in left_out if row["reason"] == "image_unreadable"]
+    assert (failed["id"], failed["files"]) == ("rows:14", [str(config.parent / "text.jpg")])
+    assert len(left_out) == 1 + report["num_dropped"], "rows that fit no pack are listed too"
     assert list(tmp_path.iterdir()) == []
     assert not (config.parent / "out").exists(), "a plan leaves no output folder"
 

@@ -127,6 +127,7 @@ def transformers_trainer(model, template, packs, tmp_path):
         train_sampling_strategy="sequential", use_cpu=True, report_to="none", save_strategy="no",
         disable_tqdm=True,
     )  # fmt: skip
+    arguments.max_epochs = None  # ms-swift, once its trainers are loaded, asks every Trainer's arguments for it
     Recording(model=model, args=arguments, train_dataset=packs, data_collator=Collator(template)).train()
     return losses
 
