@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -46,9 +47,9 @@ def until(condition, what):
 def started(command, tmp_path, **environ):
     """The process, in a group of its own as a terminal would start it, with its output in files."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("VLPACK_")}
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    environ = {**clean, "TEST_RUN": str(tmp_path), "TMPDIR": str(folder), **environ}
+    folder = tempfile.mkdtemp()  # not below tmp_path: sockets are made in it, whose names cannot be that long
+    (tmp_path / "temporary").symlink_to(folder)
+    environ = {**clean, "TEST_RUN": str(tmp_path), "TMPDIR": folder, **environ}
     with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
         command = [sys.executable, "-m", "swift_vlpack.cli", *map(str, command)]
         return subprocess.Popen(command, stdout=out, stderr=err, env=environ, start_new_session=True)
