@@ -59,9 +59,22 @@ def prepare_dataset(pipeline: Any) -> list[Any]:
     if isinstance(packs, PlannedPackingDataset):
         check_measured(packs.dataset.sources, config.packing_max_failed_share)
     check_rope(pipeline.model.config, packs, template.max_length, config)
-    pipeline._save_val_dataset(val_rows)
+    val_rows = _saved_validation(pipeline, val_rows)
     _show(pipeline, packs, config)
     return [packs, _validation(val_rows, template, args, config)]
+
+
+def _saved_validation(pipeline: Any, rows: Any) -> Any:
+    """Write the validation rows beside the run, and drop those that ms-swift would.
+
+    It encodes the rows of text models ahead of time, which deletes the ones that fail or are too long; rows with images
+    wait until they are evaluated.
+    """
+    if pipeline.args.streaming or pipeline.args.model_meta.is_multimodal:
+        pipeline._save_val_dataset(rows)
+        return rows
+    _, kept = pipeline._encode_dataset(None, rows)
+    return kept
 
 
 def use_attention(model: Any, asked_for: str | None) -> None:

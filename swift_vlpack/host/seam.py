@@ -34,6 +34,7 @@ SEAM: tuple[tuple[str, str, frozenset[str]], ...] = tuple(
         ("swift.dataset", "RowPreprocessor.preprocess", "self row"),
         ("swift.dataset", "load_dataset", "datasets split_dataset_ratio shuffle use_hf"),
         ("swift.pipelines.train.sft", "SwiftSft._prepare_dataset", "self"),
+        ("swift.pipelines.train.sft", "SwiftSft._encode_dataset", "self train_dataset val_dataset"),
         ("swift.pipelines.train.sft", "SwiftSft._save_val_dataset", "self val_dataset"),
         ("swift.template", "Template.data_collator", "self batch padding_to"),
         ("swift.template", "Template.encode", "self inputs return_length"),

@@ -1,0 +1,49 @@
+"""Models without vision, which ms-swift treats in a way of their own."""
+
+import pytest
+
+from tests.host.runs import argv, epoch_report, packed_argv, train
+from tests.rows import text_row, write_jsonl
+from tests.tiny import build_tokenizer
+
+MODEL_TYPE, TEMPLATE = "qwen2", "qwen2_5"
+
+
+@pytest.fixture(scope="module")
+def text_folder(tmp_path_factory):
+    """A tiny Qwen2 with the small vocabulary."""
+    import torch
+    import transformers
+
+    tokenizer = build_tokenizer(is_small=True)
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=4096, initializer_range=0.1,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("text") / "model"
+    transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_text_model_trains_packed_and_evaluates_the_rows_that_plain_ms_swift_evaluates(
+    text_folder, tmp_path, monkeypatch
+):
+    """DATA-13 TRAIN-6: rows that are too long are deleted there, where rows with images would be exchanged."""
+    monkeypatch.setenv("VLPACK_PACKING_DROP_LAST", "false")
+    rows = [text_row(f"question {n}", "word " * (5 * n + 3)) for n in range(12)]
+    data = write_jsonl(tmp_path / "train.jsonl", rows)
+    val = write_jsonl(tmp_path / "val.jsonl", [*rows[3:7], text_row("question", "word " * 300), *rows[:2]])
+    flags = {
+        "template": TEMPLATE, "dataset": data, "val_dataset": val,
+        "max_length": 128, "eval_on_start": "true", "eval_strategy": "epoch",
+        "num_train_epochs": 1, "learning_rate": 0, "per_device_eval_batch_size": 2,
+    }  # fmt: skip
+    found = {}
+    for name, made in (("packed", packed_argv), ("plain", argv)):
+        result = train(made(text_folder, MODEL_TYPE, tmp_path / name, **flags))
+        found[name] = next(line["eval_loss"] for line in result["log_history"] if "eval_loss" in line)
+    assert found["packed"] == pytest.approx(found["plain"], abs=1e-6)
+    assert epoch_report(tmp_path / "packed")["num_samples"] == 12
