@@ -13,6 +13,7 @@ from swift.loss_scale import loss_scale_map
 from swift.template import Template, get_template
 from swift.template.templates.qwen import Qwen2_5VLTemplate
 from swift.utils import import_external_file
+from swift.utils import utils as swift_utils
 
 from swift_vlpack.data.fusion import RowSource
 from swift_vlpack.host import headers
@@ -58,6 +59,7 @@ class Runs:
 @pytest.fixture
 def runs(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))  # plugins put their folder first
+    monkeypatch.setattr(swift_utils, "_external_files", [])  # which dataloader workers import again
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # an edit within a second would not be seen
     for registry in (agent_template_map, loss_scale_map):
         monkeypatch.setitem(registry, "mine", None)
