@@ -116,6 +116,8 @@ def test_spawned_workers_train_packed(tiny_folder, dataset, tmp_path):
     assert [epoch_report(tmp_path, epoch)["num_samples"] for epoch in (0, 1)] == [16, 16]
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_mistake_in_an_option_is_clear_at_the_end_of_the_output(tiny_folder, dataset, tmp_path):
     """TRAIN-5 CLI-12: in plain `swift sft` too."""
     flags = argv(tiny_folder(FAMILY), FAMILY, tmp_path, dataset=dataset)

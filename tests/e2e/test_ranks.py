@@ -164,8 +164,10 @@ TOLD = (
 
 @pytest.mark.parametrize(
     ("word", "others", "told"),
-    [("answer", {}, ["content: "]), ("question", OTHER_OPTIONS, TOLD)],
-    ids=["data", "options"],
+    [
+        pytest.param("answer", {}, ["content: "], id="data", marks=[pytest.mark.slow, pytest.mark.telling]),
+        pytest.param("question", OTHER_OPTIONS, TOLD, id="options"),
+    ],
 )
 def test_ranks_with_different_files_or_options_are_stopped_at_the_start(
     word, others, told, tiny_folder, dataset, tmp_path

@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.data import attention
@@ -13,6 +14,8 @@ from swift_vlpack.host import seam
 from swift_vlpack.host.install import activate, deactivate, install
 from swift_vlpack.host.seam import UnsupportedSwift, check_seam
 from swift_vlpack.launch import plugin_path
+from tests.host.runs import epoch_report, packed_argv, train
+from tests.rows import text_row, write_jsonl
 
 
 def test_seam_of_the_installed_version_holds():
@@ -119,6 +122,22 @@ def test_a_child_process_that_trains_gets_the_plugin():
     child.join(60)
     assert child.exitcode == 0
     assert results.get() is True
+
+
+def train_in_child(_, flags):
+    train(flags)
+
+
+@pytest.mark.slow
+@pytest.mark.telling
+def test_training_function_that_torch_spawns_trains_packed(tiny_folder, tmp_path):
+    """TRAIN-12"""
+    data = write_jsonl(tmp_path / "rows.jsonl", [text_row(f"question {n}", "word " * (5 * n + 5)) for n in range(8)])
+    flags = packed_argv(tiny_folder("qwen2_5_vl"), "qwen2_5_vl", tmp_path / "out", dataset=data, num_train_epochs=1)
+    torch.multiprocessing.spawn(train_in_child, (flags,), nprocs=1)
+    report = epoch_report(tmp_path / "out")
+    assert report["num_samples"] == 8
+    assert report["num_packs"] < 8
 
 
 def uncaught(code, **environ):
