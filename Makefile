@@ -33,7 +33,7 @@ test-slow: $(READY)  ## Run the long tests
 	$(BIN)/python -m pytest -m slow
 
 test-telling: $(READY)  ## Run those of the long tests that CI runs too
-	$(BIN)/python -m pytest -m "slow and telling"
+	$(BIN)/python -m pytest -n 2 -m "slow and telling"
 
 test-oldest:  ## Run the tests of the host layer against the oldest supported ms-swift
 	@test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest

@@ -194,7 +194,13 @@ def test_ranks_and_workers_read_every_row_once_an_epoch(template, form, num_rank
 
 
 @pytest.mark.parametrize(
-    ("persistent", "context"), [(True, "fork"), (False, "fork"), (True, "spawn"), (False, "forkserver")]
+    ("persistent", "context"),
+    [
+        (True, "fork"),
+        (False, "fork"),
+        (True, "spawn"),
+        pytest.param(False, "forkserver", marks=[pytest.mark.slow, pytest.mark.telling]),
+    ],
 )
 def test_workers_of_every_kind_see_every_epoch(template, persistent, context):
     """STREAM-7"""

@@ -607,7 +607,9 @@ def test_pickled_packs_are_the_same_packs(template, rows, form):
     assert [sample["input_ids"] for sample in travelled] == [sample["input_ids"] for sample in expected[0]]
 
 
-@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "context", ["spawn", pytest.param("forkserver", marks=[pytest.mark.slow, pytest.mark.telling])]
+)
 def test_spawned_workers_deliver_the_same_packs(template, rows, loader_of, context):
     """DATA-9 RANKS-1: a fresh interpreter, with the data and the template as pickle brings them."""
     dataset = packed(rows[:12], template)

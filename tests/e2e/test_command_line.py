@@ -86,6 +86,8 @@ def test_swift_sft_from_yaml_with_its_env_block(tiny_folder, dataset, tmp_path):
     assert report["num_packs"] == 8, "two samples a pack"
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_vlpack_sft_with_flags_and_yaml_keys(tiny_folder, dataset, tmp_path):
     """TRAIN-3"""
     content = {

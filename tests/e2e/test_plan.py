@@ -59,6 +59,8 @@ def run(*argv, cwd):
     return done
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_plan_of_a_file_is_what_two_ranks_train(config, tmp_path):
     """CLI-6 CLI-7 CLI-8 CLI-9"""
     done = run("plan", "--config", config, "--json", cwd=tmp_path)

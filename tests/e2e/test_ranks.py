@@ -14,7 +14,7 @@ import pytest
 from swift_vlpack.host.state import FILE
 from swift_vlpack.launch import plugin_path
 from tests.e2e.ranks import ROOT, Run, free_port, ids, last_complete, step_of, trained
-from tests.host.runs import argv, epoch_report, packed_argv, train
+from tests.host.runs import SMALL_VOCABULARY, argv, epoch_report, packed_argv, train
 from tests.images import photo
 from tests.rows import image_row, text_row, write_jsonl
 
@@ -46,10 +46,16 @@ def dataset(tmp_path_factory):
 def flags(tiny_folder, output, dataset, **options):
     """Everything is trained, the vision tower too, with gradient checkpointing, which is ms-swift's default."""
     return argv(
-        tiny_folder(FAMILY), FAMILY, output, dataset=dataset,
+        tiny_folder(FAMILY), FAMILY, output, dataset=dataset, external_plugins=SMALL_VOCABULARY,
         **{"num_train_epochs": 1, "freeze_vit": "false", "freeze_aligner": "false", "save_strategy": "steps",
            "save_steps": 1, "split_dataset_ratio": 0, **options},
     )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(small_folder):
+    """Training is quicker with a small vocabulary."""
+    return small_folder
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +172,7 @@ TOLD = (
     ("word", "others", "told"),
     [
         pytest.param("answer", {}, ["content: "], id="data", marks=[pytest.mark.slow, pytest.mark.telling]),
-        pytest.param("question", OTHER_OPTIONS, TOLD, id="options"),
+        pytest.param("question", OTHER_OPTIONS, TOLD, id="options", marks=[pytest.mark.slow, pytest.mark.telling]),
     ],
 )
 def test_ranks_with_different_files_or_options_are_stopped_at_the_start(
@@ -180,7 +186,8 @@ def test_ranks_with_different_files_or_options_are_stopped_at_the_start(
     clean |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     clean["MASTER_PORT"] = str(free_port())
     entry = importlib.util.find_spec("swift.cli.sft").origin
-    ours = ["--external_plugins", plugin_path(), "--packing", "true", "--ddp_backend", "gloo", "--use_cpu", "true"]
+    plugins = ["--external_plugins", plugin_path(), SMALL_VOCABULARY]
+    ours = [*plugins, "--packing", "true", "--ddp_backend", "gloo", "--use_cpu", "true"]
     processes = []
     for rank, content in enumerate(files):
         path = tmp_path / str(rank) / "train.jsonl"

@@ -79,6 +79,8 @@ def trains(tmp_path):
     return log.is_file() and '"loss"' in log.read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_kill_of_the_number_that_was_started_ends_the_training(tiny_folder, dataset, tmp_path):
     """CLI-10"""
     run = started(["sft", training_file(tiny_folder, dataset, tmp_path)], tmp_path)

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from tests.host.runs import argv, epoch_report, log_lines, packed_argv, train
+from tests.e2e.ranks import ROOT, free_port
+from tests.host.runs import SMALL_VOCABULARY, argv, epoch_report, log_lines, packed_argv, train
 from tests.rows import mixed_rows, write_jsonl
 
 FAMILY = "qwen2_5_vl"
@@ -34,19 +35,26 @@ def files(tmp_path_factory):
     ]
 
 
+@pytest.fixture(scope="session")
+def tiny_folder(small_folder):
+    """Training is quicker with a small vocabulary."""
+    return small_folder
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tiny_folder, files, tmp_path_factory):
     output = tmp_path_factory.mktemp("two")
-    run_two_ranks(argv(tiny_folder(FAMILY), FAMILY, output, dataset=files, **FLAGS))
+    run_two_ranks(argv(tiny_folder(FAMILY), FAMILY, output, dataset=files, external_plugins=SMALL_VOCABULARY, **FLAGS))
     return output
 
 
 def run_two_ranks(flags, **environ):
     clean = {key: value for key, value in os.environ.items() if not key.startswith("VLPACK_")}
+    clean |= {"NPROC_PER_NODE": "2", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-m", "swift_vlpack.cli", "sft", *flags, "--ddp_backend", "gloo", "--use_cpu", "true"],
         capture_output=True, text=True, timeout=600, check=False,
-        env={**clean, **OPTIONS, "NPROC_PER_NODE": "2", "MASTER_PORT": "29563", "OMP_NUM_THREADS": "1", **environ},
+        env={**clean, **OPTIONS, **environ},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout + done.stderr
@@ -100,7 +108,9 @@ def test_two_ranks_resume_with_the_next_packs(two_ranks, tiny_folder, files, tmp
         "vlpack_state.json", "vlpack_state_rank0.json", "vlpack_state_rank1.json",
     }  # fmt: skip
     flags = {**FLAGS, "resume_from_checkpoint": checkpoint}
-    run_two_ranks(argv(tiny_folder(FAMILY), FAMILY, tmp_path, dataset=files, **flags))
+    run_two_ranks(
+        argv(tiny_folder(FAMILY), FAMILY, tmp_path, dataset=files, external_plugins=SMALL_VOCABULARY, **flags)
+    )
     for rank in range(2):
         assert packs(tmp_path, rank) == [pack for pack in whole[rank] if pack[0] > step]
     assert epoch_report(tmp_path) == epoch_report(two_ranks)

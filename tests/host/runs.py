@@ -9,6 +9,8 @@ from typing import Any
 from swift_vlpack.launch import plugin_path
 from tests.environment import restored_environment
 
+SMALL_VOCABULARY = Path(__file__).parent.parent / "plugins" / "small_vocabulary.py"
+"""For `--external_plugins` of a process of its own that trains a model of `small_folder`."""
 OFFLINE = {
     "torch_dtype": "float32",
     "report_to": "none",
@@ -52,8 +54,10 @@ def packed_argv(model: Path, family: str, output: Path, **options: Any) -> list[
 
 def train(flags: list[str]) -> dict[str, Any]:
     """Run it; ms-swift's own result, with `log_history`."""
+    import torch.utils.data._utils as of_loaders
     from swift.pipelines import sft_main
 
+    of_loaders.MP_STATUS_CHECK_INTERVAL = 0.5  # seconds; at 5 every loader with workers waits so long for its end
     with restored_environment():  # also where a fixture trains for a whole module
         result: dict[str, Any] = sft_main(flags)
     return result

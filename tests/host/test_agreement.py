@@ -38,7 +38,13 @@ def steps_of(rank, epochs):
     return steps
 
 
-@pytest.mark.parametrize("epochs", [[(3, 3), (5, 2), (0, 4), (0, 0), (1, 0)], [(1, 6, 3), (0, 0, 1)]])
+@pytest.mark.parametrize(
+    "epochs",
+    [
+        [(3, 3), (5, 2), (0, 4), (0, 0), (1, 0)],
+        pytest.param([(1, 6, 3), (0, 0, 1)], marks=[pytest.mark.slow, pytest.mark.telling]),
+    ],
+)
 def test_ranks_take_equally_many_steps_and_nobody_loses_a_pack(tmp_path, epochs):
     """STREAM-3: unequal shares, a rank without any, no pack at all; one group serves all epochs."""
     steps_by_rank = run(steps_of, len(epochs[0]), tmp_path, epochs)

@@ -826,6 +826,8 @@ def killed_again_and_again(template, folder, num_kills):
     assert not list((folder / "killed").rglob("*damaged*"))
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_killed_runs_keep_what_they_did_and_are_never_wrong(template, tmp_path):
     """LEN-8: 10 times."""
     killed_again_and_again(template, tmp_path, 10)

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -212,6 +213,8 @@ def test_only_trained_packs_are_consumed(tiny_folder, dataset, tmp_path):
     assert report["num_held"] == NUM_ROWS - report["num_samples"]
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_max_steps_bounds_all_runs_together(tiny_folder, dataset, uninterrupted, tmp_path):
     """RESUME-5"""
     whole, _ = uninterrupted
@@ -390,19 +393,21 @@ def test_first_batch_after_a_resume_comes_at_once(tiny_folder, tmp_path):
 
 def test_run_goes_on_with_the_lengths_it_planned_although_one_was_wrong(tiny_folder, tmp_path, monkeypatch):
     """RESUME-6 LEN-13: what loading finds to be longer is for the next run, not for the one that is resumed."""
-    from swift_vlpack.host import headers, lengths
+    from swift_vlpack.host import pipeline
 
     wide, other = photo(tmp_path, "wide", 300, 200), photo(tmp_path, "other", 150, 100)
     rows = [*[text_row(f"question {n}", "answer " * 20) for n in range(28)], image_row([wide]), image_row([other])]
     data = write_jsonl(tmp_path / "rows.jsonl", rows)
-    real = headers._header_of
-    monkeypatch.setattr(lengths, "NUM_TRIED", 0)
-    monkeypatch.setattr(lengths, "NUM_EXTREMES", 0)
-    monkeypatch.setattr(
-        headers,
-        "_header_of",
-        lambda image, load: headers.HeaderImage((64, 64)) if "wide" in str(image) else real(image, load),
-    )
+    measured = pipeline.measured
+
+    def with_one_too_short(*args):
+        source = measured(*args)
+        columns = source.sizes.columns.copy()
+        rows = [source.sample_id(index).row for index in range(len(source.rows))]
+        columns[0, rows.index(28)] = 20
+        return replace(source, sizes=replace(source.sizes, columns=columns))
+
+    monkeypatch.setattr(pipeline, "measured", with_one_too_short)
     set_environment({**OPTIONS, "VLPACK_PACKING_CACHE_DIR": str(tmp_path / "cache")})
     options = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 1, "gradient_accumulation_steps": 1}
     train(flags(tiny_folder, tmp_path / "whole", data, **options))
@@ -411,6 +416,7 @@ def test_run_goes_on_with_the_lengths_it_planned_although_one_was_wrong(tiny_fol
     checkpoint = tmp_path / "whole" / "checkpoint-1"
     train(flags(tiny_folder, tmp_path / "rest", data, **options, resume_from_checkpoint=checkpoint))
     assert trained(tmp_path / "rest") == [pack for pack in whole if pack[0] > 1]
+    monkeypatch.setattr(pipeline, "measured", measured)
     train(flags(tiny_folder, tmp_path / "new", data, **options))
     assert not list((tmp_path / "cache").glob("*.notes"))
     assert epoch_report(tmp_path / "rest") == epoch_report(tmp_path / "whole")

@@ -203,7 +203,9 @@ def resumable(tiny_folder, files, options, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize(("form", "workers"), [("stream", 2), ("sized", 0)])
+@pytest.mark.parametrize(
+    ("form", "workers"), [pytest.param("stream", 2, marks=[pytest.mark.slow, pytest.mark.telling]), ("sized", 0)]
+)
 def test_resumed_run_is_the_rest_of_the_uninterrupted_one(form, workers, resumable, options, tmp_path):
     """STREAM-9 STREAM-8: inside the first epoch, at its end, in the second; packs, losses and reports are the same."""
     more = {"dataloader_num_workers": workers}
@@ -247,7 +249,7 @@ def test_state_that_does_not_fit_is_refused_with_the_remedy(resumable, options, 
     (tmp_path / "four" / FILE).write_text(json.dumps(signed(state)))
     refused(r"another num_ranks \(4, now 1\)", resume_from_checkpoint=tmp_path / "four")
     (checkpoint / RANK_FILE.format(0)).unlink()
-    refused("has no vlpack_state_rank0.json; every rank writes one")
+    refused("has no vlpack_state_rank0.json: every rank writes one")
 
 
 def test_stream_is_evaluated_on_the_validation_rows(tiny_folder, files, tmp_path):

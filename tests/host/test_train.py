@@ -154,7 +154,7 @@ def test_strict_stops_at_the_first_unreadable_row_and_names_it(tiny_folder, tmp_
     """DATA-7"""
     rows = [text_row("one"), text_row("two"), image_row([str(tmp_path / "missing.jpg")])]
     dataset = write_jsonl(tmp_path / "rows.jsonl", rows)
-    with pytest.raises(Exception, match=r"rows:2: file_missing: (FileNotFoundError|UnidentifiedImageError)"):
+    with pytest.raises(Exception, match=r"rows:2: file_missing: no such file: .*missing\.jpg"):
         train(packed_argv(tiny_folder(FAMILY), FAMILY, tmp_path / "out", dataset=dataset, strict="true"))
 
 
