@@ -38,6 +38,8 @@ def options(folder, output, **more):
     return {flags[i][2:]: flags[i + 1] for i in range(0, len(flags), 2)}
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_swift_sft_with_the_plugin_from_flags(tiny_folder, dataset, tmp_path):
     """TRAIN-3 TRAIN-7 TRAIN-8 ISO-5"""
     flags = argv(tiny_folder(FAMILY), FAMILY, tmp_path, dataset=dataset, num_train_epochs=1, report_to="tensorboard")
@@ -104,6 +106,8 @@ def test_vlpack_sft_with_flags_and_yaml_keys(tiny_folder, dataset, tmp_path):
     assert "vlpack" not in json.loads((tmp_path / "out" / "args.json").read_text())["model_type"]
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_spawned_workers_train_packed(tiny_folder, dataset, tmp_path):
     """DATA-9"""
     flags = argv(

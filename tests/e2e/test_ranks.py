@@ -125,6 +125,8 @@ def test_killed_terminated_and_resumed_by_one_rank_every_sample_is_trained_once(
     assert (report["num_read"], report["num_samples"], report["num_packs"]) == (NUM_ROWS, NUM_ROWS, NUM_ROWS)
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_two_ranks_train_to_the_end_with_an_empty_pack(killed, tiny_folder, dataset, tmp_path):
     """RANKS-1 RANKS-4 DATA-10: the zero-loss pack of one rank beside an image of the other."""
     checkpoint = last_complete(killed[0])

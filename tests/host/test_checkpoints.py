@@ -63,6 +63,8 @@ def flags(tiny_folder, output, dataset, **options):
     return packed_argv(tiny_folder(FAMILY), FAMILY, output, dataset=dataset, **{**usual, **options})
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_checkpoints_load_where_the_package_is_not(tiny_folder, texts, tmp_path):
     """TRAIN-10: adapters and full weights, by ms-swift's own export and infer; what else the user loaded stays."""
     plugin = tmp_path / "plugin_of_the_user.py"
