@@ -198,7 +198,7 @@ def test_ranks_and_workers_read_every_row_once_an_epoch(template, form, num_rank
     [
         (True, "fork"),
         (False, "fork"),
-        (True, "spawn"),
+        pytest.param(True, "spawn", marks=[pytest.mark.slow, pytest.mark.telling]),
         pytest.param(False, "forkserver", marks=[pytest.mark.slow, pytest.mark.telling]),
     ],
 )

@@ -608,7 +608,11 @@ def test_pickled_packs_are_the_same_packs(template, rows, form):
 
 
 @pytest.mark.parametrize(
-    "context", ["spawn", pytest.param("forkserver", marks=[pytest.mark.slow, pytest.mark.telling])]
+    "context",
+    [
+        pytest.param("spawn", marks=pytest.mark.slow),
+        pytest.param("forkserver", marks=[pytest.mark.slow, pytest.mark.telling]),
+    ],
 )
 def test_spawned_workers_deliver_the_same_packs(template, rows, loader_of, context):
     """DATA-9 RANKS-1: a fresh interpreter, with the data and the template as pickle brings them."""

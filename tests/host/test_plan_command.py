@@ -79,7 +79,7 @@ def state_of(output):
     "length",
     [
         {"num_train_epochs": 2},
-        {"max_steps": 7},
+        pytest.param({"max_steps": 7}, marks=[pytest.mark.slow, pytest.mark.telling]),
         pytest.param({"num_train_epochs": 1.5}, marks=pytest.mark.slow),
     ],
     ids=str,
