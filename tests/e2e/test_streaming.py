@@ -105,7 +105,7 @@ def test_two_ranks_resume_with_the_next_packs(two_ranks, tiny_folder, files, tmp
     step = max(step for step, epoch, inside in whole[1] if inside and epoch == 0)
     checkpoint = two_ranks / f"checkpoint-{step}"
     assert {path.name for path in checkpoint.glob("vlpack_*")} == {
-        "vlpack_state.json", "vlpack_state_rank0.json", "vlpack_state_rank1.json",
+        "vlpack_rows.npz", "vlpack_state.json", "vlpack_state_rank0.json", "vlpack_state_rank1.json",
     }  # fmt: skip
     flags = {**FLAGS, "resume_from_checkpoint": checkpoint}
     run_two_ranks(
