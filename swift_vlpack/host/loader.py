@@ -72,7 +72,10 @@ class PackLoader(DataLoaderShard):
         """The workers that ended with an error, in words."""
         workers = getattr(self._reading, "_workers", ())
         # Its sockets are gone before it is: without waiting, the error that names it comes while another is printed.
-        wait([worker.sentinel for worker in workers], SECONDS_TO_DIE)
+        gone = wait([worker.sentinel for worker in workers], SECONDS_TO_DIE)
+        for worker in workers:
+            if worker.sentinel in gone:  # its files are closed; a moment later it has an exit code
+                worker.join(SECONDS_TO_DIE)
         codes = [(number, worker.pid, worker.exitcode) for number, worker in enumerate(workers)]
         return [
             f"dataloader worker {number} (pid {pid}) "

@@ -85,6 +85,8 @@ def test_plan_of_a_file_is_what_two_ranks_train(config, tmp_path):
     assert trained["num_tokens"] == report["num_tokens"]
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_report_for_a_reader_from_flags(config, tmp_path):
     """CLI-2 CLI-6: flags win over the file, and logs are no part of the report."""
     done = run("plan", "--config", config, "--num_ranks", "3", "--failures", "bad.jsonl", cwd=tmp_path)

@@ -96,6 +96,8 @@ def overlap_of(rank):
     return waited
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_vote_is_under_way_while_the_step_trains(tmp_path):
     """STREAM-3: rank 0 reads at once and trains long; the outcome is there when it asks."""
     waited, _ = run(overlap_of, 2, tmp_path)

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.e2e.ranks import ROOT, free_port
 
 TWO_RANKS = """
@@ -28,6 +30,8 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_rank_that_waits_says_for_whom_and_where():
     """RANKS-8: at the very first point, and at a later one; in words, and no more often than they are worth."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
