@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from swift_vlpack.data.attention import segmented_attention
+from swift_vlpack.data.model.attention import segmented_attention
 
 NUM_HEADS, HEAD_DIM = 8, 64
 ROWS = ((2048, 6), (4096, 8), (8192, 14), (8192, 40))  # tokens, samples

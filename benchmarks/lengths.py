@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from swift_vlpack.data.fusion import RowSource
-from swift_vlpack.host.lengths import measured
+from swift_vlpack.data.rows.fusion import RowSource
+from swift_vlpack.host.lengths.measured import measured
 from tests.images import photo
 from tests.rows import image_row, sentence, text_row
 from tests.tiny import save_model

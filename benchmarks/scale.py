@@ -30,9 +30,9 @@ from numpy.typing import NDArray
 
 from benchmarks.strategies import EXAMPLE, SEED, lengths_in, memory_now, note, print_table, timed, unbalanced
 from swift_vlpack.core.config import PackingConfig
-from swift_vlpack.core.fusion import schedule
-from swift_vlpack.core.planner import plan
-from swift_vlpack.core.resume import differing_fields
+from swift_vlpack.core.envelope import differing_fields
+from swift_vlpack.core.epoch.mix import schedule
+from swift_vlpack.core.epoch.planner import plan
 
 CAPACITY = 8192
 STAGES = ("schedule", "plan", "align", "digest", "balance")

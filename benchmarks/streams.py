@@ -55,10 +55,10 @@ def loader_of(who: str, template: Any, files: list[str], rank: int, num_ranks: i
         )
         return DataLoaderDispatcher(loader)
     from swift_vlpack import PackingConfig
-    from swift_vlpack.data.buffered import BufferedPackingDataset
-    from swift_vlpack.data.collate import Collator
-    from swift_vlpack.data.streams import StreamedRows
-    from swift_vlpack.host.stream_loader import StreamLoader
+    from swift_vlpack.data.feeds.buffered import BufferedPackingDataset
+    from swift_vlpack.data.model.collate import Collator
+    from swift_vlpack.data.rows.streams import StreamedRows
+    from swift_vlpack.host.training.stream_loader import StreamLoader
 
     config = PackingConfig(packing_length=CAPACITY, packing_buffer=WINDOW, packing_drop_last=False)
     packs = BufferedPackingDataset(StreamedRows(rows, template), template, config, rank=rank, num_ranks=num_ranks)

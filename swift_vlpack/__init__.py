@@ -3,13 +3,13 @@
 from importlib import import_module
 from typing import Any
 
-from swift_vlpack.core.boundaries import Boundaries
 from swift_vlpack.core.config import PackingConfig
-from swift_vlpack.core.fusion import schedule
-from swift_vlpack.core.packer import Packer
-from swift_vlpack.core.plan import Plan
-from swift_vlpack.core.planner import plan
-from swift_vlpack.core.records import Item, Pack
+from swift_vlpack.core.epoch.mix import schedule
+from swift_vlpack.core.epoch.plan import Plan
+from swift_vlpack.core.epoch.planner import plan
+from swift_vlpack.core.packing.boundaries import Boundaries
+from swift_vlpack.core.packing.packer import Packer
+from swift_vlpack.core.packing.records import Item, Pack
 
 __version__ = "0.1.0"
 __all__ = [
@@ -31,13 +31,13 @@ __all__ = [
 ]
 
 _NEED_TORCH = {
-    "Collator": "swift_vlpack.data.collate",
-    "FusionCaptionDataset": "swift_vlpack.data.fusion",
-    "LengthIndex": "swift_vlpack.data.lengths",
-    "PackingDataset": "swift_vlpack.data.dataset",
-    "RowSource": "swift_vlpack.data.fusion",
-    "prepare_model": "swift_vlpack.data.prepare",
-    "prove": "swift_vlpack.data.proof",
+    "Collator": "swift_vlpack.data.model.collate",
+    "FusionCaptionDataset": "swift_vlpack.data.rows.fusion",
+    "LengthIndex": "swift_vlpack.data.lengths.sizes",
+    "PackingDataset": "swift_vlpack.data.feeds.dataset",
+    "RowSource": "swift_vlpack.data.rows.fusion",
+    "prepare_model": "swift_vlpack.data.model.prepare",
+    "prove": "swift_vlpack.data.model.proof",
 }
 
 

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from swift_vlpack import __version__
+from swift_vlpack.core.account.plan_report import plan_report
+from swift_vlpack.core.account.plan_text import plan_text
 from swift_vlpack.core.config import PackingConfig, chosen_options, kind_of, option_names
+from swift_vlpack.core.epoch.length_files import read_lengths
+from swift_vlpack.core.epoch.planner import plan
 from swift_vlpack.core.errors import ConfigError, VLPackError
-from swift_vlpack.core.length_files import read_lengths
-from swift_vlpack.core.plan_report import plan_report
-from swift_vlpack.core.plan_text import plan_text
-from swift_vlpack.core.planner import plan
 from swift_vlpack.launch import checked_num_ranks, plan_launch, plugin_path, sft_launch
 
 EXIT_USAGE = 2
@@ -217,7 +217,7 @@ def _plan_run(argv: Sequence[str]) -> NoReturn:
     os.set_inheritable(report, True)
     os.dup2(STDERR, STDOUT)  # what libraries print is no part of the report
     form = "json" if args.json else "text"
-    command = [sys.executable, "-m", "swift_vlpack.host.plan_process", str(report), form, str(failures)]
+    command = [sys.executable, "-m", "swift_vlpack.host.commands.process", str(report), form, str(failures)]
     _become([*command, str(launch.num_ranks), *launch.flags], launch.environ)
 
 

@@ -102,7 +102,7 @@ def tiny(tiny_folder: Callable[[str], Path]) -> Callable[[str], Tiny]:
         from swift.model import get_model_processor
         from swift.template import get_template
 
-        from swift_vlpack.data import attention
+        from swift_vlpack.data.model import attention
 
         attention.register()
         folder = tiny_folder(family)

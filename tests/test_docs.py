@@ -13,7 +13,11 @@ import swift_vlpack
 from swift_vlpack.cli import main
 
 ROOT = Path(__file__).parent.parent
-CORE = [f"swift_vlpack.core.{module.name}" for module in pkgutil.iter_modules([str(ROOT / "swift_vlpack" / "core")])]
+CORE = [
+    module.name
+    for module in pkgutil.walk_packages([str(ROOT / "swift_vlpack" / "core")], "swift_vlpack.core.")
+    if not module.ispkg
+]
 
 
 @pytest.mark.parametrize("name", CORE)

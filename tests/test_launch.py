@@ -203,7 +203,7 @@ def test_every_config_of_the_project_is_valid(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     content = yaml.safe_load(path.read_text())
     if "sources" in content:
-        from swift_vlpack.host.fusion_config import read_fusion_config
+        from swift_vlpack.data.rows.fusion_config import read_fusion_config
 
         assert [spec.name for spec in read_fusion_config(str(path))]
         return

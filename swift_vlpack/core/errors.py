@@ -6,12 +6,12 @@ VLPackError
 |-- PlanError          a plan cannot be given the shape that was asked for
 |-- BoundaryError      positions or tokens disagree with where samples start
 |-- StateMismatch      a saved state belongs to other data, another config or another version
-|-- SampleError        a row cannot be encoded (data/samples.py); becomes a counted reason
-|-- TooManyFailures    so many rows in a row that the data must be broken (data/samples.py)
-|-- IsolationError     samples of a pack see each other, or the proof cannot be made (data/isolation.py)
+|-- SampleError        a row cannot be encoded (data/rows/samples.py); becomes a counted reason
+|-- TooManyFailures    so many rows in a row that the data must be broken (data/rows/samples.py)
+|-- IsolationError     samples of a pack see each other, or the proof cannot be made (data/model/isolation.py)
 |-- RanksDiffer        the ranks would train on different data (host/ranks.py)
-|-- StateNotSaved      the state of the data cannot be written into a checkpoint (host/state.py)
-|-- WorkerDied         a dataloader worker was killed, or left (host/loader.py)
+|-- StateNotSaved      the state of the data cannot be written into a checkpoint (host/training/state.py)
+|-- WorkerDied         a dataloader worker was killed, or left (host/training/loader.py)
 `-- UnsupportedSwift   this ms-swift has moved something that packing holds on to (host/seam.py)
 """
 

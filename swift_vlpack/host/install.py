@@ -12,11 +12,11 @@ import multiprocessing
 import sys
 from typing import Any
 
-from swift_vlpack.data import attention
+from swift_vlpack.data.model import attention
 from swift_vlpack.host.messages import join_log, quiet_mistakes
 from swift_vlpack.host.seam import SEAM, UnsupportedSwift, check_seam
 
-TRAINER = "swift_vlpack.host.trainer.PackingTrainer"
+TRAINER = "swift_vlpack.host.training.trainer.PackingTrainer"
 CALLBACK = "vlpack"
 
 
@@ -69,7 +69,7 @@ def activate() -> None:
     from swift.pipelines.train.sft import SwiftSft
     from swift.trainers import TrainerFactory
 
-    from swift_vlpack.host.callback import PackingCallback
+    from swift_vlpack.host.training.callback import PackingCallback
 
     _original_trainer()
     TrainerFactory.TRAINER_MAPPING["causal_lm"] = TRAINER

@@ -14,25 +14,25 @@ from numpy.typing import NDArray
 from swift.dataset import LazyLLMDataset
 from swift.utils import get_logger, is_master, stat_array
 
-from swift_vlpack.core.advice import StepSize, length_warning, step_size
+from swift_vlpack.core.account.advice import StepSize, length_warning, step_size
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.words import counted
-from swift_vlpack.data import attention
-from swift_vlpack.data.buffered import BufferedPackingDataset
-from swift_vlpack.data.dataset import PackingDataset
-from swift_vlpack.data.failures import check_measured
-from swift_vlpack.data.fusion import FusionCaptionDataset, RowSource
-from swift_vlpack.data.pass_bar import one_bar
-from swift_vlpack.data.planned import PlannedPackingDataset
-from swift_vlpack.data.samples import SampleError
-from swift_vlpack.data.streams import StreamedRows
-from swift_vlpack.data.urls import Urls
+from swift_vlpack.data.feeds.buffered import BufferedPackingDataset
+from swift_vlpack.data.feeds.dataset import PackingDataset
+from swift_vlpack.data.feeds.failures import check_measured
+from swift_vlpack.data.feeds.planned import PlannedPackingDataset
+from swift_vlpack.data.lengths.pass_bar import one_bar
+from swift_vlpack.data.model import attention
+from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
+from swift_vlpack.data.rows.samples import SampleError
+from swift_vlpack.data.rows.streams import StreamedRows
+from swift_vlpack.data.rows.urls import Urls
 from swift_vlpack.host.args import OWN_ATTENTION, packing_config
-from swift_vlpack.host.headers import reading_urls
-from swift_vlpack.host.lengths import measured
+from swift_vlpack.host.lengths.headers import reading_urls
+from swift_vlpack.host.lengths.measured import measured
 from swift_vlpack.host.ranks import check_equal, num_ranks, num_ranks_of_run, options_of_run, rank, versions
-from swift_vlpack.host.row_effects import check_rope
-from swift_vlpack.host.sources import load_sources, load_stream
+from swift_vlpack.host.rows.sources import load_sources, load_stream
+from swift_vlpack.host.training.row_effects import check_rope
 
 logger = get_logger()
 

@@ -17,8 +17,8 @@ from swift.utils import get_dist_setting
 
 import swift_vlpack
 from swift_vlpack.core.config import RESUME_DATA, PackingConfig
+from swift_vlpack.core.envelope import differing_fields
 from swift_vlpack.core.errors import VLPackError
-from swift_vlpack.core.resume import differing_fields
 from swift_vlpack.host.waiting import waiting
 
 Result = TypeVar("Result")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from swift_vlpack.host.state import FILE
+from swift_vlpack.host.training.state import FILE
 from swift_vlpack.launch import plugin_path
 from tests.e2e.ranks import ROOT, Run, free_port, ids, last_complete, step_of, trained
 from tests.host.runs import SMALL_VOCABULARY, argv, epoch_report, packed_argv, train

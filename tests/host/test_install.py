@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from swift_vlpack.core.errors import ConfigError
-from swift_vlpack.data import attention
+from swift_vlpack.data.model import attention
 from swift_vlpack.host import seam
 from swift_vlpack.host.install import activate, deactivate, install
 from swift_vlpack.host.seam import UnsupportedSwift, check_seam

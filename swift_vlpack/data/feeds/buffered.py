@@ -1,0 +1,259 @@
+"""Packs as samples come: the iterable form of `PackingDataset`.
+
+Every dataloader worker of every rank reads its own share of the rows (`core/epoch/shares.py`), encodes and packs it; no
+sample ever travels between processes. With each pack goes a small JSON of where its worker stands after it: rows read,
+what is still held. The training process keeps the latest of them (`Progress`), which is all that a checkpoint needs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from swift_vlpack.core.config import PackingConfig
+from swift_vlpack.core.envelope import Named, Whole, check_shape
+from swift_vlpack.core.epoch.shares import Share, share_of
+from swift_vlpack.core.errors import StateMismatch
+from swift_vlpack.core.packing.packer import Packer
+from swift_vlpack.core.packing.records import Dropped, Item, ItemId
+from swift_vlpack.data.feeds.dataset import PackingDataset, counted_failure, packed_samples
+from swift_vlpack.data.lengths.sizes import size_of
+from swift_vlpack.data.rows.fusion import Template
+from swift_vlpack.data.rows.samples import Encoded, LeftOut, PackedSamples, PackRecord, SampleError, SampleId
+from swift_vlpack.data.rows.streams import StreamedRows
+
+WorkerState = dict[str, Any]
+PROGRESS = {
+    **dict.fromkeys(("epoch", "turn", "num_trained"), Whole()),
+    "num_workers": Whole(1),
+    "workers": [
+        {
+            **dict.fromkeys(("worker", "num_read", "num_packs", "num_failed_in_a_row"), Whole()),
+            "is_at_end": bool,
+            "ready": [[(None, Whole(1), Whole(), Whole())]],
+            "packer": Named(None),
+        }
+    ],
+}
+"""The shape of a rank's saved state; the packer checks its own."""
+
+
+class BufferedPackingDataset(PackingDataset, IterableDataset[PackedSamples]):
+    """The iterable form: a buffer of encoded samples, the packer over their lengths, packs as they fill.
+
+    `rank` of `num_ranks` and the dataloader worker that iterates decide which share of the rows is read.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        template: Template,
+        config: PackingConfig,
+        *,
+        seed: int = 0,
+        rank: int = 0,
+        num_ranks: int = 1,
+    ) -> None:
+        super().__init__(dataset, template, config)
+        self.seed = seed
+        if isinstance(self.dataset, StreamedRows):
+            self.dataset.seed = seed
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.left_out_behind: list[LeftOut] = []
+        """What the epoch left out that no pack of this rank could tell of; its loader says so at the end."""
+        self._restored: Progress | None = None
+
+    def restore(self, progress: Progress) -> None:
+        """Iterate the saved epoch from where it was left: the next pack is the one after the last trained one."""
+        self._restored = progress
+        self.set_epoch(progress.epoch)
+
+    def __iter__(self) -> Iterator[PackedSamples]:
+        self.follow_epoch()
+        info = get_worker_info()
+        worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
+        saved = None
+        if self._restored is not None and self._restored.epoch == self.epoch:
+            # A dataloader asks its worker 0 first; the saved run would have asked worker `turn` next.
+            worker = (worker + self._restored.turn) % num_workers
+            saved = self._restored.workers.get(worker)
+        buffer = _Buffer(self.config, self.epoch, worker, seed=self.seed + self.epoch)
+        if saved is not None:
+            buffer.load(saved)
+        return buffer.packs(self.dataset, share_of(self.rank, self.num_ranks, worker, num_workers))
+
+
+class Progress:
+    """How far a rank has trained: the epoch, whose turn it is, and where each of its workers stands."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = max(1, num_workers)
+        self.epoch = 0
+        self.turn = 0
+        self.num_trained = 0
+        """Batches of the epoch, rows without loss included: on all ranks equally many."""
+        self.workers: dict[int, WorkerState] = {}
+
+    def trained(self, record: PackRecord) -> None:
+        """Note a pack that has been trained. One of another epoch starts anew."""
+        if record.epoch != self.epoch:
+            self.epoch, self.turn, self.num_trained, self.workers = record.epoch, 0, 0, {}
+        self.num_trained += 1
+        for state in record.progress:
+            self.workers[state["worker"]] = state
+            # Dataloaders take turns, and pass over workers that are at their end.
+            self.turn = (state["worker"] + 1) % self.num_workers
+
+    def state(self) -> dict[str, Any]:
+        """As JSON: cursors, and ids and lengths of what is held."""
+        return {
+            "num_workers": self.num_workers,
+            "epoch": self.epoch,
+            "turn": self.turn,
+            "num_trained": self.num_trained,
+            "workers": [self.workers[worker] for worker in sorted(self.workers)],
+        }
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Progress:
+        """What `state` was taken from; one that cannot be is refused."""
+        check_shape(state, PROGRESS, "state")
+        if state["turn"] >= state["num_workers"]:
+            raise StateMismatch(f"damaged: state.turn is {state['turn']} of {state['num_workers']} workers")
+        progress = cls(state["num_workers"])
+        progress.epoch, progress.turn, progress.num_trained = state["epoch"], state["turn"], state["num_trained"]
+        progress.workers = {saved["worker"]: saved for saved in state["workers"]}
+        return progress
+
+
+class _Buffer:
+    """Encoded samples that wait for a pack: the core's packer decides, this holds the tensors.
+
+    A sample's id is its number in the share: 0, 1, 2 and so on.
+    """
+
+    def __init__(self, config: PackingConfig, epoch: int, worker: int, *, seed: int) -> None:
+        self._config = config
+        self._epoch = epoch
+        self._worker = worker
+        self._packer = Packer(config, seed=seed, on_drop=self._dropped, label=self._name)
+        self._waiting: dict[ItemId, Encoded | SampleError] = {}
+        self._ready: deque[tuple[Item, ...]] = deque()
+        self._left_out: list[LeftOut] = []
+        self._num_read = 0
+        self._num_failed_in_a_row = 0
+        self._num_packs = 0
+        self._is_at_end = False
+
+    def packs(self, dataset: Any, share: Share) -> Iterator[PackedSamples]:
+        """Pack a share. One pack is kept back, so that what the end leaves out has a record to travel in."""
+        samples = dataset.encoded(share, start=self._num_read, also=self._held_ids())
+        self._encode_held_again(samples)
+        if not self._is_at_end:
+            for sample in samples:
+                self._take(sample)
+                while len(self._ready) > 1:
+                    yield self._next()
+            self._ready += [pack.items for pack in self._packer.flush()]
+            self._is_at_end = True
+        while self._ready:
+            yield self._next()
+        if self._left_out:
+            yield self._pack([])
+
+    def state(self) -> WorkerState:
+        """What a fresh buffer needs after a pack to have the same future, as JSON without a sample in it.
+
+        What was left out so far is not part of it: the pack's record has told of it.
+        """
+        return {
+            "worker": self._worker,
+            "num_read": self._num_read,
+            "num_packs": self._num_packs,
+            "num_failed_in_a_row": self._num_failed_in_a_row,
+            "is_at_end": self._is_at_end,
+            "ready": [[list(item) for item in items] for items in self._ready],
+            "packer": self._packer.state(),
+        }
+
+    def load(self, state: WorkerState) -> None:
+        """Continue where `state` was taken; the held samples are encoded when `packs` begins."""
+        self._num_read = state["num_read"]
+        self._num_packs = state["num_packs"]
+        self._num_failed_in_a_row = state["num_failed_in_a_row"]
+        self._is_at_end = state["is_at_end"]
+        self._ready = deque(tuple(Item(*item) for item in items) for items in state["ready"])
+        self._packer.load(state["packer"])
+
+    def _held(self) -> list[Item]:
+        return sorted([*self._packer.held, *(item for items in self._ready for item in items)])
+
+    def _held_ids(self) -> set[ItemId]:
+        return {item.id for item in self._held()}
+
+    def _encode_held_again(self, samples: Iterator[Encoded | SampleError]) -> None:
+        for item in self._held():
+            sample = next(samples, None)
+            if sample is None:
+                raise StateMismatch(
+                    f"the saved state holds row {item.id} of a share of the data, and the share now ends before it: "
+                    "the data has changed. Give the data of the saved run, or start without --resume_from_checkpoint"
+                )
+            if not isinstance(sample, SampleError) and sample["length"] != item.length:
+                raise StateMismatch(
+                    f"{sample['sample_id']} has {sample['length']} tokens and had {item.length} when the state was "
+                    "saved: data or template have changed. Give those of the saved run, or start without "
+                    "--resume_from_checkpoint"
+                )
+            self._waiting[item.id] = sample
+
+    def _take(self, sample: Encoded | SampleError) -> None:
+        number = self._num_read
+        self._num_read += 1
+        if isinstance(sample, SampleError):
+            self._num_failed_in_a_row += 1
+            limit = self._config.packing_max_failures
+            self._left_out.append(counted_failure(sample, self._num_failed_in_a_row, limit))
+            return
+        self._num_failed_in_a_row = 0
+        self._waiting[number] = sample
+        self._ready += [pack.items for pack in self._packer.push(_item(number, sample))]
+
+    def _next(self) -> PackedSamples:
+        samples = []
+        for item in self._ready.popleft():
+            sample = self._waiting.pop(item.id)
+            if isinstance(sample, SampleError):  # it could be read before the run was interrupted
+                self._left_out.append(counted_failure(sample, 1, self._config.packing_max_failures))
+            else:
+                samples.append(sample)
+        return self._pack(samples)
+
+    def _pack(self, samples: list[Encoded]) -> PackedSamples:
+        left_out, self._left_out = self._left_out, []
+        self._num_packs += 1
+        pack = packed_samples(samples, self._epoch, self._num_packs - 1, self._config, left_out)
+        pack.record = replace(pack.record, progress=(self.state(),))
+        return pack
+
+    def _name(self, number: ItemId) -> str:
+        return str(_id_of(self._waiting[number]))
+
+    def _dropped(self, item: Item, reason: Dropped) -> None:
+        said = f"{item.length} tokens, {item.images} images"
+        self._left_out.append(LeftOut(_id_of(self._waiting.pop(item.id)), reason.value, said))
+
+
+def _item(number: int, sample: Encoded) -> Item:
+    size = size_of(sample)
+    return Item(number, size.length, size.images, size.patches)
+
+
+def _id_of(sample: Encoded | SampleError) -> SampleId:
+    sample_id: SampleId = sample.sample_id if isinstance(sample, SampleError) else sample["sample_id"]
+    return sample_id

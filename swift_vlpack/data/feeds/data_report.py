@@ -1,0 +1,90 @@
+"""What the data of a plan is like, as plain numbers for machines, and which rows of it cannot be encoded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swift_vlpack.data.feeds.planned import PlannedPackingDataset
+from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
+from swift_vlpack.data.rows.left_out import as_json, deleted_by_loader
+from swift_vlpack.data.rows.samples import Address
+
+
+def data_report(packs: PlannedPackingDataset, merge_size: int | None = None) -> dict[str, Any]:
+    """Lengths, images and mix of the current epoch, and how many rows of its sources cannot be encoded.
+
+    `merge_size`: a vision token stands for so many patches in height and in width; None where that is not known.
+    """
+    dataset: FusionCaptionDataset = packs.dataset
+    sizes = dataset.scheduled_sizes()
+    is_usable = sizes.lengths > 0
+    lengths = sizes.lengths[is_usable]
+    num_tokens = int(lengths.sum())
+    num_patches = int(sizes.patches[is_usable].sum())
+    unreadable = Counter(reason for source in dataset.sources for reason in _failures(source).values())
+    return {
+        "rows": sum(len(source.rows) for source in dataset.sources),
+        "lengths": _length_facts(lengths),
+        "share_of_rows_with_image": _share(int((sizes.images[is_usable] > 0).sum()), len(lengths)),
+        "share_of_vision_tokens": None if merge_size is None else _share(num_patches // merge_size**2, num_tokens),
+        "unreadable": dict(sorted(unreadable.items())),
+        "sources": _mix(dataset, packs.plan.members),
+    }
+
+
+def left_out_rows(packs: PlannedPackingDataset) -> Iterator[dict[str, Any]]:
+    """Every row that is in no pack, as a run lists them; those of no epoch can be encoded in none."""
+    dataset: FusionCaptionDataset = packs.dataset
+    origins = {source.name: source.origin or source.name for source in dataset.sources}
+    for number, source in enumerate(dataset.sources):
+        for left_out in deleted_by_loader(source):
+            yield as_json(left_out, None, origins)
+        for index in sorted(_failures(source)):
+            yield as_json(dataset.failed(Address(number, index)), None, origins)
+    for left_out in packs.left_out_by_plan():
+        if left_out.reason in packs.plan.dropped:
+            yield as_json(left_out, packs.epoch, origins)
+
+
+def _failures(source: RowSource) -> dict[int, str]:
+    return {} if source.sizes is None else dict(source.sizes.failures)
+
+
+def _length_facts(lengths: NDArray[np.int64]) -> dict[str, float]:
+    # The percentiles are lengths that occur, so that they are whole numbers of tokens.
+    median, p95, p99 = np.percentile(lengths, (50, 95, 99), method="higher").tolist()
+    least, most, mean = int(lengths.min()), int(lengths.max()), round(float(lengths.mean()), 1)
+    return {"min": least, "median": median, "p95": p95, "p99": p99, "max": most, "mean": mean}
+
+
+def _mix(dataset: FusionCaptionDataset, packed: NDArray[np.int32]) -> dict[str, dict[str, Any]]:
+    """What each source was asked for, and what it has in the packs."""
+    num_sources = len(dataset.sources)
+    asked = [source.num_used * source.ratio for source in dataset.sources]
+    source_of_sample = dataset.schedule.source[packed]
+    num_samples = np.bincount(source_of_sample, minlength=num_sources).tolist()
+    tokens = np.bincount(source_of_sample, weights=dataset.scheduled_sizes().lengths[packed], minlength=num_sources)
+    num_tokens = tokens.astype(np.int64).tolist()
+    return {
+        source.name: {
+            "rows": len(source.rows),
+            "num_unreadable": len(_failures(source)),
+            "num_deleted_by_loader": source.num_lost,
+            "asked_ratio": source.ratio,
+            "asked_share": _share(asked[number], sum(asked)),
+            "num_samples": num_samples[number],
+            "share_of_samples": _share(num_samples[number], sum(num_samples)),
+            "num_tokens": num_tokens[number],
+            "share_of_tokens": _share(num_tokens[number], sum(num_tokens)),
+        }
+        for number, source in enumerate(dataset.sources)
+    }
+
+
+def _share(part: float, whole: float) -> float:
+    return round(part / whole, 4) if whole else 0.0

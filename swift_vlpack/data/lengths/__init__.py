@@ -1,0 +1,1 @@
+"""The size of every row before any is trained on."""

@@ -1,0 +1,100 @@
+"""Sizes of rows: what the plan needs to know of every row before any is trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swift_vlpack.data.rows.faults import Fault
+from swift_vlpack.data.rows.samples import Encoded, num_images
+
+NO_LABEL = -100
+
+
+class RowSize(NamedTuple):
+    """Tokens, images, vision patches and supervised tokens of one row; all 0 where it cannot be encoded."""
+
+    length: int
+    images: int = 0
+    patches: int = 0
+    supervised: int = 0
+    """Tokens with a label, which are those that the loss is a mean of."""
+
+
+NUM_COLUMNS = len(RowSize._fields)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LengthIndex:
+    """The sizes of many rows, as columns, and why some have none."""
+
+    columns: NDArray[np.int64]  # (4, num_rows): the fields of `RowSize`
+    failures: Mapping[int, str]
+    """The reason, for every row of length 0."""
+    faults: Mapping[int, Fault] = field(default_factory=dict)
+    """The same in words, with the files at fault, where that is known."""
+
+    @classmethod
+    def of(
+        cls,
+        sizes: Iterable[RowSize],
+        failures: Mapping[int, str] | None = None,
+        faults: Mapping[int, Fault] | None = None,
+    ) -> LengthIndex:
+        """From one size a row."""
+        rows = np.array(list(sizes), dtype=np.int64).reshape(-1, NUM_COLUMNS)
+        return cls(rows.T.copy(), failures or {}, faults or {})
+
+    def fault(self, index: int) -> Fault:
+        """What is wrong with a row that has no size."""
+        return self.faults.get(index) or Fault(self.failures.get(index, "encode_failed"), "found at an earlier start")
+
+    def __len__(self) -> int:
+        return self.columns.shape[1]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each row, after its images are expanded."""
+        return self.columns[0]
+
+    @property
+    def images(self) -> NDArray[np.int64]:
+        """Images of each row."""
+        return self.columns[1]
+
+    @property
+    def patches(self) -> NDArray[np.int64]:
+        """Vision patches of each row, of images and videos."""
+        return self.columns[2]
+
+    @property
+    def supervised(self) -> NDArray[np.int64]:
+        """Tokens of each row that have a label."""
+        return self.columns[3]
+
+
+def size_of(sample: Encoded) -> RowSize:
+    """The size of an encoded sample."""
+    length = int(sample.get("length") or len(sample["input_ids"]))
+    grids = (sample.get("image_grid_thw"), sample.get("video_grid_thw"))
+    patches = sum(int(grid.prod(-1).sum()) for grid in grids if grid is not None and len(grid))
+    return RowSize(length, num_images(sample), patches, num_supervised(sample))
+
+
+def num_supervised(sample: Encoded) -> int:
+    """Tokens of an encoded sample that have a label."""
+    labels = sample.get("labels")
+    if labels is None:
+        return 0
+    return len(labels) - list(labels).count(NO_LABEL)
+
+
+def aspect_of(sample: Encoded) -> float:
+    """Longer side over shorter of the most extreme image or video; 0 without any."""
+    grids = [sample[name] for name in ("image_grid_thw", "video_grid_thw") if sample.get(name) is not None]
+    ratios = [max(height / width, width / height) for grid in grids for _, height, width in grid.tolist()]
+    return max(ratios, default=0.0)

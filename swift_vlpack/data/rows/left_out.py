@@ -1,0 +1,110 @@
+"""The list of every row that is trained in no pack: `left_out.jsonl`, one JSON object a line.
+
+    {"id": "captions:17", "where": "/data/captions.jsonl:18", "reason": "file_missing",
+     "error": "no such file: /data/a.jpg", "files": ["/data/a.jpg"], "epoch": 0, "when": "2026-01-31T12:00:00+00:00"}
+
+`epoch` is null for rows that ms-swift's loader deleted: no epoch has them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from swift_vlpack.data.rows.fusion import RowSource
+from swift_vlpack.data.rows.places import place
+from swift_vlpack.data.rows.samples import LeftOut, SampleId
+
+try:
+    import fcntl
+except ImportError:  # no such locks on this system, which has no shared disk either
+    fcntl = None  # type: ignore[assignment]
+
+logger = logging.getLogger(__name__)
+
+DELETED = "deleted_by_loader"
+Key = tuple[str, int | None, str]
+
+
+def deleted_by_loader(source: RowSource) -> Iterator[LeftOut]:
+    """The rows of a source's file that never became rows."""
+    for row in source.lost_rows:
+        yield LeftOut(SampleId(source.name, int(row)), DELETED, "ms-swift's loader or preprocess_func left the row out")
+
+
+class LeftOutRows:
+    """Appends to the list of a run; every rank has one over the same file. A row is listed once for an epoch."""
+
+    def __init__(self, path: Path, sources: Iterable[RowSource] = ()) -> None:
+        self.path = path
+        self._origins = {source.name: source.origin or source.name for source in sources}
+        self._listed: set[Key] | None = None
+        self._is_writable = True
+
+    def add(self, epoch: int | None, left_out: Iterable[LeftOut]) -> None:
+        """List rows of an epoch, but for those that are listed, before a resume into the same folder for example."""
+        lines = []
+        for one in left_out:
+            key = (str(one.sample_id), epoch, one.reason)
+            listed = self._listed_before() if self._listed is None else self._listed
+            if key not in listed:
+                listed.add(key)
+                lines.append(json.dumps(as_json(one, epoch, self._origins), ensure_ascii=False) + "\n")
+        if lines and self._is_writable:
+            try:
+                _append(self.path, "".join(lines).encode())
+            except OSError as error:
+                self._is_writable = False
+                logger.warning("rows that are left out are in the log only, %s cannot be written: %s", self.path, error)
+
+    def _listed_before(self) -> set[Key]:
+        self._listed = {(line["id"], line["epoch"], line["reason"]) for line in listed(self.path)}
+        return self._listed
+
+
+def as_json(left_out: LeftOut, epoch: int | None, origins: Mapping[str, str]) -> dict[str, Any]:
+    """A row that is left out, as its line says it."""
+    source, row, is_loaded = left_out.sample_id
+    return {
+        "id": str(left_out.sample_id),
+        "where": place(origins.get(source, source), row, is_loaded=is_loaded),
+        "reason": left_out.reason,
+        "error": left_out.detail,
+        "files": list(left_out.files),
+        "epoch": epoch,
+        "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def listed(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a list; what a killed process left half written is passed over."""
+    with suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
+        for text in file:
+            with suppress(ValueError):
+                line = json.loads(text)
+                if isinstance(line, dict) and {"id", "reason", "epoch"} <= set(line):
+                    yield line
+
+
+def _append(path: Path, lines: bytes) -> None:
+    """At the end of the file, in one piece, while other ranks do the same."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as file:
+        if fcntl is not None:
+            with suppress(OSError):  # a file system without locks; appending is one write in any case
+                fcntl.flock(file, fcntl.LOCK_EX)
+        if file.seek(0, os.SEEK_END) and not _ends_a_line(file):
+            lines = b"\n" + lines
+        file.write(lines)
+
+
+def _ends_a_line(file: Any) -> bool:
+    file.seek(-1, os.SEEK_END)
+    is_end: bool = file.read(1) == b"\n"
+    return is_end

@@ -1,0 +1,122 @@
+"""What travels from the data to the trainer: addresses in, encoded samples out, a record of what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from swift_vlpack.core.errors import VLPackError
+from swift_vlpack.core.packing.boundaries import Boundaries
+from swift_vlpack.data.rows.faults import Fault
+
+Encoded = dict[str, Any]
+
+
+class SampleId(NamedTuple):
+    """A row of a source: its name, and the row's number in the file or data set it came from.
+
+    Where the loader made that unknowable, `is_loaded`: the number is the row's place in what was loaded.
+    """
+
+    source: str
+    row: int
+    is_loaded: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.source}:{'loaded-' if self.is_loaded else ''}{self.row}"
+
+
+class Address(NamedTuple):
+    """Where a sample is to be found: position in the loaded rows of a source."""
+
+    source: int
+    row_index: int
+
+
+class PackAddress(NamedTuple):
+    """Everything a worker needs to build one pack, so that it needs no plan of its own."""
+
+    epoch: int
+    number: int
+    samples: tuple[Address, ...]
+
+
+class LeftOut(NamedTuple):
+    """A sample that is in no pack, and why."""
+
+    sample_id: SampleId
+    reason: str
+    detail: str = ""
+    """The error in words."""
+    files: tuple[str, ...] = ()
+    """The files at fault, where that is known."""
+
+
+class SampleError(VLPackError):
+    """A row cannot be encoded; names the row and the reason that is counted."""
+
+    def __init__(
+        self, sample_id: SampleId, reason: str, detail: str, is_lasting: bool = True, files: tuple[str, ...] = ()
+    ) -> None:
+        """`is_lasting` says that the same row would fail again; `files` are those at fault."""
+        super().__init__(f"{sample_id}: {reason}: {detail}")
+        self.sample_id = sample_id
+        self.reason = reason
+        self.detail = detail
+        self.is_lasting = is_lasting
+        self.files = files
+
+    @property
+    def fault(self) -> Fault:
+        """What was wrong, without the row."""
+        return Fault(self.reason, self.detail, self.files)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.sample_id, self.reason, self.detail, self.is_lasting, self.files)
+
+
+class TooManyFailures(VLPackError):
+    """So many consecutive rows could not be read that the data, not a row, must be broken."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackRecord:
+    """What one pack is made of; travels beside the tensors and ends in the counters."""
+
+    epoch: int
+    number: int
+    sample_ids: tuple[SampleId, ...]
+    lengths: tuple[int, ...]
+    num_images: int
+    single_long: bool = False
+    left_out: tuple[LeftOut, ...] = field(default=())
+    progress: tuple[dict[str, Any], ...] = field(default=(), repr=False)
+    """Where its worker stands after this pack, as JSON; none where packs are planned."""
+
+    @property
+    def boundaries(self) -> Boundaries:
+        """Where samples start in the row."""
+        return Boundaries(self.lengths)
+
+    def __str__(self) -> str:
+        shown = ", ".join(map(str, self.sample_ids[:8]))
+        more = len(self.sample_ids) - 8
+        return f"pack {self.number} of epoch {self.epoch} [{shown}{f', and {more} more' if more > 0 else ''}]"
+
+
+class PackedSamples(list[Encoded]):
+    """The encoded samples of one pack, a plain list for the collator, with their record."""
+
+    def __init__(self, samples: Iterable[Encoded], record: PackRecord) -> None:
+        super().__init__(samples)
+        self.record = record
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (list(self), self.record)
+
+
+def num_images(sample: Encoded) -> int:
+    """Images of an encoded sample, by its grid."""
+    grid = sample.get("image_grid_thw")
+    return 0 if grid is None else len(grid)

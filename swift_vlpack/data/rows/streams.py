@@ -1,0 +1,122 @@
+"""Rows without a length: `IterableDataset` of `datasets`, webdataset-like pipelines, any other iterable."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import count, islice
+from typing import Any
+
+import dill  # type: ignore[import-untyped]
+from torch.utils.data._utils import worker as torch_worker
+
+from swift_vlpack.core.epoch.shares import EVERYTHING, Share
+from swift_vlpack.data.rows.fusion import Row, Template, encode_row, tried
+from swift_vlpack.data.rows.randomness import RandomStream
+from swift_vlpack.data.rows.samples import Encoded, SampleError, SampleId
+
+_END: Any = object()
+
+
+class StreamedRows:
+    """Rows without a length, encoded in the order in which they come.
+
+    A share is read from shards of its own where the stream has enough of them; otherwise by reading every row and
+    encoding every n-th. A row's number is its place in the stream, or, where shards are read, a number that no other
+    row has: the k-th row of share s is number `s + k * num_shares`.
+    """
+
+    def __init__(self, rows: Iterable[Row], template: Template, *, name: str = "stream", strict: bool = False) -> None:
+        self.rows = rows
+        self.template = template
+        self.name = name
+        self.strict = strict
+        self.epoch = 0
+        self.seed = 0
+        """Of what is drawn while rows are read and encoded."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For spawned workers. ms-swift maps a lambda over the rows of a stream, which pickle itself refuses."""
+        return {**self.__dict__, "rows": dill.dumps(self.rows)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({**state, "rows": dill.loads(state["rows"])})
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the stream, if it wants to know."""
+        self.epoch = epoch
+        _set_epoch(self.rows, epoch)
+
+    def has_shards_for(self, num_shares: int) -> bool:
+        """Whether every share can have shards of its own, so that nobody reads another's rows."""
+        return hasattr(self.rows, "shard") and getattr(self.rows, "num_shards", 1) >= num_shares
+
+    def first_rows(self, num_rows: int) -> list[Row]:
+        """What the stream begins with in epoch 0, unencoded; nothing of an iterator, which cannot be read again."""
+        if isinstance(self.rows, Iterator):
+            return []
+        _set_epoch(self.rows, 0)
+        first = list(islice(_unsplit(self.rows), num_rows))
+        _set_epoch(self.rows, self.epoch)
+        return first
+
+    def encoded(
+        self, share: Share = EVERYTHING, *, start: int = 0, also: Collection[int] = ()
+    ) -> Iterator[Encoded | SampleError]:
+        """The share's rows from the `start`-th on, after those `also` wanted: the sample, or why there is none.
+
+        Rows before `start` are read past, not encoded.
+        """
+        reading = RandomStream(self.seed, self.epoch, self.name, *share)
+        rows = self._rows(share)
+        for index in count():
+            with reading:
+                row = next(rows, _END)
+            if row is _END:
+                return
+            if index >= start or index in also:
+                with RandomStream(self.seed, self.epoch, self.name, share.row(index)):
+                    sample = tried(self._encode, row, SampleId(self.name, share.row(index)))
+                yield sample
+
+    def _rows(self, share: Share) -> Iterator[Row]:
+        number, num_shares = share
+        if num_shares == 1 or not self.has_shards_for(num_shares):
+            return islice(_unsplit(self.rows), number, None, num_shares)
+        shard: Any = self.rows.shard(num_shards=num_shares, index=number)  # type: ignore[attr-defined]
+        _set_epoch(shard, self.epoch)
+        return _unsplit(shard)
+
+    def _encode(self, row: Row, sample_id: SampleId) -> Encoded:
+        return encode_row(self.template, row, sample_id, strict=self.strict)
+
+
+def _set_epoch(rows: Any, epoch: int) -> None:
+    if hasattr(rows, "set_epoch"):
+        rows.set_epoch(epoch)
+
+
+def _unsplit(rows: Iterable[Row]) -> Iterator[Row]:
+    """All rows, also from an iterable that splits itself among dataloader workers: shares are dealt out here.
+
+    `IterableDataset` of `datasets`, for one, gives the only shard of a stream to worker 0 and nothing to the others.
+    """
+    with _no_worker():
+        iterator = iter(rows)
+    while True:
+        with _no_worker():
+            try:
+                row = next(iterator)
+            except StopIteration:
+                return
+        yield row
+
+
+@contextmanager
+def _no_worker() -> Iterator[None]:
+    """Code that asks torch for its dataloader worker hears that there is none."""
+    hidden, torch_worker._worker_info = torch_worker._worker_info, None
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = hidden

@@ -1,0 +1,1 @@
+"""The length pass with ms-swift's template."""

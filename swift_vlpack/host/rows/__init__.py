@@ -1,0 +1,1 @@
+"""Rows by ms-swift's own loader."""

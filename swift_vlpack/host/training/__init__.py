@@ -1,0 +1,1 @@
+"""ms-swift's trainer, and what is around it."""

@@ -1,0 +1,214 @@
+"""The loss of a step is the mean over its tokens, in however many rows they come.
+
+A batch of four becomes four rows of an accumulation, and ms-swift sums the losses of the rows. That is right for a loss
+that is a sum over tokens divided by `num_items_in_batch`, the tokens of the whole step. A loss that is a mean over the
+tokens of its row is weighted here; any other is refused. Which one a loss is, is measured before step 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from peft import PeftModel
+from swift.utils import get_logger, to_device
+
+from swift_vlpack.core.errors import ConfigError, VLPackError
+from swift_vlpack.data.model.collate import layout
+from swift_vlpack.data.model.isolation import untouched
+from swift_vlpack.data.model.proof import short_samples
+from swift_vlpack.data.rows.samples import Encoded
+from swift_vlpack.host.training.proof import dtype_of
+
+logger = get_logger()
+
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 3e-2}
+IGNORED = -100
+CAUSAL_LM = "cross_entropy"
+"""The only one of ms-swift's own loss types that is for causal_lm."""
+
+Loss = Callable[..., torch.Tensor]
+
+
+class LossNotAdditive(ConfigError):
+    """Losses of rows cannot be added up to that of a step."""
+
+
+class MeanOfStep:
+    """A mean over the tokens of one row, as that row's share of the mean over all tokens of the step.
+
+    In an evaluation, which is not accumulated, it is what it was.
+    """
+
+    def __init__(self, mean_of_row: Loss, trainer: Any) -> None:
+        self.mean_of_row = mean_of_row
+        self.trainer = trainer
+        self.num_items: Any = None
+        """Tokens of the step, where the caller does not hand them on."""
+
+    def __call__(self, outputs: Any, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """The loss of one row."""
+        loss = self.mean_of_row(outputs, labels, **kwargs)
+        num_items = kwargs.get("num_items_in_batch", self.num_items)
+        if num_items is None or self.trainer.is_evaluating:
+            return loss
+        return loss * (num_targets(labels) / num_items)
+
+
+def num_targets(labels: torch.Tensor) -> torch.Tensor:
+    """Tokens that are predicted."""
+    return (labels[..., 1:] != IGNORED).sum()
+
+
+class Losses(NamedTuple):
+    """Of two samples, each in a row of its own and in one row, as parts of one step."""
+
+    first: float
+    second: float
+    together: float
+    together_in_twice_the_step: float
+    share_of_first: float
+    """Of the tokens of both."""
+
+    def is_sum(self, tolerance: float) -> bool:
+        """Whether rows add up: a sum over tokens, divided by the tokens of the step."""
+        return _close(self.first + self.second, self.together, tolerance) and _close(
+            2 * self.together_in_twice_the_step, self.together, tolerance
+        )
+
+    def is_mean(self, tolerance: float) -> bool:
+        """Whether it is a mean over the tokens of its row, whatever the step."""
+        mean = self.share_of_first * self.first + (1 - self.share_of_first) * self.second
+        return _close(mean, self.together, tolerance) and _close(
+            self.together_in_twice_the_step, self.together, tolerance
+        )
+
+
+def add_up(trainer: Any) -> None:
+    """Make sure that the losses of rows add up to that of their step, or stop before step 1."""
+    coefficient = trainer.args.router_aux_loss_coef
+    trainer.args.router_aux_loss_coef = 0.0  # balances experts over a row, and adds up to nothing
+    try:
+        with untouched(trainer.model):
+            losses = measured(trainer)
+    except VLPackError:
+        raise
+    except Exception as error:
+        raise LossNotAdditive(
+            f"whether the losses of rows add up to that of a step could not be checked ({type(error).__name__}: "
+            f"{error}); mend that, or set packing_verify=false to train the model's own loss without a check"
+        ) from error
+    finally:
+        trainer.args.router_aux_loss_coef = coefficient
+        trainer.custom_metrics["eval"].clear()  # the accuracy of what was no evaluation
+    tolerance = TOLERANCE[dtype_of(trainer)]
+    if losses is None or losses.is_sum(tolerance):
+        return
+    if trainer.compute_loss_func is None or not losses.is_mean(tolerance):
+        raise LossNotAdditive(_refusal(trainer, losses))
+    trainer.compute_loss_func = MeanOfStep(trainer.compute_loss_func, trainer)
+    logger.info(
+        f"packing: --loss_type {trainer.args.loss_type} is a mean over the tokens of a row; the rows of a step are "
+        "weighted by their tokens"
+    )
+
+
+def measured(trainer: Any) -> Losses | None:
+    """The losses of two real samples with targets; None where the data has no such sample to measure with."""
+    with_targets = [sample for sample in short_samples(trainer.packs) if _num_targets(sample) > 2]
+    if not with_targets:
+        return None
+    first, second = with_targets[0], _with_fewer_targets(with_targets[-1])
+    in_first, in_second = _num_targets(first), _num_targets(second)
+    num_items = in_first + in_second
+    return Losses(
+        first=loss_of(trainer, [first], num_items),
+        second=loss_of(trainer, [second], num_items),
+        together=loss_of(trainer, [first, second], num_items),
+        together_in_twice_the_step=loss_of(trainer, [first, second], 2 * num_items),
+        share_of_first=in_first / num_items,
+    )
+
+
+def loss_of(trainer: Any, samples: Sequence[Encoded], num_items: int) -> float:
+    """The loss of one row of a step with so many tokens, the way that training takes."""
+    device = trainer.accelerator.device
+    inputs = to_device(trainer.data_collator.row(list(samples)), device)
+    model = getattr(trainer, "model_wrapped", None) or trainer.model
+    with layout(trainer.template, packed=True), trainer.template.forward_context(trainer.model, inputs):
+        inputs = trainer._prepare_inputs(inputs)
+        with trainer.compute_loss_context_manager():
+            loss = trainer.compute_loss(model, inputs, num_items_in_batch=torch.tensor(num_items, device=device))
+    return float(loss)
+
+
+def warn_of_what_differs(trainer: Any) -> None:
+    """Say what of the loss is not what its name promises."""
+    args = trainer.args
+    if trainer.model_info.is_moe_model and args.router_aux_loss_coef:
+        logger.warning(
+            f"packing: --router_aux_loss_coef {args.router_aux_loss_coef} balances the experts over one row, which is "
+            "a pack, where it would be a padded batch; rows are weighted by their tokens"
+        )
+    if trainer.label_smoother is not None and not shifts_smoothed_labels(trainer):
+        logger.warning(
+            f"--label_smoothing_factor {args.label_smoothing_factor}: for {_model_name(trainer)} ms-swift smooths the "
+            "loss of predicting each token at its own position, not at the one before; so it does without packing, "
+            "too. Leave it out unless that is what you want"
+        )
+
+
+def refuse_loss_type(loss_type: str | None) -> None:
+    """Stop where a loss of ms-swift's is for other tasks than causal_lm."""
+    from swift.loss import loss_map
+
+    known = loss_map.get(loss_type)
+    if known is None or loss_type == CAUSAL_LM or not known.__module__.startswith("swift."):
+        return
+    raise ConfigError(
+        f"--loss_type {loss_type} cannot be used with packing: it compares samples, options or sentences, and is not a "
+        f"loss over tokens; leave it out, or take {CAUSAL_LM}, or a loss of your own that divides by num_items_in_batch"
+    )
+
+
+def shifts_smoothed_labels(trainer: Any) -> bool:
+    """As ms-swift decides it: by the name of the model's class."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return _model_name(trainer) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def _model_name(trainer: Any) -> str:
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return str((model.model if isinstance(model, PeftModel) else model)._get_name())
+
+
+def _refusal(trainer: Any, losses: Losses) -> str:
+    whose = (
+        f"--loss_type {trainer.args.loss_type}" if trainer.compute_loss_func else f"the loss of {_model_name(trainer)}"
+    )
+    return (
+        f"{whose} cannot be used with packing: it is neither a sum over tokens divided by num_items_in_batch, nor a "
+        f"mean over the tokens of its row, so rows do not add up to a step (two rows of a step: {losses.first:.6g} and "
+        f"{losses.second:.6g}, both samples in one row: {losses.together:.6g}). Divide the sum by num_items_in_batch, "
+        "or train without packing"
+    )
+
+
+def _num_targets(sample: Encoded) -> int:
+    return sum(label != IGNORED for label in sample["labels"][1:])
+
+
+def _with_fewer_targets(sample: Encoded) -> Encoded:
+    """A third of them: a mean over tokens and one over samples are told apart by samples that differ."""
+    kept = max(1, _num_targets(sample) // 3)
+    labels = []
+    for label in sample["labels"]:
+        kept -= label != IGNORED
+        labels.append(label if kept >= 0 else IGNORED)
+    return {**sample, "labels": labels}
+
+
+def _close(one: float, other: float, tolerance: float) -> bool:
+    return abs(one - other) <= tolerance * max(abs(one), abs(other), 1e-6)

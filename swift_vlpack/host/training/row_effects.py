@@ -1,0 +1,76 @@
+"""Parts of a model and its training that look at a whole row, where they would have looked at one sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from swift_vlpack.core.config import PackingConfig
+from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.data.feeds.planned import PlannedPackingDataset
+
+BY_LONGEST = ("dynamic", "longrope", "su")
+"""RoPE types that choose frequencies by the longest sample of a row; su is longrope's first name."""
+
+
+def check_rope(model_config: Any, packs: Any, max_length: int | None, config: PackingConfig) -> None:
+    """Refuse packs in which a long sample would change the frequencies of those beside it.
+
+    Up to the length that the model was trained with all samples have the same ones; a longer one is alone in its row
+    where it does not fit a pack.
+    """
+    longest = _longest(packs, max_length)
+    for rope_type, limit in rope_limits(model_config):
+        if longest <= limit or config.packing_length <= limit:
+            continue
+        raise ConfigError(
+            f"the model's RoPE is {rope_type}: it takes other frequencies for a row with a sample of more than {limit} "
+            f"tokens, and there are some (up to {longest}). The samples beside one would not be trained as they are "
+            f"alone. Set --packing_length {limit}, so that longer ones have a row of their own, or --max_length {limit}"
+        )
+
+
+def rope_limits(model_config: Any) -> Iterator[tuple[str, int]]:
+    """The RoPE types that depend on the longest sample, with the length up to which they do not."""
+    text = getattr(model_config, "text_config", model_config)
+    parameters = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    is_flat = not all(isinstance(value, Mapping) for value in parameters.values())
+    for one in (parameters,) if is_flat else parameters.values():
+        rope_type = one.get("rope_type") or one.get("type")
+        if rope_type not in BY_LONGEST:
+            continue
+        limit = None if rope_type == "dynamic" else one.get("original_max_position_embeddings")
+        limit = limit or getattr(text, "original_max_position_embeddings", None) or text.max_position_embeddings
+        yield rope_type, int(limit)
+
+
+def _longest(packs: Any, max_length: int | None) -> int:
+    """Tokens of the longest sample there is, or can be."""
+    if isinstance(packs, PlannedPackingDataset):
+        return max(int(source.sizes.lengths.max(initial=0)) for source in packs.dataset.sources if source.sizes)
+    return max_length or 0
+
+
+def noise_by_sample(trainer: Any) -> None:
+    """NEFTune's noise shrinks with the length of the sample, as it does without packing, and not with the row's.
+
+    Takes the place of the trainer's own hook, which the trainer takes off at the end.
+    """
+    if trainer.neftune_noise_alpha is None:
+        return
+    trainer.neftune_hook_handle.remove()
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    embeddings = model.get_input_embeddings()
+
+    def add_noise(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        if not module.training:
+            return output
+        lengths = torch.tensor(trainer.lengths_in_row or output.shape[1:2], device=output.device)
+        # For a row that the samples do not make up this raises: noise of a wrong size would go unnoticed.
+        by_token = (lengths * output.shape[2]).rsqrt().repeat_interleave(lengths).view(1, -1, 1)
+        noise = torch.empty_like(output).uniform_(-1, 1)
+        return output + noise * (module.neftune_noise_alpha * by_token).to(output.dtype)
+
+    trainer.neftune_hook_handle = embeddings.register_forward_hook(add_noise)

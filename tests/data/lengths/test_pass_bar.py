@@ -1,0 +1,60 @@
+from types import SimpleNamespace
+
+import numpy as np
+
+from swift_vlpack.data.lengths.pass_bar import one_bar, stage
+
+
+def lines(captured):
+    """What is left on a terminal: a bar that is drawn again begins with a carriage return."""
+    return [
+        line.split("\r")[-1]
+        for line in captured.err.split("\n")
+        if "%|" in line and ("row/s" in line or "s/row" in line)
+    ]
+
+
+def test_stages_of_a_pass_share_one_bar(capsys):
+    """CLI-15: what is looked at twice counts twice, and the bar is full at the end."""
+    with one_bar(30, is_shown=True):
+        for name, num_rows in (("a", 10), ("b", 20)):
+            for text, num in (("Looking up", num_rows), ("Checking", 3), ("Lengths", num_rows)):
+                with stage(f"{text} of {name}", num, is_shown=True) as bar:
+                    for _ in range(num):
+                        bar.update(1)
+        with stage("Checking of b", 5, is_shown=True) as bar:
+            bar.update(2)  # and a difference ends it
+    (line,) = lines(capsys.readouterr())
+    assert "100%" in line
+    assert "68/68" in line
+    assert line.startswith("Checking of b: ")
+
+
+def test_stage_of_its_own_has_its_own_bar_and_nothing_is_no_bar(capsys):
+    """CLI-15"""
+    with stage("Lengths of a", 4, is_shown=True) as bar:
+        bar.update(4)
+    with stage("Lengths of a", 0, is_shown=True), stage("Lengths of a", 4, is_shown=False) as bar:
+        bar.update(4)
+    with one_bar(9, is_shown=False), stage("Lengths of a", 4, is_shown=True) as bar:
+        bar.update(4)
+    (line,) = lines(capsys.readouterr())
+    assert "4/4" in line
+
+
+def test_all_sources_are_measured_with_one_bar(tiny, tmp_path, capsys):
+    """CLI-15: the real pass over three sources; the second start only looks up."""
+    from swift_vlpack import PackingConfig
+    from swift_vlpack.data.rows.fusion import RowSource
+    from swift_vlpack.host.pipeline import fused
+    from tests.rows import text_row
+
+    template = tiny("qwen2_5_vl").template
+    sources = [RowSource(name=name, rows=[text_row(f"{name} {n}") for n in range(300)]) for name in "abc"]
+    args = SimpleNamespace(dataset_num_proc=1, strict=False, train_dataloader_shuffle=True, data_seed=1, seed=1)
+    config = PackingConfig(packing_length=512, packing_cache_dir=str(tmp_path))
+    for _ in range(2):
+        dataset = fused(sources, template, args, config)
+        assert np.all(dataset.scheduled_sizes().lengths > 0)
+        shown = lines(capsys.readouterr())
+        assert [("100%" in line, line.count("of c")) for line in shown] == [(True, 1)], shown

@@ -1,0 +1,171 @@
+"""Every way in which a row can be unusable has one counted reason, and words for the log."""
+
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torchvision
+
+from swift_vlpack.data.rows.faults import REASONS, fault_of, is_lasting
+from swift_vlpack.data.rows.fusion import encode_row
+from swift_vlpack.data.rows.samples import SampleError, SampleId
+from tests.images import noise, photo
+from tests.rows import image_row, text_row
+
+FAMILY = "qwen2_5_vl"
+
+
+def bomb(path):
+    """A PNG of 60 bytes that claims 50,000 x 50,000 pixels."""
+    chunks = [(b"IHDR", struct.pack(">IIBBBBB", 50_000, 50_000, 8, 2, 0, 0, 0)), (b"IEND", b"")]
+    data = [
+        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body)) for kind, body in chunks
+    ]
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(data))
+
+
+def video(path):
+    """A film of 8 frames."""
+    import av
+
+    with av.open(str(path), "w") as film:
+        stream = film.add_stream("mpeg4", rate=4)
+        stream.width = stream.height = 64
+        stream.pix_fmt = "yuv420p"
+        for number in range(8):
+            frame = av.VideoFrame.from_ndarray(np.full((64, 64, 3), 20 * number, np.uint8), format="rgb24")
+            for packet in stream.encode(frame):
+                film.mux(packet)
+        for packet in stream.encode():
+            film.mux(packet)
+    return str(path)
+
+
+def bad_files(folder):
+    """Files that are no images, by kind, with the reason."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in (("empty.jpg", b""), ("text.jpg", b"no image"), ("vector.svg", b"<svg></svg>")):
+        (folder / name).write_bytes(content)
+    for name, num_bytes in (
+        ("head.png", 20),
+        ("half-head.png", 30),
+        ("head.jpg", 50),
+        ("head.gif", 8),
+        ("head.webp", 20),
+    ):
+        noise(40, 30).save(folder / name)
+        (folder / name).write_bytes((folder / name).read_bytes()[:num_bytes])
+    (folder / "folder.jpg").mkdir()
+    bomb(folder / "bomb.png")
+    noise(3000, 4).save(folder / "aspect.png")
+    reasons = {
+        "missing.jpg": "file_missing",
+        "empty.jpg": "file_empty",
+        "folder.jpg": "file_is_folder",
+        "bomb.png": "image_too_large",
+        "aspect.png": "aspect_ratio",
+    }
+    names = [path.name for path in sorted(folder.iterdir())]
+    return {str(folder / name): reasons.get(name, "image_unreadable") for name in ["missing.jpg", *names]}
+
+
+def bad_rows(folder):
+    """Rows that cannot be encoded, each with its reason."""
+    good = photo(folder, "good", 60, 40)
+    malformed = ([None], [5], [{}], [{"bytes": None, "path": None}], [["a.jpg"]], [""], [good, None], 5, [[good]])
+    return [
+        *[
+            (image_row([path], f"what is {Path(path).name}?"), reason)
+            for path, reason in bad_files(folder / "bad").items()
+        ],
+        *[({**text_row("<image>" * 2), "images": images}, "images_malformed") for images in malformed],
+        *[({"messages": messages}, "no_messages") for messages in ([], None)],
+        ({"images": [good]}, "no_messages"),
+        ({**text_row("<video>what?"), "videos": [str(folder / "gone.mp4")]}, "file_missing"),
+        (image_row(["data:image/png;base64,AAAA"]), "image_unreadable"),
+        (image_row([good, str(folder / "bad" / "text.jpg")]), "image_unreadable"),
+        (text_row(answer="word " * 5000), "over_max_length"),
+        ({"messages": "no list"}, "encode_failed"),
+    ]
+
+
+@pytest.fixture
+def template(tiny):
+    return tiny(FAMILY).template
+
+
+def failure(template, row):
+    with pytest.raises(SampleError) as caught:
+        encode_row(template, row, SampleId("rows", 7))
+    return caught.value
+
+
+def test_every_bad_row_has_its_reason_and_names_its_file(template, tmp_path):
+    """LEN-11"""
+    for row, reason in bad_rows(tmp_path):
+        error = failure(template, row)
+        assert error.reason == reason, (row, error.detail)
+        assert reason in REASONS
+        assert str(error).startswith(f"rows:7: {reason}: ")
+        for path in error.files:
+            assert path in error.detail
+
+
+def test_malformed_entries_are_shown(template, tmp_path):
+    """LEN-11"""
+    error = failure(template, {**text_row("<image>"), "images": [photo(tmp_path, "good"), None, 5]})
+    assert error.detail.endswith("; not a path, a URL or the content of an image: [None, 5]")
+
+
+@pytest.fixture
+def no_reader(monkeypatch):
+    """As where neither decord nor torchcodec is installed, and torchvision has given reading up."""
+    from qwen_vl_utils import vision_process
+
+    if hasattr(torchvision.io, "read_video"):
+        pytest.skip("torchvision reads videos here")
+    monkeypatch.setattr(vision_process, "FORCE_QWENVL_VIDEO_READER", "torchvision")
+    monkeypatch.setattr("swift_vlpack.data.rows.faults.find_spec", lambda name: None)
+    vision_process.get_video_reader_backend.cache_clear()
+    yield
+    vision_process.get_video_reader_backend.cache_clear()
+
+
+def test_video_without_a_reader_says_what_to_install(template, tmp_path, no_reader):
+    """LEN-2 LEN-11"""
+    pytest.importorskip("av")
+    error = failure(template, {**text_row("<video>what?"), "videos": [video(tmp_path / "film.mp4")]})
+    assert error.reason == "video_reader_missing"
+    assert "to read videos, install torchcodec or decord" in error.detail
+    assert "film.mp4" in error.detail
+    assert not error.is_lasting
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "row", "lasting"),
+    [
+        (FileNotFoundError(2, "gone"), "file_missing", {}, False),
+        (OSError(5, "Input/output error"), "encode_failed", {}, False),
+        (OSError(5, "Input/output error"), "image_unreadable", {}, False),
+        (OSError("image file is truncated"), "image_unreadable", {}, True),
+        (MemoryError(), "encode_failed", {}, False),
+        (ValueError("aspect ratio"), "aspect_ratio", {}, True),
+        (ValueError("any"), "encode_failed", {}, True),
+        (AttributeError("read_video"), "video_reader_missing", {}, False),
+        (OSError("not an image"), "image_unreadable", {"images": ["http://host/a.jpg"]}, False),
+    ],
+)
+def test_failures_that_may_be_gone_the_next_time_are_not_lasting(error, reason, row, lasting):
+    """LEN-10"""
+    assert is_lasting(error, reason, row) is lasting
+
+
+def test_a_missing_path_that_could_be_base64_is_a_missing_file(template):
+    """LEN-11: ms-swift decodes it, and the decoder complains of what came out."""
+    for path in ("/photos/of/door.png", "/photos/of/gone"):
+        error = failure(template, image_row([path]))
+        assert error.reason == "file_missing"
+        assert path in error.detail
+    assert fault_of(ValueError("x"), image_row(["iVBORw0KGgo" * 9])).reason == "encode_failed", "content is no path"

@@ -1,0 +1,319 @@
+import copy
+import pickle
+from collections import Counter
+
+import pytest
+import torch
+
+from swift_vlpack.core.epoch.shares import Share
+from swift_vlpack.core.errors import ConfigError, DataError
+from swift_vlpack.data.lengths.sizes import LengthIndex, RowSize, size_of
+from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource, encode_row
+from swift_vlpack.data.rows.samples import Address, SampleError, SampleId
+from swift_vlpack.data.rows.streams import StreamedRows
+from tests.images import photo
+from tests.rows import image_row, text_row
+
+FAMILY = "qwen2_5_vl"
+ADDED = {"source", "sample_id"}
+
+
+@pytest.fixture
+def template(tiny):
+    return tiny(FAMILY).template
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictures")
+    return [photo(folder, "wide", 320, 120, seed=1), photo(folder, "tall", 90, 260, seed=2)]
+
+
+def texts(num_rows, name="row"):
+    return [text_row(f"{name} {number}?") for number in range(num_rows)]
+
+
+def fused(template, *sources, **options):
+    return FusionCaptionDataset(sources, template, **options)
+
+
+def source(name="data", rows=None, **options):
+    return RowSource(name=name, rows=texts(10) if rows is None else rows, **options)
+
+
+def ids(dataset):
+    return [dataset.sample_id(address) for address in dataset.addresses()]
+
+
+def rows_of(dataset, name):
+    return [sample_id.row for sample_id in ids(dataset) if sample_id.source == name]
+
+
+def is_same(one, other):
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and one == other
+
+
+# -- encoding ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_images", [0, 1, 2])
+def test_sample_is_what_the_template_encodes_plus_length_source_and_id(template, pictures, num_images):
+    """DATA-1"""
+    row = {**image_row(pictures[:num_images]), "channel": "web"} if num_images else text_row()
+    sample = fused(template, source("captions", [row]))[0]
+    expected = template.encode(row)
+    assert ("pixel_values" in expected) == (num_images > 0)
+    for name, value in expected.items():
+        assert is_same(sample[name], value), name
+    assert set(sample) - set(expected) == {"length", "lengths", *ADDED}  # `lengths` is ms-swift's own
+    assert sample["length"] == len(expected["input_ids"])
+    assert sample["source"] == "captions"
+    assert sample["sample_id"] == SampleId("captions", 0)
+    assert size_of(sample).images == num_images
+
+
+def test_row_is_encoded_when_it_is_asked_for_and_not_before(template, monkeypatch):
+    """DATA-1"""
+    asked, encode = [], template.encode
+    monkeypatch.setattr(template, "encode", lambda row, **kw: asked.append(row) or encode(row, **kw))
+    rows = texts(6)
+    dataset = fused(template, source(rows=rows))
+    dataset.set_epoch(1)
+    assert (len(dataset), asked) == (6, [])
+    sample = dataset[3]
+    assert asked == [rows[sample["sample_id"].row]]
+
+
+def test_encoding_leaves_the_row_as_it_was(template, pictures):
+    """DATA-1 DATA-3"""
+    rows = [image_row(pictures)]
+    before = copy.deepcopy(rows)
+    first, again = (fused(template, source(rows=rows, system="Be brief."))[0] for _ in range(2))
+    assert rows == before
+    assert first["input_ids"] == again["input_ids"]
+
+
+def test_sample_id_is_the_number_in_the_file_where_rows_are_missing(template):
+    """DATA-2"""
+    dataset = fused(template, source("captions", texts(5), row_numbers=[0, 3, 4, 8, 9], num_lost=5), shuffle=False)
+    assert [str(sample_id) for sample_id in ids(dataset)] == [f"captions:{n}" for n in (0, 3, 4, 8, 9)]
+    asked_for = template.tokenizer.decode(dataset[3]["input_ids"])
+    assert "row 3?" in asked_for, "the fourth row that is there"
+    assert dataset[3]["sample_id"] == SampleId("captions", 8)
+
+
+def test_row_that_cannot_be_encoded_is_named_with_a_reason(template, tmp_path):
+    """DATA-2 DATA-7"""
+    rows = [text_row(), image_row([str(tmp_path / "missing.jpg")])]
+    dataset = fused(template, source("captions", rows, row_numbers=[4, 7]), shuffle=False)
+    with pytest.raises(SampleError, match="captions:7: file_missing: ") as caught:
+        dataset[1]
+    assert (caught.value.sample_id, caught.value.reason) == (SampleId("captions", 7), "file_missing")
+    travelled = pickle.loads(pickle.dumps(caught.value))  # out of a dataloader worker
+    assert (str(travelled), travelled.reason) == (str(caught.value), "file_missing")
+
+
+def test_missing_file_has_its_own_reason_whatever_its_name(template, tmp_path):
+    """DATA-7: ms-swift takes one path in four for base64 and says that it cannot identify the image."""
+    causes = set()
+    for number in range(4):
+        row = image_row([str(tmp_path / f"{'m' * number}.jpg")])
+        with pytest.raises(SampleError) as caught:
+            encode_row(template, row, SampleId("data", 0))
+        causes.add(type(caught.value.__cause__).__name__)
+        assert caught.value.reason == "file_missing"
+    assert causes == {"FileNotFoundError", "UnidentifiedImageError"}
+    there = tmp_path / "there.jpg"
+    there.write_text("no image")
+    with pytest.raises(SampleError) as caught:
+        encode_row(template, image_row([str(there)]), SampleId("data", 0))
+    assert caught.value.reason == "image_unreadable"
+
+
+def test_strict_raises_the_error_with_the_row_and_the_cause(template, tmp_path):
+    """DATA-7"""
+    rows = [text_row(), image_row([str(tmp_path / "missing.jpg")])]
+    dataset = fused(template, source("captions", rows, row_numbers=[4, 7]), strict=True, shuffle=False)
+    assert dataset[0]["sample_id"].row == 4
+    with pytest.raises(DataError, match=r"captions:7: file_missing: no such file: ") as caught:
+        dataset[1]
+    assert isinstance(caught.value.__cause__, OSError)
+    with pytest.raises(DataError, match=r"captions:7"):
+        list(dataset.encoded())
+
+
+def test_template_that_makes_several_samples_of_a_row_is_refused(template):
+    """DATA-1 DATA-8"""
+    splitting = copy.copy(template)
+    splitting.max_length, splitting.truncation_strategy = 20, "split"
+    with pytest.raises(ConfigError, match=r"captions:3.*truncation_strategy=split"):
+        encode_row(splitting, text_row(answer="word " * 60), SampleId("captions", 3))
+
+
+def test_shares_of_an_epoch_are_disjoint_and_whole(template):
+    """DATA-9"""
+    sized, stream = fused(template, source(rows=texts(11))), StreamedRows(texts(11), template, name="data")
+    for dataset in (sized, stream):
+        shares = [[sample["sample_id"] for sample in dataset.encoded(Share(n, 3))] for n in range(3)]
+        assert sorted(map(len, shares)) == [3, 4, 4]
+        assert sorted(sample_id for share in shares for sample_id in share) == [
+            SampleId("data", row) for row in range(11)
+        ]
+
+
+def test_measured_sizes_are_those_of_the_encoded_rows(template, pictures, tmp_path):
+    """DATA-6 DATA-7: a row that cannot be encoded measures 0 and keeps its reason."""
+    rows = [text_row(), image_row(pictures), image_row([str(tmp_path / "missing.jpg")])]
+    dataset = fused(template, source(rows=rows), source("more", texts(2)))
+    dataset.measure()
+    sizes = dataset.scheduled_sizes()
+    for position, sample in enumerate(dataset.encoded()):
+        expected = (0, 0, 0, 0)
+        if not isinstance(sample, SampleError):
+            patches = len(sample.get("pixel_values", ()))
+            num_labels = sum(label >= 0 for label in sample["labels"])
+            assert 0 < num_labels < len(sample["input_ids"])
+            expected = (len(sample["input_ids"]), len(sample.get("image_grid_thw", ())), patches, num_labels)
+        assert tuple(sizes.columns[:, position].tolist()) == expected
+    assert dataset.failed(Address(0, 2)).reason == "file_missing"
+
+
+# -- the mix ----------------------------------------------------------------------------------------------------------
+
+
+def test_ratio_is_the_share_of_the_rows_that_an_epoch_gets(template):
+    """DATA-3"""
+    dataset = fused(template, source("half", ratio=0.5), source("twice", ratio=2), source("whole"))
+    for epoch in range(3):
+        dataset.set_epoch(epoch)
+        assert Counter(sample_id.source for sample_id in ids(dataset)) == {"half": 5, "twice": 20, "whole": 10}
+        assert max(Counter(rows_of(dataset, "half")).values()) == 1
+        assert set(Counter(rows_of(dataset, "twice")).values()) == {2}
+
+
+def test_sample_limit_keeps_the_same_rows_in_all_epochs(template):
+    """DATA-3"""
+    dataset = fused(template, source("few", texts(50), sample_limit=7), source("rest"))
+    epochs = []
+    for epoch in range(5):
+        dataset.set_epoch(epoch)
+        epochs.append(rows_of(dataset, "few"))
+        assert len(dataset) == 17
+    assert {frozenset(rows) for rows in epochs} == {frozenset(epochs[0])}
+    assert len(set(epochs[0])) == 7
+    assert len({tuple(rows) for rows in epochs}) == 5, "another order in every epoch"
+    assert set(epochs[0]) != set(range(7)), "a draw, not the head of the file"
+
+
+def test_sample_limit_counts_before_the_ratio_and_may_exceed_the_rows(template):
+    """DATA-3"""
+    dataset = fused(template, source("few", texts(50), sample_limit=8, ratio=0.5), source("all", sample_limit=99))
+    drawn = set()
+    for epoch in range(12):
+        dataset.set_epoch(epoch)
+        assert len(rows_of(dataset, "few")) == 4
+        assert sorted(rows_of(dataset, "all")) == list(range(10))
+        drawn |= set(rows_of(dataset, "few"))
+    assert len(drawn) == 8
+
+
+def test_limited_rows_are_measured_at_their_own_place(template):
+    """DATA-3 DATA-6"""
+    rows = [text_row(answer="word " * (1 + number)) for number in range(12)]
+    dataset = fused(template, source(rows=rows, sample_limit=4))
+    dataset.measure()
+    lengths = dataset.scheduled_sizes().lengths.tolist()
+    assert lengths == [sample["length"] for sample in dataset.encoded()]
+    assert len(set(lengths)) == 4
+
+
+def test_system_is_given_to_rows_without_one_only(template):
+    """DATA-3"""
+    system = {"role": "system", "content": "Own words."}
+    own = {"messages": [system, *text_row()["messages"]]}
+    given = {"messages": [{"role": "system", "content": "Be brief."}, *text_row()["messages"]]}
+    dataset = fused(template, source(rows=[text_row(), own], system="Be brief."), shuffle=False)
+    assert dataset[0]["input_ids"] == template.encode(given)["input_ids"] != template.encode(text_row())["input_ids"]
+    assert dataset[1]["input_ids"] == template.encode(own)["input_ids"]
+
+
+def test_max_pixels_shrinks_the_images_of_its_source_only(template, pictures):
+    """DATA-3"""
+    row, limit = image_row(pictures[:1]), 320 * 120 // 4
+    dataset = fused(template, source("small", [row], max_pixels=limit), source("full", [row]), shuffle=False)
+    small, full = dataset[0], dataset[1]
+    assert small["length"] < full["length"] == len(template.encode(row)["input_ids"])
+    pixels = small["image_grid_thw"].prod().item() * 14 * 14
+    assert pixels <= 1.3 * limit, "up to rounding to whole patches"
+    dataset.measure()
+    assert dataset.scheduled_sizes().lengths.tolist() == [small["length"], full["length"]]
+
+
+def test_seed_of_a_source_moves_its_draws_and_no_others(template):
+    """DATA-3"""
+
+    def drawn(**options):
+        dataset = fused(template, source("a", ratio=0.5, **options), source("b", ratio=0.5), seed=3)
+        return rows_of(dataset, "a"), rows_of(dataset, "b")
+
+    before, after = drawn(), drawn(seed=99)
+    assert before[0] != after[0]
+    assert before[1] == after[1]
+    assert drawn(seed=3) == before, "the run's seed is the default"
+
+
+def test_name_decides_the_draws_and_must_be_unique(template):
+    """DATA-3"""
+    assert rows_of(fused(template, source("a")), "a") != rows_of(fused(template, source("b")), "b")
+    with pytest.raises(DataError, match="two sources are named 'a'"):
+        fused(template, source("a"), source("a"))
+
+
+def test_source_that_contradicts_itself_is_refused():
+    """DATA-3 DATA-6"""
+    with pytest.raises(ConfigError, match="'data': sample_limit must be at least 1, got 0"):
+        source(sample_limit=0)
+    with pytest.raises(DataError, match="'data': 1 lengths for 10 rows"):
+        source(sizes=LengthIndex.of([RowSize(5)]))
+    with pytest.raises(DataError, match="no source"):
+        FusionCaptionDataset([], None)
+
+
+def test_set_epoch_mixes_anew_and_back_again(template):
+    """DATA-4"""
+    dataset = fused(template, source("a", ratio=0.5), source("b"), seed=1)
+    epochs = []
+    for epoch in (0, 1, 2, 0):
+        dataset.set_epoch(epoch)
+        epochs.append(ids(dataset))
+    assert epochs[0] == epochs[3]
+    assert len({tuple(order) for order in epochs}) == 3
+    for order in epochs:
+        assert sorted(sample_id.row for sample_id in order if sample_id.source == "b") == list(range(10))
+    fresh = fused(template, source("a", ratio=0.5), source("b"), seed=1)
+    assert ids(fresh) == epochs[0], "a pure function of seed and epoch"
+    assert ids(fused(template, source("a", ratio=0.5), source("b"), seed=2)) != epochs[0]
+
+
+def test_without_shuffle_the_rows_keep_their_order(template):
+    """DATA-4"""
+    dataset = fused(template, source("a", texts(3)), source("b", texts(2)), shuffle=False)
+    dataset.set_epoch(4)
+    assert [str(sample_id) for sample_id in ids(dataset)] == ["a:0", "a:1", "a:2", "b:0", "b:1"]
+
+
+def test_stream_hears_of_the_epoch_if_it_listens(template):
+    """DATA-4"""
+
+    class Rows(list):
+        epoch = None
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+    rows = Rows(texts(2))
+    StreamedRows(rows, template).set_epoch(3)
+    assert rows.epoch == 3
+    StreamedRows(iter(rows), template).set_epoch(3)

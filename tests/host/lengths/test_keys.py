@@ -1,0 +1,325 @@
+"""What a length is remembered under: edit what it depends on as a user would, and it is measured again, and right."""
+
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+from datasets import Dataset
+from PIL import Image, ImageFile
+from swift.agent_template import agent_template_map
+from swift.dataset import load_dataset
+from swift.loss_scale import loss_scale_map
+from swift.template import Template, get_template
+from swift.template.templates.qwen import Qwen2_5VLTemplate
+from swift.utils import import_external_file
+from swift.utils import utils as swift_utils
+
+from swift_vlpack.data.rows.fusion import RowSource
+from swift_vlpack.host.lengths import headers, measured
+from swift_vlpack.host.lengths.context import context_of
+from swift_vlpack.host.lengths.source_code import code_of
+from tests.images import noise, photo
+from tests.rows import image_row, text_row, write_jsonl
+
+FAMILY = "qwen2_5_vl"
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"properties": {"at": {"type": "string"}}}}}
+
+
+def text_rows():
+    return [{**text_row(f"row {number}"), "tools": [TOOL]} for number in range(4)]
+
+
+class Runs:
+    """Starts of a run, each with its plugins imported anew, as by another process."""
+
+    def __init__(self, processor, cache):
+        self.processor = processor
+        self.cache = str(cache)
+
+    def template(self, plugins, **options):
+        for name in [name for name in sys.modules if name.startswith("_swift_external_") or name == "my_words"]:
+            del sys.modules[name]
+        for plugin in plugins:
+            module = import_external_file(str(plugin))
+        made = get_template(self.processor, template_type=FAMILY, max_length=2048, **options)
+        made = getattr(module, "changed", lambda template: template)(made)
+        made.set_mode("train")
+        return made
+
+    def lengths(self, rows, plugins, **options):
+        """Of a start with these plugins, and what encoding says without any memory."""
+        template = self.template(plugins, **options)
+        args = SimpleNamespace(dataset_num_proc=1, strict=False, external_plugins=[str(plugin) for plugin in plugins])
+        found = measured(RowSource(name="rows", rows=rows), template, args, self.cache).sizes.lengths.tolist()
+        return found, [template.encode(row, return_length=True)["length"] for row in rows]
+
+
+@pytest.fixture
+def runs(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))  # plugins put their folder first
+    monkeypatch.setattr(swift_utils, "_external_files", [])  # which dataloader workers import again
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # an edit within a second would not be seen
+    for registry in (agent_template_map, loss_scale_map):
+        monkeypatch.setitem(registry, "mine", None)
+    monkeypatch.setattr(Qwen2_5VLTemplate, "_swift_prepare_inputs", Qwen2_5VLTemplate._swift_prepare_inputs)
+    return Runs(tiny(FAMILY).template.processor, tmp_path / "cache")
+
+
+OWN_TEMPLATE = """
+from swift.template.templates.qwen import Qwen2_5VLTemplate
+{imports}
+class Mine(Qwen2_5VLTemplate):
+    def _preprocess_inputs(self, inputs):
+        super()._preprocess_inputs(inputs)
+        inputs.messages[0]["content"] += {words}
+
+def changed(template):
+    template.__class__ = Mine
+    return template
+"""
+OWN_AGENT = """
+from swift.agent_template import agent_template_map
+from swift.agent_template.hermes import HermesAgentTemplate
+
+class Mine(HermesAgentTemplate):
+    def _format_tools(self, tools, system=None, user_message=None):
+        return super()._format_tools(tools, system, user_message) + {words}
+
+agent_template_map["mine"] = Mine
+"""
+OWN_LOSS_SCALE = """
+from swift.loss_scale import loss_scale_map
+from swift.loss_scale.base import LossScale
+
+class Mine(LossScale):
+    def get_loss_scale(self, context, **kwargs):
+        return [*map(str, context), {words}], [1.0] * (len(context) + 1)
+
+loss_scale_map["mine"] = Mine
+"""
+PATCH = """
+from swift.template.templates.qwen import Qwen2_5VLTemplate
+
+prepare = Qwen2_5VLTemplate._swift_prepare_inputs
+if hasattr(prepare, "before"):
+    prepare = prepare.before
+
+def mine(self, inputs):
+    prepare(self, inputs)
+    inputs.messages[0]["content"] += {words}
+
+mine.before = prepare
+Qwen2_5VLTemplate._swift_prepare_inputs = mine
+"""
+FIRST, SECOND = '" word"', '" word" * 20'
+
+
+@pytest.mark.parametrize(
+    ("files", "options"),
+    [
+        ({"plugin.py": OWN_TEMPLATE}, {}),
+        ({"plugin.py": OWN_AGENT}, {"agent_template": "mine"}),
+        ({"plugin.py": OWN_LOSS_SCALE}, {"loss_scale": "mine"}),
+        ({"plugin.py": PATCH}, {}),
+        ({"plugin.py": OWN_TEMPLATE.replace("{words}", "WORDS"), "my_words.py": "WORDS = {words}"}, {}),
+        ({"plugin.py": "", "second.py": PATCH}, {}),
+    ],
+    ids=["template", "agent template", "loss scale", "patch", "imported", "second plugin"],
+)
+def test_edited_code_of_the_user_is_measured_again(files, options, runs, tmp_path):
+    """LEN-18"""
+
+    def lengths(words):
+        for name, text in files.items():
+            imports = "from my_words import WORDS" if "my_words.py" in files else ""
+            (tmp_path / name).write_text(text.replace("{imports}", imports).replace("{words}", words))
+        return runs.lengths(text_rows(), [tmp_path / name for name in files if name != "my_words.py"], **options)
+
+    first, encoded = lengths(FIRST)
+    assert first == encoded
+    second, encoded = lengths(SECOND)
+    assert second == encoded
+    assert min(second) > max(first) + 10, "an edit that changes nothing shows nothing"
+    assert lengths(FIRST) == (first, first)
+
+
+def test_code_without_a_file_is_in_the_key(runs, tmp_path):
+    """LEN-18: as in a notebook, or a function that was loaded before its file was edited."""
+    (tmp_path / "plugin.py").write_text("")
+
+    def context(words):
+        names = {}
+        exec(compile(OWN_TEMPLATE.format(imports="", words=words), "<cell 1>", "exec"), names)
+        return context_of(names["changed"](runs.template([tmp_path / "plugin.py"])))
+
+    assert context(FIRST) == context(FIRST)
+    assert context(FIRST) != context(SECOND)
+
+
+def test_the_users_own_modules_are_followed_and_installed_ones_are_not(tmp_path):
+    """LEN-18: also relative ones and those imported inside of functions; what cannot be parsed or found is no error."""
+    package = tmp_path / "mine"
+    package.mkdir()
+    (tmp_path / "plugin.py").write_text("import os, numpy\nimport mine.a\nfrom mine import b\nimport nowhere.at.all\n")
+    (package / "__init__.py").write_text("")
+    (package / "a.py").write_text("def late():\n    from .c import d\n")
+    (package / "b.py").write_text("this is no Python")
+    (package / "c.py").write_text("import plugin\n")
+    code = code_of([], [tmp_path / "plugin.py"])
+    own = {os.path.relpath(file, tmp_path) for file in code.files if file.startswith(str(tmp_path))}
+    assert own == {"plugin.py", "mine/__init__.py", "mine/a.py", "mine/b.py", "mine/c.py"}
+    assert {file.rsplit("/", 2)[-2] for file in code.files if "site-packages" in file} == {"numpy"}
+    assert "numpy" in code.packages
+
+
+# -- the row ----------------------------------------------------------------------------------------------------------
+
+ARGS = SimpleNamespace(dataset_num_proc=1, strict=False)
+
+
+def lengths_of(rows, template, cache):
+    return measured(RowSource(name="rows", rows=rows), template, ARGS, str(cache)).sizes.lengths.tolist()
+
+
+@pytest.fixture
+def template(tiny):
+    return tiny(FAMILY).template
+
+
+def test_tools_in_another_order_are_other_tokens(template, tmp_path):
+    """LEN-7: by ms-swift's loader, whose Arrow columns keep the order of each schema."""
+    long, short = {"type": "string", "description": "a b c"}, {"enum": ["x", "yy"], "type": "string"}
+
+    def loaded(*properties):
+        tool = {"type": "function", "function": {"name": "look", "parameters": {"properties": dict(properties)}}}
+        rows = [{**text_row(f"row {number}"), "tools": [tool]} for number in range(3)]
+        return load_dataset([write_jsonl(tmp_path / "rows.jsonl", rows)], split_dataset_ratio=0.0)[0]
+
+    seen = set()
+    for properties in ((("at", long), ("how_far_away", short)), (("how_far_away", short), ("at", long))):
+        rows = loaded(*properties)
+        encoded = [template.encode(row, return_length=True) for row in rows]
+        assert lengths_of(rows, template, tmp_path / "cache") == [one["length"] for one in encoded]
+        seen.add(tuple(encoded[0]["input_ids"]))
+        num_bytes = size_of_cache(tmp_path / "cache")
+        assert lengths_of(loaded(*properties), template, tmp_path / "cache") == [one["length"] for one in encoded]
+        assert size_of_cache(tmp_path / "cache") == num_bytes, "the same rows, loaded again, are measured again"
+    assert len(seen) == 2
+
+
+def size_of_cache(folder):
+    return sum(path.stat().st_size for path in folder.glob("*.lengths"))
+
+
+def test_relative_paths_below_another_folder_are_other_files(template, tmp_path, monkeypatch):
+    """LEN-7: with equal names, sizes and times."""
+    rows = Dataset.from_list([image_row(["a.jpg"])])
+    for name, width in (("one", 300), ("two", 600)):
+        (tmp_path / name).mkdir()
+        photo(tmp_path / name, "a", width, 200)
+    num_bytes = max((tmp_path / name / "a.jpg").stat().st_size for name in ("one", "two"))
+    for name in ("one", "two"):
+        path = tmp_path / name / "a.jpg"
+        path.write_bytes(path.read_bytes().ljust(num_bytes, b"\0"))
+        os.utime(path, (1, 1))
+    found = []
+    for name in ("one", "two"):
+        monkeypatch.chdir(tmp_path / name)
+        found.append(lengths_of(rows, template, tmp_path / "cache"))
+        assert found[-1] == [template.encode(rows[0], return_length=True)["length"]]
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("ROOT_IMAGE_DIR", str(tmp_path / name))
+        assert lengths_of(rows, template, tmp_path / "cache") == found[-1]
+        monkeypatch.delenv("ROOT_IMAGE_DIR")
+    assert found[1][0] > found[0][0]
+
+
+# -- failures that can be cured ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def encoded(monkeypatch):
+    """The rows that templates encode."""
+    calls, encode = [], Template.encode
+
+    def noted(self, row, **options):
+        calls.append(row["messages"][0]["content"].removeprefix("<image>"))
+        return encode(self, row, **options)
+
+    monkeypatch.setattr(Template, "encode", noted)
+    return calls
+
+
+class Dots(ImageFile.ImageFile):
+    """An image format of a user: a size, and no pixels to speak of."""
+
+    format = "DOTS"
+
+    def _open(self):
+        self.fp.seek(4)
+        self._mode, self._size = "RGB", tuple(map(int, self.fp.read().split()))
+
+    def load(self):
+        self.im = Image.new("RGB", self.size).im
+        return self.im.pixel_access(False)
+
+
+def no_reader(tmp_path, monkeypatch):
+    (tmp_path / "bad").write_bytes(b"dots300 200")
+    Image.init()  # so that what is registered below is all that changes
+
+    def register():
+        monkeypatch.setattr(Image, "ID", [*Image.ID, "DOTS"])
+        monkeypatch.setitem(Image.OPEN, "DOTS", (Dots, lambda prefix: prefix.startswith(b"dots")))
+
+    return "image_unreadable", register
+
+
+def limit_of_pixels(tmp_path, monkeypatch):
+    noise(300, 200).save(tmp_path / "bad", "PNG")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 20_000)
+    return "image_too_large", lambda: monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+
+
+def no_package(tmp_path, monkeypatch):
+    noise(300, 200).save(tmp_path / "bad", "PNG")
+
+    def unless_missing(real):
+        def load(image, load_images):
+            if image == str(tmp_path / "bad") and not (tmp_path / "site" / "reader-1.0.dist-info").exists():
+                raise RuntimeError("the reader is not installed")
+            return real(image, load_images)
+
+        return load
+
+    monkeypatch.setattr(Template, "_load_image", staticmethod(unless_missing(Template._load_image)))
+    monkeypatch.setattr(headers, "_header_of", unless_missing(headers._header_of))
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    return "encode_failed", lambda: (tmp_path / "site" / "reader-1.0.dist-info").mkdir(parents=True)
+
+
+@pytest.mark.parametrize("prepare", [no_reader, limit_of_pixels, no_package])
+def test_failure_is_forgotten_when_it_may_be_cured_and_good_rows_are_not(
+    prepare, template, tmp_path, monkeypatch, encoded
+):
+    """LEN-10"""
+    reason, cure = prepare(tmp_path, monkeypatch)
+    rows = Dataset.from_list(
+        [image_row([photo(tmp_path, "good", 90, 90)], "good"), image_row([str(tmp_path / "bad")], "bad")]
+    )
+
+    def sizes():
+        encoded.clear()
+        return measured(RowSource(name="rows", rows=rows), template, ARGS, str(tmp_path / "cache")).sizes
+
+    assert sizes().failures == {1: reason}
+    assert sizes().failures == {1: reason}
+    assert encoded == [], "a failure is remembered while nothing changes"
+    cure()
+    found = sizes()
+    assert set(encoded) == {"bad"}, "a good row was measured again"
+    assert found.failures == {}
+    assert found.lengths[1] == template.encode(rows[1], return_length=True)["length"]
+    sizes()
+    assert encoded == []

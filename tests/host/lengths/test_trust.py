@@ -1,0 +1,172 @@
+"""What it takes to trust image headers: a small share of the pixels, once for every kind of row and image."""
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from swift.template import Template
+
+from swift_vlpack.data.rows.fusion import RowSource
+from swift_vlpack.host.lengths import headers, measured
+from swift_vlpack.host.lengths import measured as lengths
+from swift_vlpack.host.lengths.headers import HeaderImage
+from tests.host.lengths.test_measured import ARGS, FAMILY, dataset, outcome, texts, warnings_of
+from tests.images import noise, photo
+from tests.rows import image_row, text_row
+
+
+@pytest.fixture
+def template(tiny):
+    return tiny(FAMILY).template
+
+
+@pytest.fixture
+def full(monkeypatch, tmp_path):
+    """The questions of rows that were encoded in full, in whatever process, and in which."""
+    path, encode = tmp_path / "full", Template.encode
+
+    def noted(self, row, **options):
+        if not isinstance(row, headers._Row):
+            with path.open("a") as file:
+                file.write(json.dumps([row["messages"][0]["content"], os.getpid()]) + "\n")
+        return encode(self, row, **options)
+
+    monkeypatch.setattr(Template, "encode", noted)
+
+    def taken():
+        lines = path.read_text().splitlines() if path.exists() else []
+        path.unlink(missing_ok=True)
+        return [json.loads(line) for line in lines]
+
+    return taken
+
+
+def photos(folder, num_rows, width=300, height=200, name="photo", question="question"):
+    """One file stands for all."""
+    path = folder / f"{name}.jpg"
+    path = str(path) if path.exists() else photo(folder, name, width, height)
+    return [image_row([path], f"{question} {number:03}") for number in range(num_rows)]
+
+
+def sizes_of(rows, template, folder, name="rows", num_processes=1):
+    args = SimpleNamespace(**{**vars(ARGS), "dataset_num_proc": num_processes})
+    return measured(RowSource(name=name, rows=dataset(rows)), template, args, str(folder / "cache")).sizes
+
+
+def lying_about(monkeypatch, is_one):
+    """Headers that lie about some images."""
+    real = headers._header_of
+
+    def lie(image, load_images):
+        found = real(image, load_images)
+        return HeaderImage((64, 64), opened=found.opened) if is_one(found.opened) else found
+
+    monkeypatch.setattr(headers, "_header_of", lie)
+
+
+def test_comparing_takes_a_small_share_of_the_pixels(template, full, tmp_path):
+    """LEN-3: a hundred images of one kind; 64 texts cost nothing beside them."""
+    sizes_of(photos(tmp_path, 100), template, tmp_path)
+    assert 1 <= len(full()) <= 6
+    sizes_of(photos(tmp_path, 400, question="many"), template, tmp_path, "many")
+    assert 400 / 64 - 2 <= len(full()) <= 400 / 64 + 4
+    sizes_of(texts(200), template, tmp_path, "texts")
+    assert len(full()) >= 64
+
+
+def test_another_source_of_the_same_kinds_proves_little_again(template, full, tmp_path, monkeypatch):
+    """LEN-16: under the same settings; under others it proves all."""
+    sizes_of(photos(tmp_path, 40), template, tmp_path)
+    first = len(full())
+    again = sizes_of(photos(tmp_path, 40, question="another"), template, tmp_path, "others")
+    assert len(full()) == 1
+    assert (again.lengths == outcome(template, photos(tmp_path, 1, question="another")[0]).length).all()
+    full()
+    sizes_of(photos(tmp_path, 40, question="another"), template, tmp_path, "others")
+    assert full() == [], "what was trusted is remembered"
+    monkeypatch.setattr(template, "max_pixels", 30_000)
+    sizes_of(photos(tmp_path, 40), template, tmp_path)
+    assert len(full()) == first > 1
+
+
+@pytest.mark.parametrize("kind", ["format", "mode", "size", "aspect"])
+def test_one_row_of_a_kind_of_its_own_is_enough_to_find_a_lie(kind, template, tmp_path, monkeypatch):
+    """LEN-3: the last of 200, which no draw would find; nor is it an extreme."""
+    path = str(tmp_path / "odd.png")
+    size = {"size": (520, 410), "aspect": (900, 100)}.get(kind, (300, 200))
+    noise(*size, mode="L" if kind == "mode" else "RGB").save(path, format="JPEG" if kind != "format" else "PNG")
+    larger = [image_row([photo(tmp_path, "long", 2000, 60)]), image_row([photo(tmp_path, "large", 900, 900)])]
+    smaller = [image_row([photo(tmp_path, "small", 60, 60)])]
+    rows = [*photos(tmp_path, 200), *larger, *smaller, image_row([path])]
+    lying_about(monkeypatch, lambda opened: (opened.size, opened.format, opened.mode) == _facts(path))
+    said = warnings_of(monkeypatch)
+    sizes = sizes_of(rows, template, tmp_path)
+    assert "rows:203 has " in said[0]
+    assert sizes.lengths[203] == outcome(template, rows[203]).length
+
+
+def _facts(path):
+    from PIL import Image
+
+    with Image.open(path) as opened:
+        return opened.size, opened.format, opened.mode
+
+
+def test_rows_of_columns_of_their_own_are_a_kind(template, full, tmp_path):
+    """LEN-3: a template may treat them in another way."""
+    plain = photos(tmp_path, 300)
+    other = {**plain[0], "tools": json.dumps([{"type": "function", "function": {"name": "look", "parameters": {}}}])}
+    other["messages"] = text_row("<image>with tools")["messages"]
+    measured(RowSource(name="rows", rows=[*plain, other]), template, ARGS, str(tmp_path / "cache"))
+    assert "<image>with tools" in [question for question, _ in full()]
+
+
+def test_a_difference_ends_the_trust_of_every_source(template, full, tmp_path, monkeypatch):
+    """LEN-16: sizes that were believed for the sake of another source are measured again."""
+    sizes_of(photos(tmp_path, 40), template, tmp_path)
+    sizes_of(photos(tmp_path, 40, question="vouched"), template, tmp_path, "vouched")
+    full()
+    lying_about(monkeypatch, lambda opened: opened.size == (500, 90))
+    said = warnings_of(monkeypatch)
+    sizes_of(photos(tmp_path, 5, 500, 90, name="liar"), template, tmp_path, "liar")
+    assert "every row is encoded" in said[0]
+    monkeypatch.undo()
+    calls, encode = [], Template.encode
+    monkeypatch.setattr(Template, "encode", lambda self, row, **kw: calls.append(type(row)) or encode(self, row, **kw))
+    sizes_of(photos(tmp_path, 40, question="vouched"), template, tmp_path, "vouched")
+    assert calls.count(headers._Row) >= 39
+    assert len(calls) > 41, "it proves itself now"
+
+
+def test_a_broken_image_proves_nothing(template, full, tmp_path):
+    """LEN-16: good headers before bad pixels are no evidence; the next row of the kind is compared."""
+    broken = Path(photo(tmp_path, "broken"))
+    broken.write_bytes(broken.read_bytes()[:3000])
+    rows = [image_row([str(broken)], f"broken {n}") for n in range(3)]
+    sizes_of([*rows, *photos(tmp_path, 5, 320, 240, "good")], template, tmp_path)
+    counts = json.loads(next((tmp_path / "cache").glob("*.trust")).read_text().splitlines()[0])["agreed"]
+    assert all(number >= 1 for number in counts.values())
+    assert any("JPEG RGB" in kind for kind in counts)
+
+
+def test_rows_are_compared_in_the_processes_that_measure(template, full, tmp_path, monkeypatch):
+    """LEN-3: none in the process that waits for them, before any is measured."""
+    monkeypatch.setattr(lengths, "NUM_EXTREMES", 0)
+    rows = [*photos(tmp_path, 60), *photos(tmp_path, 60, 90, 70, "small", "small")]
+    sizes = sizes_of(rows, template, tmp_path, num_processes=2)
+    where = {process for _, process in full()}
+    assert where
+    assert os.getpid() not in where
+    assert sizes.lengths.tolist() == sizes_of(rows, template, tmp_path / "alone").lengths.tolist()
+
+
+def test_a_trust_file_that_is_damaged_is_no_trust(template, full, tmp_path):
+    """LEN-16"""
+    sizes_of(photos(tmp_path, 40), template, tmp_path)
+    path = next((tmp_path / "cache").glob("*.trust"))
+    path.write_bytes(b'\xff\xfe{"agreed": ' + os.urandom(30))
+    first = len(full())
+    sizes_of(photos(tmp_path, 40, question="another"), template, tmp_path, "others")
+    assert len(full()) == first

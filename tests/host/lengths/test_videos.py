@@ -1,0 +1,80 @@
+"""Sizes of videos, read from their containers."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from swift_vlpack.data.lengths.sizes import size_of, videos
+from swift_vlpack.data.rows.fusion import RowSource
+from swift_vlpack.host.lengths.headers import pixel_free
+from swift_vlpack.host.lengths.measured import measured
+from tests.images import photo
+from tests.rows import text_row
+from tests.videos import video
+
+decord = pytest.importorskip("decord", reason="has no wheel for this platform")
+SHAPES = [(30, 160, 120), (7, 64, 64), (120, 320, 240), (61, 98, 230), (5, 300, 40)]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("videos")
+    return [video(folder / f"{number}.mp4", *shape) for number, shape in enumerate(SHAPES)]
+
+
+def video_row(*paths, **more):
+    return {**text_row("<video>" * len(paths) + "what happens?"), "videos": list(paths), **more}
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+def test_containers_give_the_length_that_encoding_gives(family, tiny, paths, tmp_path):
+    """LEN-1 LEN-2: one video, several, beside an image, as a list of frames."""
+    template = tiny(family).template
+    quick = pixel_free(template)
+    frames = [photo(tmp_path, str(number), 90, 60, seed=number) for number in range(5)]
+    rows = [video_row(path) for path in paths]
+    rows += [video_row(paths[0], paths[3]), {**video_row(paths[1]), "images": [frames[0]]}, video_row(frames)]
+    for row in rows:
+        assert size_of(quick.encode(row, return_length=True)) == size_of(template.encode(row, return_length=True))
+
+
+def test_no_frame_but_the_first_is_decoded(tiny, paths, monkeypatch):
+    """LEN-2"""
+    asked = []
+    monkeypatch.setattr(decord.VideoReader, "get_batch", lambda self, indices: asked.append(indices))
+    encoded = pixel_free(tiny("qwen2_5_vl").template).encode(video_row(paths[2]), return_length=True)
+    assert encoded["video_grid_thw"].tolist() == [[4, 20, 28]]
+    assert not asked
+
+
+def test_readers_are_as_before_afterwards(tiny, paths):
+    """LEN-2"""
+    reader = decord.VideoReader
+    with videos.without_frames():
+        assert decord.VideoReader is not reader
+    assert decord.VideoReader is reader
+
+
+def test_videos_of_a_source_are_measured_and_checked_both_ways(tiny, paths, tmp_path, monkeypatch):
+    """LEN-3: and where a container says something else than the frames, the source is encoded in full."""
+    template = tiny("qwen2_5_vl").template
+    rows = [video_row(path) for path in paths]
+    right = [template.encode(row, return_length=True)["length"] for row in rows]
+    args = SimpleNamespace(dataset_num_proc=1, strict=False)
+    source = RowSource(name="clips", rows=rows)
+    assert measured(source, template, args, str(tmp_path / "one")).sizes.lengths.tolist() == right
+    said = []
+    monkeypatch.setattr("swift_vlpack.host.lengths.measured.logger.warning", said.append)
+    empty = videos.torch.empty
+    monkeypatch.setattr(videos.torch, "empty", lambda shape, **options: empty((shape[0], 64, 64, 3), **options))
+    assert measured(source, template, args, str(tmp_path / "two")).sizes.lengths.tolist() == right
+    assert "every row is encoded" in said[0]
+
+
+def test_video_that_cannot_be_read_is_one_counted_reason(tiny, tmp_path):
+    """LEN-2 DATA-7"""
+    (tmp_path / "broken.mp4").write_bytes(b"no video")
+    rows = [text_row(), video_row(str(tmp_path / "broken.mp4")), video_row(str(tmp_path / "missing.mp4"))]
+    args = SimpleNamespace(dataset_num_proc=1, strict=False)
+    sizes = measured(RowSource(name="clips", rows=rows), tiny("qwen2_5_vl").template, args, str(tmp_path)).sizes
+    assert sizes.failures == {1: "video_unreadable", 2: "file_missing"}

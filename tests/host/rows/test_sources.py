@@ -1,0 +1,158 @@
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from swift_vlpack import PackingConfig
+from swift_vlpack.core.errors import ConfigError, DataError
+from swift_vlpack.data.rows.fusion import FusionCaptionDataset
+from swift_vlpack.data.rows.fusion_config import read_fusion_config, specs_of
+from swift_vlpack.host.rows.sources import load_sources
+from tests.rows import text_row, write_jsonl
+
+
+def load_args(dataset, **changes):
+    kwargs = {"num_proc": 1, "load_from_cache_file": False, "strict": False, "use_hf": True, "seed": 42}
+    values = {"dataset": dataset, "val_dataset": [], "split_dataset_ratio": 0.0, "dataset_shuffle": True}
+    values["get_dataset_kwargs"] = lambda: kwargs
+    return SimpleNamespace(**{**values, **changes})
+
+
+def config(**options):
+    return PackingConfig(packing_length=1024, **options)
+
+
+def test_row_numbers_stay_right_when_the_loader_deletes_rows(tmp_path, caplog):
+    """DATA-2: empty messages, and a content that is null, never become rows."""
+    rows = [text_row(f"question {n}", f"answer {n}") for n in range(10)]
+    rows[2] = {"messages": []}
+    rows[5] = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": None}]}
+    [source], _ = load_sources(load_args([write_jsonl(tmp_path / "rows.jsonl", rows)]), config())
+    assert sorted(source.row_numbers) == [0, 1, 3, 4, 6, 7, 8, 9]
+    assert source.num_lost == 2
+    for index, row in enumerate(source.rows):
+        assert row["messages"][1]["content"] == f"answer {source.row_numbers[index]}"
+        assert str(source.sample_id(index)) == f"rows:{source.row_numbers[index]}"
+    assert "vlpack_row" not in source.rows.column_names
+
+
+def test_alpaca_row_whose_answer_is_a_list_is_counted(tmp_path):
+    """DATA-2"""
+    rows = [{"instruction": f"do {n}", "input": "", "output": f"done {n}"} for n in range(6)]
+    rows[3]["output"] = json.dumps(["a", "list"])
+    rows[4]["output"] = ""
+    [source], _ = load_sources(load_args([write_jsonl(tmp_path / "alpaca.jsonl", rows)]), config())
+    assert len(source.rows) + source.num_lost == 6
+    for index, number in enumerate(source.row_numbers):
+        assert f"do {number}" in source.rows[index]["messages"][0]["content"]
+
+
+@pytest.mark.parametrize("form", ["json", "jsonl", "parquet", "csv"])
+def test_local_files_of_every_form_are_loaded(form, tmp_path):
+    """DATA-2"""
+    from datasets import Dataset
+
+    rows = [{"query": f"q{n}", "response": f"r{n}"} for n in range(5)]
+    path = tmp_path / f"rows.{form}"
+    if form == "parquet":
+        Dataset.from_list(rows).to_parquet(path)
+    elif form == "csv":
+        Dataset.from_list(rows).to_csv(path)
+    elif form == "json":
+        path.write_text(json.dumps(rows))
+    else:
+        write_jsonl(path, rows)
+    [source], _ = load_sources(load_args([str(path)]), config())
+    assert sorted(source.row_numbers) == list(range(5))
+    for row, number in zip(source.rows, source.row_numbers, strict=True):
+        assert row["messages"][0]["content"] == f"q{number}"
+
+
+def test_sampled_and_split_rows_keep_their_numbers(tmp_path):
+    """DATA-2"""
+    path = write_jsonl(tmp_path / "rows.jsonl", [text_row(f"q{n}", f"answer {n}") for n in range(20)])
+    [source], val = load_sources(load_args([f"{path}#10"], split_dataset_ratio=0.2), config())
+    assert len(source.rows) + len(val) == 10
+    assert "vlpack_row" not in val.column_names
+    for index, number in enumerate(source.row_numbers):
+        assert source.rows[index]["messages"][1]["content"] == f"answer {number}"
+
+
+def test_ms_swift_is_left_as_it_was(tmp_path):
+    """TRAIN-2: also after an error."""
+    from swift.dataset import DATASET_MAPPING, DatasetMeta, RowPreprocessor
+
+    def state():
+        facts = (RowPreprocessor.__call__, RowPreprocessor.batched_preprocess, list(RowPreprocessor.standard_keys))
+        return (
+            facts,
+            dict(DATASET_MAPPING),
+            [vars(meta).copy() for meta in DATASET_MAPPING.values()],
+            DatasetMeta().loader,
+        )
+
+    before = state()
+    good, empty = (
+        write_jsonl(tmp_path / "good.jsonl", [text_row()]),
+        write_jsonl(tmp_path / "empty.jsonl", [{"messages": []}]),
+    )
+    load_sources(load_args([good]), config())
+    with pytest.raises(DataError):
+        load_sources(load_args([good, empty]), config())
+    assert state() == before
+
+
+def test_source_without_a_usable_row_is_a_clear_error(tmp_path):
+    """DATA-2"""
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": []}, {"messages": []}])
+    with pytest.raises(DataError, match=r"source 'rows' \(.*rows.jsonl\): no usable row"):
+        load_sources(load_args([path]), config())
+
+
+def test_fusion_config_gives_every_key_to_its_source(tmp_path):
+    """DATA-3"""
+    for name in ("a", "b"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [text_row(f"{name}{n}") for n in range(8)])
+    (tmp_path / "mix.yaml").write_text(
+        "sources:\n"
+        "  - a.jsonl\n"  # beside the file
+        f"  - {{dataset: {tmp_path}/b.jsonl, name: second, ratio: 2, sample_limit: 3, system: S,\n"
+        "     max_pixels: 1000, seed: 9}\n"
+    )
+    sources, _ = load_sources(load_args([]), config(fusion_config=str(tmp_path / "mix.yaml")))
+    first, second = sources
+    assert (first.name, first.ratio, first.sample_limit, first.system, first.max_pixels) == ("a", 1.0, None, None, None)
+    assert (second.name, second.ratio, second.sample_limit, second.system) == ("second", 2, 3, "S")
+    assert (second.max_pixels, second.seed) == (1000, 9)
+    fused = FusionCaptionDataset(sources, SimpleNamespace(max_pixels=None))
+    assert fused.schedule.num_rows_per_source == (8, 6)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot be read"),
+        ("sources: [", "not YAML"),
+        ("- a", "expected one key, sources"),
+        ("sources: []\nratio: 1", "expected one key, sources"),
+        ("sources: [{name: a}]", "source 0: expected a mapping with the key dataset"),
+        ("sources: [{dataset: a, ration: 1}]", "source 0: unknown key 'ration'; known: dataset, name, ratio"),
+        ("sources: [{dataset: a, ratio: -1}]", "ratio must be 0 or more, got -1"),
+        ("sources: [{dataset: a, ratio: x}]", "ratio must be int or float, got 'x'"),
+        ("sources: [{dataset: a, sample_limit: 0}]", "sample_limit must be at least 1, got 0"),
+        ("sources: [{dataset: a, max_pixels: true}]", "max_pixels must be int, got True"),
+        ("sources: [{dataset: a}, {dataset: a}]", "two sources are named 'a'"),
+    ],
+)
+def test_mistakes_in_a_fusion_config_are_named(text, message, tmp_path):
+    """DATA-3"""
+    path = tmp_path / "mix.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_fusion_config(str(path))
+
+
+def test_datasets_of_the_command_line_get_names_of_their_own():
+    """DATA-2"""
+    assert [spec.name for spec in specs_of(["x/chat#5", "x/chat", "y"])] == ["x/chat-0", "x/chat-1", "y"]
