@@ -12,8 +12,9 @@ from PIL import Image, ImageOps
 from swift.template import Template
 
 from swift_vlpack.data.rows.fusion import RowSource
-from swift_vlpack.host.lengths import headers, measured
+from swift_vlpack.host.lengths import headers
 from swift_vlpack.host.lengths.headers import HeaderImage, NoPixels, pixel_free
+from swift_vlpack.host.lengths.measured import measured
 from tests.host.lengths.test_measured import ARGS, outcome, unchecked, warnings_of
 from tests.images import noise, photo
 from tests.rows import image_row

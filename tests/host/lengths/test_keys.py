@@ -16,8 +16,9 @@ from swift.utils import import_external_file
 from swift.utils import utils as swift_utils
 
 from swift_vlpack.data.rows.fusion import RowSource
-from swift_vlpack.host.lengths import headers, measured
+from swift_vlpack.host.lengths import headers
 from swift_vlpack.host.lengths.context import context_of
+from swift_vlpack.host.lengths.measured import measured
 from swift_vlpack.host.lengths.source_code import code_of
 from tests.images import noise, photo
 from tests.rows import image_row, text_row, write_jsonl

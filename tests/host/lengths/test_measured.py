@@ -20,12 +20,14 @@ from swift.template import Template, get_template
 
 from swift_vlpack.core.errors import DataError
 from swift_vlpack.data.lengths import passes as length_pass
-from swift_vlpack.data.lengths.sizes import size_of, trust
+from swift_vlpack.data.lengths import trust
+from swift_vlpack.data.lengths.sizes import size_of
 from swift_vlpack.data.rows.fusion import RowSource
+from swift_vlpack.host.lengths import headers
 from swift_vlpack.host.lengths import measured as lengths
 from swift_vlpack.host.lengths.context import context_of
 from swift_vlpack.host.lengths.headers import HeaderImage, NoPixels, pixel_free
-from swift_vlpack.host.lengths.measured import cache_path, headers, measured
+from swift_vlpack.host.lengths.measured import cache_path, measured
 from swift_vlpack.host.ranks import RankFailed, RanksDiffer
 from tests.data.rows.test_faults import bad_rows
 from tests.host.runs import epoch_report, packed_argv, train

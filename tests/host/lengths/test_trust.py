@@ -9,9 +9,10 @@ import pytest
 from swift.template import Template
 
 from swift_vlpack.data.rows.fusion import RowSource
-from swift_vlpack.host.lengths import headers, measured
+from swift_vlpack.host.lengths import headers
 from swift_vlpack.host.lengths import measured as lengths
 from swift_vlpack.host.lengths.headers import HeaderImage
+from swift_vlpack.host.lengths.measured import measured
 from tests.host.lengths.test_measured import ARGS, FAMILY, dataset, outcome, texts, warnings_of
 from tests.images import noise, photo
 from tests.rows import image_row, text_row

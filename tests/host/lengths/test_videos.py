@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from swift_vlpack.data.lengths.sizes import size_of, videos
+from swift_vlpack.data.lengths import videos
+from swift_vlpack.data.lengths.sizes import size_of
 from swift_vlpack.data.rows.fusion import RowSource
 from swift_vlpack.host.lengths.headers import pixel_free
 from swift_vlpack.host.lengths.measured import measured
