@@ -9,10 +9,10 @@ from swift.callbacks import TrainerCallback
 from swift.utils import get_logger, is_master
 
 from swift_vlpack.core.account.telemetry import Telemetry
+from swift_vlpack.core.files import write_json
 from swift_vlpack.host.training.losses import add_up
 from swift_vlpack.host.training.proof import prove_isolation
 from swift_vlpack.host.training.row_effects import noise_by_sample
-from swift_vlpack.host.training.state import write_json
 
 logger = get_logger()
 

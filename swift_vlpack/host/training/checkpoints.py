@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,6 +12,7 @@ import torch
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from swift_vlpack.core.files import sync_tree
 from swift_vlpack.host.training.state import FILE, StateNotSaved
 
 
@@ -35,27 +35,12 @@ def save_training_args(checkpoint: Path, training_args: Any) -> None:
 def sync(checkpoint: Path) -> None:
     """Wait until all that is in a checkpoint is on the disk, where a crash of the machine cannot reach it."""
     try:
-        for folder, _, names in os.walk(checkpoint, topdown=False):
-            for name in names:
-                with open(Path(folder, name), "rb") as file:
-                    os.fsync(file.fileno())
-            sync_folder(Path(folder))
-        sync_folder(checkpoint.parent)
+        sync_tree(checkpoint)
     except OSError as error:
         raise StateNotSaved(
             f"{checkpoint} cannot be brought to the disk: {error}. Mend the output directory and resume from an "
             "earlier checkpoint"
         ) from error
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk, where its file system knows such a thing."""
-    with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def rotate(current: Path, limit: int | None, best: str | None) -> None:

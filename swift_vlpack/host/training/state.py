@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from swift_vlpack.core.config import RESUME_DATA
 from swift_vlpack.core.envelope import Whole, check_fingerprint, opened, seal, signed
 from swift_vlpack.core.epoch.cuts import CUTS
 from swift_vlpack.core.errors import ConfigError, StateMismatch, VLPackError
+from swift_vlpack.core.files import write_json, write_whole
 from swift_vlpack.data.feeds.buffered import BufferedPackingDataset, Progress
 from swift_vlpack.data.feeds.planned import PlannedPackingDataset
 from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
@@ -196,27 +197,6 @@ def wants_restart(environ: Mapping[str, str]) -> bool:
     if wish not in ("", RESTART):
         raise ConfigError(f"{RESUME_DATA} can only be {RESTART}, got {given!r}; without it the data goes on")
     return wish == RESTART
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write whole or not at all, also when the machine goes down."""
-    write_whole(path, (json.dumps(content, indent=1) + "\n").encode())
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write whole or not at all, also when the machine goes down."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise
 
 
 def plan_fingerprint(packs: PlannedPackingDataset, rows: Rows) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from swift_vlpack.core.account.telemetry import Telemetry
 from swift_vlpack.core.config import RECORD_PACKS, is_switched_on
 from swift_vlpack.core.epoch.cuts import advanced, cuts_from, is_finished, num_consumed
 from swift_vlpack.core.errors import ConfigError, DataError, StateMismatch
+from swift_vlpack.core.files import sync_folder
 from swift_vlpack.data.feeds.buffered import Progress
 from swift_vlpack.data.feeds.dataset import PackingDataset
 from swift_vlpack.data.feeds.failures import FEWEST_ROWS_OF_EPOCH, FailedShare
@@ -34,7 +35,7 @@ from swift_vlpack.data.rows.randomness import RandomStream
 from swift_vlpack.data.rows.samples import LeftOut, PackRecord
 from swift_vlpack.host.ranks import check_equal, gathered, together, tolerate_packs_without_images, versions
 from swift_vlpack.host.training.callback import report_epoch
-from swift_vlpack.host.training.checkpoints import nothing_deleted, rotate, save_training_args, sync, sync_folder
+from swift_vlpack.host.training.checkpoints import nothing_deleted, rotate, save_training_args, sync
 from swift_vlpack.host.training.loader import PackLoader, pack_loader
 from swift_vlpack.host.training.losses import MeanOfStep, shifts_smoothed_labels, warn_of_what_differs
 from swift_vlpack.host.training.state import (
