@@ -13,15 +13,15 @@ epoch 0: 1 pack, 2 samples, 10 tokens, fill 100.0% (p5 100, p50 100, p95 100), 0
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from swift_vlpack.core.account.reasons import about
 from swift_vlpack.core.envelope import Named, Whole, check_shape
 from swift_vlpack.core.errors import StateMismatch
-from swift_vlpack.core.words import counted
+from swift_vlpack.core.words import by_reason, counted
 
 NUM_FILL_BINS = 100
 STATE = {
@@ -93,7 +93,8 @@ class Telemetry:
         self.fill_histogram[min(NUM_FILL_BINS, NUM_FILL_BINS * num_tokens // self.packing_length)] += 1
 
     def dropped(self, source: str, reason: str, num_samples: int = 1) -> None:
-        """Count samples that were left out."""
+        """Count samples that were left out; a word that is not in the registry of reasons is a mistake of ours."""
+        about(reason)
         self._of(source).num_dropped[reason] += num_samples
 
     def merge(self, other: Telemetry) -> None:
@@ -208,22 +209,17 @@ class Telemetry:
             "sources": {name: counts.as_json() for name, counts in sorted(self.sources.items())},
         }
 
-    def json_line(self, **labels: Any) -> str:
-        """One line for a machine."""
-        return json.dumps(self.as_json(**labels))
-
     def line(self, **labels: Any) -> str:
         """One line for a person."""
         where = " ".join(f"{name} {value}" for name, value in labels.items())
         percentiles = ", ".join(f"p{p} {self.fill_percentile(p)}" for p in (5, 50, 95))
         num_dropped = sum(self.num_dropped.values())
-        reasons = ", ".join(f"{reason} {n}" for reason, n in sorted(self.num_dropped.items()))
         return (
             f"{where}: {counted(self.num_packs, 'pack')}, {counted(self.num_packed, 'sample')}, "
             f"{counted(self.num_tokens, 'token')}, fill {100 * self.fill_mean:.1f}% ({percentiles}), "
             f"{self.num_single_long} single-long ({_per_cent(self.num_single_long, self.num_read)}%), "
             f"{num_dropped} of {self.num_read} left out ({_per_cent(num_dropped, self.num_read)}%)"
-            + (f": {reasons}" if reasons else "")
+            + (f": {by_reason(dict(sorted(self.num_dropped.items())))}" if num_dropped else "")
             + f"; {self.account}"
         )
 

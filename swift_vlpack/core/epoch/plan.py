@@ -14,11 +14,11 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from swift_vlpack.core.account.reasons import Reason
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.epoch.steps import Balance, CostModel, balance_of, balanced_order, packs_to_split, spread_empty
 from swift_vlpack.core.errors import PlanError
 from swift_vlpack.core.packing.bounds import lower_bound
-from swift_vlpack.core.packing.records import Dropped
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -134,14 +134,14 @@ class Plan(Sequence[list[int]]):
     @property
     def remainder(self) -> NDArray[np.int32]:
         """The underfilled pack that `packing_drop_last` leaves out, unless ranks or epochs need one pack more."""
-        return self.dropped.get(Dropped.UNDERFILLED.value, np.empty(0, dtype=np.int32))
+        return self.dropped.get(Reason.UNDERFILLED.value, np.empty(0, dtype=np.int32))
 
     def with_remainder(self) -> Plan:
         """The remainder as the last pack, where there is one."""
         if not len(self.remainder):
             return self
         members = np.concatenate((self.members, np.sort(self.remainder)))
-        kept = {reason: items for reason, items in self.dropped.items() if reason != Dropped.UNDERFILLED.value}
+        kept = {reason: items for reason, items in self.dropped.items() if reason != Reason.UNDERFILLED.value}
         return replace(self, members=members, offsets=np.append(self.offsets, len(members)), dropped=kept)
 
     def for_rank(self, rank: int) -> range:

@@ -24,12 +24,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from swift_vlpack.core.account.reasons import Reason
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.epoch.plan import Plan
 from swift_vlpack.core.epoch.steps import CostModel
 from swift_vlpack.core.errors import DataError
 from swift_vlpack.core.packing.packer import Label, Packer, remainder_to_drop
-from swift_vlpack.core.packing.records import Dropped, Item, Pack
+from swift_vlpack.core.packing.records import Item, Pack
 from swift_vlpack.core.packing.strategies import best_fit_assignment, constant_volume
 from swift_vlpack.core.shuffle import permutation
 
@@ -93,7 +94,7 @@ def _packed_in_windows(facts: dict[str, Any], label: Label | None) -> Plan:
     members, counts = array("i"), array("i")
     dropped: dict[str, array[int]] = {}
 
-    def on_drop(item: Item, reason: Dropped) -> None:
+    def on_drop(item: Item, reason: Reason) -> None:
         dropped.setdefault(reason.value, array("i")).append(item.id)  # type: ignore[arg-type]
 
     def keep(packs: list[Pack]) -> None:
@@ -145,7 +146,7 @@ def _packed_at_once(facts: dict[str, Any], group: Assignment, method: str) -> Pl
         singles = np.flatnonzero(alone)
     else:
         singles = np.empty(0, dtype=np.int64)
-        dropped[Dropped.OVERSIZE.value] = np.flatnonzero(alone).astype(np.int32)
+        dropped[Reason.OVERSIZE.value] = np.flatnonzero(alone).astype(np.int32)
     owner = np.concatenate((pack_of, num_packs + np.arange(len(singles), dtype=np.int32)))
     items = np.concatenate((shared, singles)).astype(np.int32)
     counts = np.bincount(owner, minlength=num_packs + len(singles))
@@ -174,7 +175,7 @@ def _without_remainder(whole: Plan, num_shared: int) -> Plan:
         return whole
     first, last = whole.offsets[remainder], whole.offsets[remainder + 1]
     counts = np.delete(whole.num_samples_per_pack, remainder)
-    dropped = {**whole.dropped, Dropped.UNDERFILLED.value: whole.members[first:last]}
+    dropped = {**whole.dropped, Reason.UNDERFILLED.value: whole.members[first:last]}
     return replace(
         whole, members=np.delete(whole.members, slice(first, last)), offsets=_offsets(counts), dropped=dropped
     )

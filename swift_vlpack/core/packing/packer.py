@@ -23,9 +23,10 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from swift_vlpack.core import envelope
+from swift_vlpack.core.account.reasons import Reason
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.errors import StateMismatch
-from swift_vlpack.core.packing.records import Dropped, Item, Pack
+from swift_vlpack.core.packing.records import Item, Pack
 from swift_vlpack.core.packing.strategies import STRATEGIES, Caps, Groups, fill_oldest
 from swift_vlpack.core.shuffle import permutation
 
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 NUM_LOUD = 20  # warnings of one kind before the rest goes to the info level
 _serial = itemgetter(1)  # of a held entry
-DropReport = Callable[[Item, Dropped], None]
+DropReport = Callable[[Item, Reason], None]
 Label = Callable[[Any], str]
 
 
@@ -117,7 +118,7 @@ class Packer:
         remainder = remainder_to_drop(fills, room, self._shortest, self.config, num_others=self.num_emitted)
         if remainder is not None:
             for index in groups.pop(remainder):
-                self._drop(self._held[index].item, Dropped.UNDERFILLED)
+                self._drop(self._held[index].item, Reason.UNDERFILLED)
         packs = self._leave(self._shuffled(groups))
         self._held.clear()
         self._lengths.clear()
@@ -175,7 +176,7 @@ class Packer:
 
     # -- what leaves, and how -----------------------------------------------------------------------------------
 
-    def _push_too_long(self, item: Item, reason: Dropped) -> list[Pack]:
+    def _push_too_long(self, item: Item, reason: Reason) -> list[Pack]:
         if not self.config.packing_allow_single_long:
             self._drop(item, reason)
             return []
@@ -213,14 +214,14 @@ class Packer:
             return groups
         return [groups[i] for i in permutation(len(groups), self._seed, "window", self._num_windows).tolist()]
 
-    def _drop(self, item: Item, reason: Dropped) -> None:
+    def _drop(self, item: Item, reason: Reason) -> None:
         self.num_dropped[reason.value] = self.num_dropped.get(reason.value, 0) + 1
-        if reason is not Dropped.UNDERFILLED:  # a plan may bring it back
+        if reason is not Reason.UNDERFILLED:  # a plan may bring it back
             self._log(self.num_dropped[reason.value], "left out", item, reason, loud=logging.WARNING)
         if self._on_drop is not None:
             self._on_drop(item, reason)
 
-    def _log(self, num_so_far: int, what: str, item: Item, reason: Dropped, *, loud: int) -> None:
+    def _log(self, num_so_far: int, what: str, item: Item, reason: Reason, *, loud: int) -> None:
         """The first ones at the level `loud`, all others one level below."""
         if self._label is None:
             return
@@ -267,11 +268,11 @@ def cap_uses(items: Iterable[Item], config: PackingConfig) -> Caps:
     return Caps(tuple(limit for limit in limits if limit is not None), [tuple(use[c] for c in columns) for use in uses])
 
 
-def why_alone(item: Item, config: PackingConfig) -> Dropped | None:
+def why_alone(item: Item, config: PackingConfig) -> Reason | None:
     """Why an item cannot share a pack, if it cannot."""
     if item.length >= config.packing_length:
-        return Dropped.OVERSIZE
-    return Dropped.OVER_CAP if exceeds_a_cap(item, config) else None
+        return Reason.OVERSIZE
+    return Reason.OVER_CAP if exceeds_a_cap(item, config) else None
 
 
 def exceeds_a_cap(item: Item, config: PackingConfig) -> bool:

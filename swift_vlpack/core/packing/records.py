@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -10,17 +9,6 @@ from swift_vlpack.core.errors import DataError
 from swift_vlpack.core.packing.boundaries import Boundaries
 
 ItemId = int | str | tuple[Any, ...]
-
-
-class Dropped(str, Enum):
-    """Why an item was left out; the value is the key in every report."""
-
-    OVERSIZE = "oversize"
-    """At least `packing_length` tokens, and `packing_allow_single_long` is off."""
-    OVER_CAP = "over_cap"
-    """More images or patches than a pack may hold, and `packing_allow_single_long` is off."""
-    UNDERFILLED = "underfilled"
-    """In the underfilled remainder of an epoch, under `packing_drop_last`."""
 
 
 class Item(NamedTuple):

@@ -14,12 +14,13 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from swift_vlpack.core.account.reasons import Reason
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.envelope import Named, Whole, check_shape
 from swift_vlpack.core.epoch.shares import Share, share_of
 from swift_vlpack.core.errors import StateMismatch
 from swift_vlpack.core.packing.packer import Packer
-from swift_vlpack.core.packing.records import Dropped, Item, ItemId
+from swift_vlpack.core.packing.records import Item, ItemId
 from swift_vlpack.data.feeds.dataset import PackingDataset, counted_failure, packed_samples
 from swift_vlpack.data.lengths.sizes import size_of
 from swift_vlpack.data.rows.fusion import Template
@@ -244,7 +245,7 @@ class _Buffer:
     def _name(self, number: ItemId) -> str:
         return str(_id_of(self._waiting[number]))
 
-    def _dropped(self, item: Item, reason: Dropped) -> None:
+    def _dropped(self, item: Item, reason: Reason) -> None:
         said = f"{item.length} tokens, {item.images} images"
         self._left_out.append(LeftOut(_id_of(self._waiting.pop(item.id)), reason.value, said))
 

@@ -6,7 +6,8 @@ import logging
 from collections import Counter, deque
 from collections.abc import Iterable
 
-from swift_vlpack.data.rows.faults import REASONS
+from swift_vlpack.core.account.reasons import is_failure
+from swift_vlpack.core.words import by_reason
 from swift_vlpack.data.rows.fusion import RowSource
 from swift_vlpack.data.rows.samples import LeftOut, TooManyFailures
 
@@ -18,11 +19,6 @@ FEWEST_ROWS = 100
 """Of fewer rows a share says little; between two epochs it is looked at all the same."""
 FEWEST_ROWS_OF_EPOCH = 20
 SHARE_WARNED_OF = 0.05
-
-
-def is_failure(reason: str) -> bool:
-    """Whether a row was to be trained and could not be, other than one that is left out for its length."""
-    return reason in REASONS and reason not in ("", "over_max_length")
 
 
 class FailedShare:
@@ -48,7 +44,9 @@ class FailedShare:
         if len(self._reasons) < fewest_rows or not failed:
             return
         share = len(failed) / len(self._reasons)
-        found = f"{len(failed)} of the last {len(self._reasons)} rows could not be read ({_by_reason(failed)})"
+        found = (
+            f"{len(failed)} of the last {len(self._reasons)} rows could not be read ({by_reason(_most_first(failed))})"
+        )
         if share > self.most:
             raise TooManyFailures(f"{found}; the last is {_shown(self._last)}. {_way_out(self.most)}")
         if share > SHARE_WARNED_OF and not self._is_warned_of:
@@ -65,15 +63,15 @@ def check_measured(sources: Iterable[RowSource], most: float) -> None:
         failed += [] if source.sizes is None else filter(is_failure, source.sizes.failures.values())
     if num_rows < FEWEST_ROWS or not failed:
         return
-    found = f"{len(failed)} of {num_rows} rows cannot be read ({_by_reason(failed)})"
+    found = f"{len(failed)} of {num_rows} rows cannot be read ({by_reason(_most_first(failed))})"
     if len(failed) / num_rows > most:
         raise TooManyFailures(f"{found}. {_way_out(most)}")
     if len(failed) / num_rows > SHARE_WARNED_OF:
         logger.warning("%s. Above %.0f%% the run would not start", found, 100 * most)
 
 
-def _by_reason(reasons: Iterable[str]) -> str:
-    return ", ".join(f"{reason} {number}" for reason, number in Counter(reasons).most_common())
+def _most_first(reasons: Iterable[str]) -> dict[str, int]:
+    return dict(Counter(reasons).most_common())
 
 
 def _shown(left_out: LeftOut | None) -> str:

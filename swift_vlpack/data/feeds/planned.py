@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 from tqdm import tqdm
 
+from swift_vlpack.core.account.reasons import Reason
 from swift_vlpack.core.account.remedies import warning_of_left_out
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.epoch.cuts import Cut, replayed, shared
@@ -184,7 +185,7 @@ class PlannedPackingDataset(PackingDataset):
                 continue
             length, capacity = sample["length"], self.config.packing_length
             said = f"{length} tokens do not fit beside the {num_tokens} of its pack (packing_length {capacity})"
-            left_out.append(LeftOut(sample["sample_id"], "longer_than_planned", said))
+            left_out.append(LeftOut(sample["sample_id"], Reason.LONGER_THAN_PLANNED.value, said))
             logger.warning("%s: left out: %s", sample["sample_id"], said)
         return [sample for (sample, _), is_kept in zip(found, keeps, strict=True) if is_kept], left_out
 

@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from swift_vlpack.data.rows.faults import REASONS, Fault, is_of_content
+from swift_vlpack.core.account.reasons import REASONS, about
+from swift_vlpack.data.rows.faults import Fault
 from swift_vlpack.data.rows.media import names_of_files, real_file
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ SIZE = np.dtype(
         ("patches", "<u4"),
         ("supervised", "<u4"),  # tokens with a label
         ("aspect", "<f4"),  # longer side over shorter, of the most extreme image or video
-        ("reason", "u1"),  # why it cannot be encoded: an index into `samples.REASONS`
+        ("reason", "u1"),  # why it cannot be encoded: its code in `core/account/reasons.py`
         ("proof", "u1"),  # how far the size is to be trusted
     ]
 )
@@ -58,7 +59,7 @@ RECORD = np.dtype([("key", KEY), ("size", SIZE)])
 NO_KEY = np.zeros((), KEY)
 """Of a row that cannot be told from another one, so that nothing is remembered of it."""
 
-_INCURABLE = [code for code, reason in enumerate(REASONS) if not reason or is_of_content(reason)]
+_INCURABLE = [code for code, reason in enumerate(REASONS) if not reason or about(reason).is_of_content]
 _NUM_FOLDERS = 4096  # whose real paths are remembered during a pass
 
 Sizes = NDArray[np.void]

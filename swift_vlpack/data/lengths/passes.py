@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from swift_vlpack.core.account.reasons import REASONS, Reason, about
 from swift_vlpack.core.errors import DataError, VLPackError
 from swift_vlpack.core.shuffle import permutation
 from swift_vlpack.core.words import counted
@@ -39,7 +40,7 @@ from swift_vlpack.data.lengths.cache import (
 from swift_vlpack.data.lengths.pass_bar import stage
 from swift_vlpack.data.lengths.sizes import LengthIndex, RowSize, aspect_of, size_of
 from swift_vlpack.data.lengths.trust import Trust, kinds_of
-from swift_vlpack.data.rows.faults import REASONS, Fault, is_of_pixels, timeout_of
+from swift_vlpack.data.rows.faults import Fault, timeout_of
 from swift_vlpack.data.rows.fusion import Row, RowSource, encode_row, with_system
 from swift_vlpack.data.rows.media import image_urls
 from swift_vlpack.data.rows.samples import SampleError, SampleId
@@ -56,7 +57,7 @@ _CHUNK_BY_HEADER, _CHUNK_IN_FULL = 128, 8  # rows, which may hold the bytes of t
 _LEAST_BY_HEADER = 16  # rows of a chunk, where several processes share few rows
 _NUM_KEYS_WORTH_A_PROCESS = 2000
 _PIXELS_OF_PATCH = 14 * 14
-_SAID_BY_HEADERS = ("over_max_length", "url_unreachable")  # no need to encode in full to know
+_SAID_BY_HEADERS = (Reason.OVER_MAX_LENGTH, Reason.URL_UNREACHABLE)  # no need to encode in full to know
 _NUM_SPARE = 8  # rows of each kind
 
 Positions = NDArray[np.int64]
@@ -271,7 +272,7 @@ class LengthPass:
         return None
 
     def _show_unreachable(self, bar: tqdm[Any]) -> None:
-        num_unreachable = int((self.sizes["reason"] == REASONS.index("url_unreachable")).sum())
+        num_unreachable = int((self.sizes["reason"] == REASONS.index(Reason.URL_UNREACHABLE)).sum())
         if num_unreachable:
             bar.set_postfix_str(f"{num_unreachable} with URLs that cannot be reached", refresh=False)
 
@@ -421,7 +422,7 @@ class LengthPass:
             quick, quick_error, _ = self._size(self._by_header, row, position, AGREED)
             if quick_error is not None and not quick_error.is_lasting:
                 quick, quick_error = full, error
-            elif error is not None and quick_error is None and is_of_pixels(error.reason):
+            elif error is not None and quick_error is None and about(error.reason).is_of_pixels:
                 quick["proof"] = BY_HEADER
             elif not _are_equal(quick, full):
                 full["proof"] = DIFFERS

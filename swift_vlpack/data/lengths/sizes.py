@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from swift_vlpack.core.account.reasons import Reason
 from swift_vlpack.data.rows.faults import Fault
 from swift_vlpack.data.rows.samples import Encoded, num_images
 
@@ -51,7 +52,9 @@ class LengthIndex:
 
     def fault(self, index: int) -> Fault:
         """What is wrong with a row that has no size."""
-        return self.faults.get(index) or Fault(self.failures.get(index, "encode_failed"), "found at an earlier start")
+        return self.faults.get(index) or Fault(
+            self.failures.get(index, Reason.ENCODE_FAILED), "found at an earlier start"
+        )
 
     def __len__(self) -> int:
         return self.columns.shape[1]

@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from swift_vlpack.data.rows.media import content_of
+
 NUM_PER_KIND = 2
 """Rows of a kind that have to agree."""
 _MANY = 3  # images of a row: so many or more are one kind
@@ -104,8 +106,7 @@ def _is_given(value: Any) -> bool:
 
 
 def _form(image: Any) -> str:
-    if isinstance(image, Mapping):
-        return "bytes" if image.get("bytes") else _form(image.get("path") or image.get("url"))
+    image = content_of(image)
     if isinstance(image, str):
         return "url" if image.startswith("http") else "data" if image.startswith("data:") else "path"
     return type(image).__name__

@@ -13,36 +13,26 @@ from importlib.util import find_spec
 from io import BytesIO
 from typing import Any, NamedTuple
 
-from swift_vlpack.data.rows.media import Medium, RealFile, expected_file, is_name, looks_like_path, media, real_file
-
-REASONS = (
-    "",
-    "encode_failed",
-    "over_max_length",
-    "file_missing",
-    "file_is_folder",
-    "file_empty",
-    "image_unreadable",
-    "image_too_large",
-    "aspect_ratio",
-    "images_malformed",
-    "no_messages",
-    "video_reader_missing",
-    "video_unreadable",
-    "file_unreadable",
-    "file_timeout",
-    "url_unreachable",
+from swift_vlpack.core.account.reasons import Reason, about
+from swift_vlpack.data.rows.media import (
+    Medium,
+    RealFile,
+    content_of,
+    expected_file,
+    is_name,
+    looks_like_path,
+    media,
+    real_file,
 )
-"""All there are; files of lengths store the position in this list, so new ones go to the end."""
 
 _BY_ERROR = {
-    "MaxLengthError": "over_max_length",
-    "FileNotFoundError": "file_missing",
-    "IsADirectoryError": "file_is_folder",
-    "UnidentifiedImageError": "image_unreadable",
-    "DecompressionBombError": "image_too_large",
-    "ReadTimeout": "file_timeout",
-    "UrlUnreachable": "url_unreachable",
+    "MaxLengthError": Reason.OVER_MAX_LENGTH,
+    "FileNotFoundError": Reason.FILE_MISSING,
+    "IsADirectoryError": Reason.FILE_IS_FOLDER,
+    "UnidentifiedImageError": Reason.IMAGE_UNREADABLE,
+    "DecompressionBombError": Reason.IMAGE_TOO_LARGE,
+    "ReadTimeout": Reason.FILE_TIMEOUT,
+    "UrlUnreachable": Reason.URL_UNREACHABLE,
 }
 _VIDEO_READERS = ("torchcodec", "decord")  # qwen_vl_utils asks torchvision where they fail, which reads none
 _LONGEST_SHOWN = 200  # characters
@@ -61,7 +51,7 @@ class Fault(NamedTuple):
     """Why a row cannot be used."""
 
     reason: str
-    """The word that is counted, one of `REASONS`."""
+    """The word that is counted, one of `core/account/reasons.py`."""
     error: str
     """The failure in words, with what to do where that is known."""
     files: tuple[str, ...] = ()
@@ -92,24 +82,24 @@ def fault_of(error: Exception, row: Mapping[str, Any]) -> Fault:
     """
     said = _said(error)
     known = _BY_ERROR.get(type(error).__name__)
-    if known == "over_max_length":
+    if known == Reason.OVER_MAX_LENGTH:
         return Fault(known, said)
-    if known == "file_timeout":
+    if known == Reason.FILE_TIMEOUT:
         return timeout_of(str(error), row)
     if not row.get("messages"):
-        return Fault("no_messages", said)
+        return Fault(Reason.NO_MESSAGES, said)
     found = list(media(row))
     is_video = any(medium.kind == "video" for medium in found) and _is_missing_reader(error)
     if is_video and not any(map(find_spec, _VIDEO_READERS)):
         said = f"{said}; to read videos, install torchcodec or decord"
-        return _with_files("video_reader_missing", said, _videos(found))
+        return _with_files(Reason.VIDEO_READER_MISSING, said, _videos(found))
     if malformed := [item for item in _as_list(row.get("images")) if not _is_image(item)]:
         way_out = f"not a path, a URL or the content of an image: {malformed!r:.{_LONGEST_SHOWN}}"
-        return Fault("images_malformed", f"{said}; {way_out}")
+        return Fault(Reason.IMAGES_MALFORMED, f"{said}; {way_out}")
     if fault := _fault_of_files(found):
         return fault
     if is_video:
-        return _with_files("video_unreadable", said, _videos(found))
+        return _with_files(Reason.VIDEO_UNREADABLE, said, _videos(found))
     return _fault_of_content(error, known, found)
 
 
@@ -117,31 +107,20 @@ def timeout_of(said: str, row: Mapping[str, Any]) -> Fault:
     """The fault of a row whose files are not answered for; nobody looks at them again to say so."""
     values = [medium.value for medium in media(row) if isinstance(medium.value, str)]
     files = [expected_file(value) for value in values if is_name(value)]
-    return _with_files("file_timeout", said, tuple(dict.fromkeys(files)))
+    return _with_files(Reason.FILE_TIMEOUT, said, tuple(dict.fromkeys(files)))
 
 
 def is_lasting(error: Exception, reason: str, row: Mapping[str, Any]) -> bool:
     """Whether the same row in the same state will fail again, so that the reason may be remembered."""
-    if reason == "over_max_length":
+    if reason == Reason.OVER_MAX_LENGTH:
         return True
-    is_passing = reason in ("file_missing", "file_unreadable", "file_timeout", "video_reader_missing")
-    if is_passing or isinstance(error, MemoryError):
+    if about(reason).is_passing or isinstance(error, MemoryError):
         return False
     if any(isinstance(medium.value, str) and medium.value.startswith("http") for medium in media(row)):
         return False
     if not isinstance(error, OSError) or type(error).__name__ in _BY_ERROR:
         return True
-    return reason == "image_unreadable" and error.errno is None  # Pillow says so of content; a disk has a number
-
-
-def is_of_pixels(reason: str) -> bool:
-    """Whether a row can fail for it although its headers are good."""
-    return reason not in ("over_max_length", "aspect_ratio")
-
-
-def is_of_content(reason: str) -> bool:
-    """Whether it depends on nothing but the row, its files and the template, so that nothing else can cure it."""
-    return reason == "over_max_length"
+    return reason == Reason.IMAGE_UNREADABLE and error.errno is None  # Pillow says so of content; a disk has a number
 
 
 def _fault_of_files(found: Iterable[Medium]) -> Fault | None:
@@ -161,14 +140,14 @@ def _fault_of_file(medium: Medium) -> Fault | None:
     if found is None:
         path = expected_file(medium.value)
         given = "" if path == medium.value else f" ({medium.place} is {medium.value!r}{_root()})"
-        return Fault("file_missing", f"no such file: {path}{given}", (path,))
+        return Fault(Reason.FILE_MISSING, f"no such file: {path}{given}", (path,))
     path = os.path.abspath(found.path)
     if (mode := stat.S_IFMT(found.state.st_mode)) == stat.S_IFDIR:
-        return Fault("file_is_folder", f"{path} is a folder", (path,))
+        return Fault(Reason.FILE_IS_FOLDER, f"{path} is a folder", (path,))
     if mode != stat.S_IFREG:
         kind = _KINDS_OF_FILE.get(mode, "no file")
-        return Fault("file_unreadable", f"{path} is {kind}; only regular files are opened", (path,))
-    return Fault("file_empty", f"{path} is empty", (path,)) if found.state.st_size == 0 else None
+        return Fault(Reason.FILE_UNREADABLE, f"{path} is {kind}; only regular files are opened", (path,))
+    return Fault(Reason.FILE_EMPTY, f"{path} is empty", (path,)) if found.state.st_size == 0 else None
 
 
 def _root() -> str:
@@ -178,14 +157,14 @@ def _root() -> str:
 
 def _fault_of_content(error: Exception, known: str | None, found: list[Medium]) -> Fault:
     """Which image cannot be read, if one cannot; else what was said."""
-    reason, files, said = known or "encode_failed", _paths(found), _said(error)
+    reason, files, said = known or Reason.ENCODE_FAILED, _paths(found), _said(error)
     if known is None and "aspect ratio" in str(error):
-        reason = "aspect_ratio"
+        reason = Reason.ASPECT_RATIO
     elif known is None and _is_of_disk(error):
-        reason = "file_unreadable"
+        reason = Reason.FILE_UNREADABLE
     elif known is None and (_is_from_pillow(error) or isinstance(error, binascii.Error)):
-        reason = "image_unreadable"
-    if reason in ("image_unreadable", "image_too_large", "file_unreadable"):
+        reason = Reason.IMAGE_UNREADABLE
+    if reason in (Reason.IMAGE_UNREADABLE, Reason.IMAGE_TOO_LARGE, Reason.FILE_UNREADABLE):
         bad = [(medium, its) for medium in found if (its := _error_of_image(medium)) is not None]
         if bad:
             medium, its = bad[0]
@@ -269,8 +248,7 @@ def _is_from_pillow(error: Exception) -> bool:
 
 def _is_image(item: Any) -> bool:
     """Whether an entry of `images` is of a form that can be an image at all."""
-    if isinstance(item, Mapping):
-        item = item.get("bytes") or item.get("path") or item.get("url")
+    item = content_of(item)
     return (isinstance(item, (str, bytes)) and bool(item)) or hasattr(item, "getbbox")
 
 

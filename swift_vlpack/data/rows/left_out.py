@@ -17,6 +17,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from swift_vlpack.core.account.reasons import Reason
 from swift_vlpack.data.rows.fusion import RowSource
 from swift_vlpack.data.rows.places import place
 from swift_vlpack.data.rows.samples import LeftOut, SampleId
@@ -28,14 +29,14 @@ except ImportError:  # no such locks on this system, which has no shared disk ei
 
 logger = logging.getLogger(__name__)
 
-DELETED = "deleted_by_loader"
 Key = tuple[str, int | None, str]
 
 
 def deleted_by_loader(source: RowSource) -> Iterator[LeftOut]:
     """The rows of a source's file that never became rows."""
+    said = "ms-swift's loader or preprocess_func left the row out"
     for row in source.lost_rows:
-        yield LeftOut(SampleId(source.name, int(row)), DELETED, "ms-swift's loader or preprocess_func left the row out")
+        yield LeftOut(SampleId(source.name, int(row)), Reason.DELETED_BY_LOADER.value, said)
 
 
 class LeftOutRows:

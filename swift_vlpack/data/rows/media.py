@@ -50,13 +50,19 @@ def media(row: Mapping[str, Any]) -> Iterator[Medium]:
 
 
 def _media(place: str, kind: str, value: Any) -> Iterator[Medium]:
-    if isinstance(value, Mapping):  # ms-swift takes the bytes before the path
-        value = next((value[name] for name in ("bytes", "path", "url") if value.get(name)), value)
+    value = content_of(value)
     if isinstance(value, (list, tuple)) and value:
         for at, inner in enumerate(value):
             yield from _media(f"{place}[{at}]", kind, inner)
     elif value is not None:
         yield Medium(place, kind, value)
+
+
+def content_of(entry: Any) -> Any:
+    """What ms-swift takes of an entry: of a mapping the bytes before the path; itself if it has none."""
+    if not isinstance(entry, Mapping):
+        return entry
+    return next((entry[name] for name in ("bytes", "path", "url") if entry.get(name)), entry)
 
 
 def names_of_files(row: Mapping[str, Any]) -> Iterator[str]:
@@ -112,8 +118,7 @@ def _candidates(text: str) -> list[str]:
 
 def url_of(image: Any) -> str | None:
     """The URL of an entry of `images`, if it is to be had from one."""
-    if isinstance(image, Mapping):
-        image = next((image[name] for name in ("bytes", "path", "url") if image.get(name)), None)
+    image = content_of(image)
     return image.strip() if isinstance(image, str) and image.strip().startswith("http") else None
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from swift_vlpack.core.account.reasons import about
 from swift_vlpack.core.errors import StateMismatch
 from swift_vlpack.core.shuffle import permutation
 from swift_vlpack.data.lengths.sizes import NUM_COLUMNS, LengthIndex
@@ -29,8 +30,6 @@ NUM_ROWS_READ = 10_000
 NUM_SHOWN = 3
 NUM_PLANNED_COLUMNS = 3
 """Length, images and patches, which is all that a plan follows from."""
-_OF_THE_ROW = frozenset({"over_max_length", "no_messages", "images_malformed"})
-"""Reasons that neither come nor go with a file: the row or the options must have changed."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -173,7 +172,7 @@ def changes(saved: SourceFacts, source: RowSource, contents: NDArray[np.uint64])
     kinds: dict[str, list[int]] = {"sizes": [], "gone": [], "back": []}
     for at in np.flatnonzero((then != now).any(axis=0)).tolist():
         reasons = {saved.sizes.failures.get(at), sizes.failures.get(at)}
-        is_other = (then[0, at] and now[0, at]) or reasons & _OF_THE_ROW
+        is_other = (then[0, at] and now[0, at]) or any(about(word).is_of_row for word in reasons if word)
         kinds["sizes" if is_other else "back" if now[0, at] else "gone"].append(at)
 
     def said(at: int) -> str:

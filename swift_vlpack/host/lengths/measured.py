@@ -20,6 +20,7 @@ from modelscope.hub.utils.utils import get_cache_dir
 from numpy.typing import NDArray
 from swift.utils import get_logger, is_master
 
+from swift_vlpack.core.account.reasons import Reason
 from swift_vlpack.core.words import counted
 from swift_vlpack.data.lengths.cache import SIZE, LengthCache, Sizes
 from swift_vlpack.data.lengths.cures import digest_of_cures
@@ -86,7 +87,7 @@ def measured(source: RowSource, template: Any, args: Any, cache_dir: str | None 
 
 
 def _log_unreachable(source: RowSource, sizes: LengthIndex, cache: LengthCache) -> None:
-    num_rows = list(sizes.failures.values()).count("url_unreachable")
+    num_rows = list(sizes.failures.values()).count(Reason.URL_UNREACHABLE)
     if num_rows:
         logger.warning(
             f"source {source.name}: {counted(num_rows, 'row')} left out for want of an image behind a URL. Each was "

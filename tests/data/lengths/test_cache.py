@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from swift_vlpack.core.account.reasons import REASONS
 from swift_vlpack.data.lengths.cache import (
     DIFFERS,
     IN_FULL,
@@ -20,7 +21,7 @@ from swift_vlpack.data.lengths.cache import (
     KnownSizes,
     LengthCache,
 )  # fmt: skip
-from swift_vlpack.data.rows.faults import REASONS, Fault
+from swift_vlpack.data.rows.faults import Fault
 from tests.images import photo
 from tests.rows import image_row, text_row
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torchvision
 
-from swift_vlpack.data.rows.faults import REASONS, fault_of, is_lasting
+from swift_vlpack.core.account.reasons import REASONS
+from swift_vlpack.data.rows.faults import fault_of, is_lasting
 from swift_vlpack.data.rows.fusion import encode_row
 from swift_vlpack.data.rows.samples import SampleError, SampleId
 from tests.images import noise, photo
