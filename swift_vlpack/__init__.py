@@ -10,6 +10,7 @@ from swift_vlpack.core.epoch.planner import plan
 from swift_vlpack.core.packing.boundaries import Boundaries
 from swift_vlpack.core.packing.packer import Packer
 from swift_vlpack.core.packing.records import Item, Pack
+from swift_vlpack.core.packing.registry import register_strategy
 
 __version__ = "0.1.0"
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "plan",
     "prepare_model",
     "prove",
+    "register_strategy",
     "schedule",
 ]
 

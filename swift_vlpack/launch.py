@@ -18,6 +18,7 @@ from typing import Any
 
 from swift_vlpack.core.config import ENV_PREFIX, PackingConfig, chosen_options, option_names
 from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.core.packing.registry import known_names
 from swift_vlpack.swift_flags import flag_names, source_file
 from swift_vlpack.yaml_files import read_yaml
 
@@ -114,12 +115,23 @@ def _taken_apart(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[list[
     keys = {name: content.pop(name) for name in option_names() if name in content}
     _refuse_unknown(content, rest, path)
     options = chosen_options(variables, keys, flags)
-    PackingConfig.from_mapping(options, packing_length=1)
+    has_plugins = PLUGINS in content or any(_option_name(part.partition("=")[0]) == PLUGINS for part in rest)
+    PackingConfig.from_mapping(_checked_here(options, variables, environ, has_plugins), packing_length=1)
     options.setdefault("packing", "true")
     own = {ENV_PREFIX + name.upper(): _text(value) for name, value in options.items() if name not in SWIFTS_OWN}
     given = {**keys, **flags, "packing": options["packing"]}  # a length in the environment stays there
     of_swift = [part for name in SWIFTS_OWN if name in given for part in (f"--{name}", _text(given[name]))]
     return [*_with_plugin([*_as_flags(content), *rest]), *of_swift], {**variables, **own}
+
+
+def _checked_here(
+    options: Mapping[str, Any], variables: Mapping[str, str], environ: Mapping[str, str], has_plugins: bool
+) -> dict[str, Any]:
+    """The options without a strategy that only the training process can find: by a plugin, or a path it gets."""
+    name = str(options.get("packing_strategy", ""))
+    has_own_path = variables.get("PYTHONPATH") != environ.get("PYTHONPATH")
+    is_found_later = has_own_path if ":" in name else has_plugins and name not in known_names()
+    return {key: value for key, value in options.items() if key != "packing_strategy" or not is_found_later}
 
 
 def _read(path: str) -> dict[str, Any]:

@@ -216,3 +216,25 @@ def test_every_config_of_the_project_is_valid(path, monkeypatch):
     assert {part[2:] for part in launch.command[2:] if part.startswith("--")} <= known
     if "external_plugins" in content:
         assert [(ROOT / plugin).resolve() for plugin in content["external_plugins"]] == [plugin_path().resolve()]
+
+
+@pytest.mark.parametrize("given", [["--external_plugins", "mine.py"], "external_plugins: [mine.py]\n"])
+def test_a_strategy_that_a_plugin_registers_is_left_to_the_training_process(given, tmp_path):
+    """STRAT-9"""
+    file = tmp_path / "train.yaml"
+    file.write_text("model: m\npacking_strategy: of_the_plugin\n" + (given if isinstance(given, str) else ""))
+    launch = sft_launch([str(file), *([] if isinstance(given, str) else given)], {})
+    assert launch.environ["VLPACK_PACKING_STRATEGY"] == "of_the_plugin"
+    with pytest.raises(ConfigError, match="packing_strategy must be one of"):
+        sft_launch(["--model", "m", "--packing_strategy", "of_the_plugin"], {})
+
+
+def test_a_module_that_cannot_be_imported_stops_at_once_but_for_a_path_of_the_run(tmp_path):
+    """STRAT-8"""
+    file = tmp_path / "train.yaml"
+    file.write_text("model: m\npacking_strategy: module_of_the_run:function\n")
+    with pytest.raises(ConfigError, match="cannot import 'module_of_the_run'"):
+        sft_launch([str(file)], {})
+    file.write_text(file.read_text() + f"ENV: {{PYTHONPATH: {tmp_path}}}\n")
+    launch = sft_launch([str(file)], {})
+    assert launch.environ["VLPACK_PACKING_STRATEGY"] == "module_of_the_run:function"

@@ -17,6 +17,8 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.core.packing.registry import ALIASES, strategy_named
+from swift_vlpack.core.packing.strategies import STRATEGIES
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +27,6 @@ RESUME_DATA = "VLPACK_RESUME_DATA"
 RECORD_PACKS = "VLPACK_RECORD_PACKS"
 NO_OPTIONS = (RESUME_DATA, RECORD_PACKS)
 """Variables with our prefix that are no packing options: about one start of a run, not about its packs."""
-STRATEGIES = ("binpack", "greedy", "first_fit", "best_fit", "exact")
-STRATEGY_ALIASES = {"sequential": "greedy"}  # ms-swift's name
 MODES = ("auto", "plan", "buffer")
 LEAST_FILL_RATIO = 0.6
 _TRUE = ("true", "1", "yes", "on")
@@ -49,7 +49,9 @@ class PackingConfig:
         "auto", "plan packs sized data ahead of time, buffer packs a stream as it comes, auto chooses", MODES
     )
     packing_strategy: str = _option(
-        "binpack", "binpack is ms-swift's own, greedy keeps the order, exact packs tightest", STRATEGIES
+        "binpack",
+        "binpack is ms-swift's own, greedy keeps the order, exact packs tightest; module:function for one of your own",
+        tuple(STRATEGIES),
     )
     packing_buffer: int = _option(512, "window: samples the packer may choose from at a time")
     packing_min_fill_ratio: float = _option(
@@ -78,7 +80,7 @@ class PackingConfig:
     def __post_init__(self) -> None:
         for spec in fields(self):
             object.__setattr__(self, spec.name, _typed(spec.name, getattr(self, spec.name), _TYPES[spec.name]))
-        alias = STRATEGY_ALIASES.get(self.packing_strategy, self.packing_strategy)
+        alias = ALIASES.get(self.packing_strategy, self.packing_strategy)
         object.__setattr__(self, "packing_strategy", alias)
         _check_choices(self)
         _check_numbers(self)
@@ -233,9 +235,7 @@ def _as_str(value: Any) -> str:
 def _check_choices(config: PackingConfig) -> None:
     if config.packing_mode not in MODES:
         raise ConfigError(f"packing_mode must be one of {', '.join(MODES)}, got {config.packing_mode!r}")
-    if config.packing_strategy not in STRATEGIES:
-        names = ", ".join((*STRATEGIES, *STRATEGY_ALIASES))
-        raise ConfigError(f"packing_strategy must be one of {names}, got {config.packing_strategy!r}")
+    strategy_named(config.packing_strategy)  # refuses what cannot be found
     if config.packing_strategy == "binpack" and config.has_caps:
         caps = ("packing_max_samples", "packing_max_images", "packing_max_patches")
         given = ", ".join(f"{name}={getattr(config, name)}" for name in caps if getattr(config, name) is not None)

@@ -4,6 +4,7 @@ VLPackError
 |-- ConfigError        an option is unknown, impossible, or contradicts another one
 |-- DataError          an item, a length file or a source cannot be what it claims to be
 |-- PlanError          a plan cannot be given the shape that was asked for
+|-- StrategyError      a strategy of one's own broke the rules (core/packing/registry.py)
 |-- BoundaryError      positions or tokens disagree with where samples start
 |-- StateMismatch      a saved state belongs to other data, another config or another version
 |-- SampleError        a row cannot be encoded (data/rows/samples.py); becomes a counted reason
@@ -30,6 +31,10 @@ class DataError(VLPackError, ValueError):
 
 class PlanError(VLPackError, ValueError):
     """A plan cannot be given the shape that was asked for."""
+
+
+class StrategyError(VLPackError, ValueError):
+    """A strategy of one's own failed, or returned groups that cannot be packs."""
 
 
 class BoundaryError(VLPackError, ValueError):

@@ -25,9 +25,10 @@ from typing import Any, NamedTuple
 from swift_vlpack.core import envelope
 from swift_vlpack.core.account.reasons import Reason
 from swift_vlpack.core.config import PackingConfig
-from swift_vlpack.core.errors import StateMismatch
+from swift_vlpack.core.errors import StateMismatch, StrategyError
 from swift_vlpack.core.packing.records import Item, Pack
-from swift_vlpack.core.packing.strategies import STRATEGIES, Caps, Groups, fill_oldest
+from swift_vlpack.core.packing.registry import strategy_named
+from swift_vlpack.core.packing.strategies import Caps, Groups, fill_oldest
 from swift_vlpack.core.shuffle import permutation
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class Packer:
         self._seed = seed
         self._on_drop = on_drop
         self._label = label
-        self._strategy = STRATEGIES[config.packing_strategy]
+        self._strategy = strategy_named(config.packing_strategy)
         self._step = {"greedy": self._step_in_order, "exact": self._slide_window}.get(
             config.packing_strategy, self._pack_window
         )
@@ -112,7 +113,7 @@ class Packer:
 
     def flush(self) -> list[Pack]:
         """End of the epoch: the packs of everything still held, but for the remainder that is dropped."""
-        groups = self._strategy(self._lengths, self._capacity, self._caps())
+        groups = self._grouped()
         fills = [self._fill(group) for group in groups]
         room = [self._capacity - sum(self._lengths[i] for i in group) for group in groups]
         remainder = remainder_to_drop(fills, room, self._shortest, self.config, num_others=self.num_emitted)
@@ -145,11 +146,19 @@ class Packer:
     def _fingerprint(self) -> dict[str, Any]:
         return {**self.config.pack_options(), "seed": self._seed}
 
+    def _grouped(self) -> Groups:
+        """The strategy's groups of the window; where one of somebody else's fails, the error names the window."""
+        try:
+            return self._strategy(self._lengths, self._capacity, self._caps())
+        except StrategyError as error:
+            window = f"window {self._num_windows + 1}, of {self.num_held} samples"
+            raise StrategyError(f"{error} ({window})") from error.__cause__
+
     # -- one step of each kind of strategy ---------------------------------------------------------------------
 
     def _pack_window(self) -> list[Pack]:
         """Group the whole window; what is filled or has waited long enough leaves."""
-        groups = self._strategy(self._lengths, self._capacity, self._caps())
+        groups = self._grouped()
         leaving = [group for group in groups if self._is_filled(group) or self._has_waited(group)]
         packs = self._part_with(self._shuffled(leaving or groups))
         self._held = [entry._replace(num_carried=entry.num_carried + 1) for entry in self._held]
@@ -164,7 +173,7 @@ class Packer:
             oldest = self._held.pop(0)  # carried: its turn comes again after the others'
             self._held.append(oldest._replace(num_carried=oldest.num_carried + 1))
             self._lengths.append(self._lengths.pop(0))
-        return self._part_with(self._strategy(self._lengths, self._capacity, self._caps()))
+        return self._part_with(self._grouped())
 
     def _step_in_order(self) -> list[Pack]:
         """`greedy`: the open pack leaves when the newest item does not fit, or when it is exactly full."""
