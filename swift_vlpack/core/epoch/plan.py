@@ -18,6 +18,7 @@ from swift_vlpack.core.account.reasons import Reason
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.epoch.steps import Balance, CostModel, balance_of, balanced_order, packs_to_split, spread_empty
 from swift_vlpack.core.errors import PlanError
+from swift_vlpack.core.packing.alone import is_single_long
 from swift_vlpack.core.packing.bounds import lower_bound
 
 
@@ -82,13 +83,7 @@ class Plan(Sequence[list[int]]):
     @cached_property
     def is_single_long(self) -> NDArray[np.bool_]:
         """Which packs are one item that exceeds a capacity."""
-        over = self.lengths > self.config.packing_length
-        for column, cap in (
-            (self.images, self.config.packing_max_images),
-            (self.patches, self.config.packing_max_patches),
-        ):
-            if cap is not None and column is not None:
-                over |= column > cap
+        over: NDArray[np.bool_] = is_single_long(self.lengths, self.images, self.patches, self.config)
         first = self.members[np.minimum(self.offsets[:-1], max(0, len(self.members) - 1))]
         is_alone: NDArray[np.bool_] = self.num_samples_per_pack == 1
         return is_alone & over[first]

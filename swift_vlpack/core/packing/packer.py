@@ -26,6 +26,7 @@ from swift_vlpack.core import envelope
 from swift_vlpack.core.account.reasons import Reason
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.errors import StateMismatch, StrategyError
+from swift_vlpack.core.packing.alone import is_single_long, why_alone
 from swift_vlpack.core.packing.records import Item, Pack
 from swift_vlpack.core.packing.registry import strategy_named
 from swift_vlpack.core.packing.strategies import Caps, Groups, fill_oldest
@@ -102,7 +103,7 @@ class Packer:
         self.num_pushed += 1
         length = item.length
         if length >= self._capacity or self._has_caps:
-            reason = why_alone(item, self.config)
+            reason = why_alone(*item[1:], self.config)
             if reason is not None:
                 return self._push_too_long(item, reason)
         if length < self._shortest:
@@ -193,8 +194,7 @@ class Packer:
         is_behind = self.config.packing_strategy == "greedy" and self._held
         before = self._part_with([list(range(self.num_held))]) if is_behind else []
         self.num_emitted += 1
-        # An item that fills the capacity exactly is simply a full pack.
-        is_long = item.length > self._capacity or exceeds_a_cap(item, self.config)
+        is_long = is_single_long(*item[1:], self.config)
         if is_long:
             self.num_single_long += 1
             self._log(self.num_single_long, "alone in its pack", item, reason, loud=logging.INFO)
@@ -275,19 +275,6 @@ def cap_uses(items: Iterable[Item], config: PackingConfig) -> Caps:
     columns = [column for column, limit in enumerate(limits) if limit is not None]
     uses = ((1, item.images, item.patches) for item in items)
     return Caps(tuple(limit for limit in limits if limit is not None), [tuple(use[c] for c in columns) for use in uses])
-
-
-def why_alone(item: Item, config: PackingConfig) -> Reason | None:
-    """Why an item cannot share a pack, if it cannot."""
-    if item.length >= config.packing_length:
-        return Reason.OVERSIZE
-    return Reason.OVER_CAP if exceeds_a_cap(item, config) else None
-
-
-def exceeds_a_cap(item: Item, config: PackingConfig) -> bool:
-    """Whether an item has more images or patches than a whole pack may hold."""
-    uses = ((item.images, config.packing_max_images), (item.patches, config.packing_max_patches))
-    return any(cap is not None and used > cap for used, cap in uses)
 
 
 def remainder_to_drop(

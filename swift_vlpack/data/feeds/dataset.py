@@ -19,6 +19,8 @@ from torch.utils.data import Dataset
 
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.core.packing.alone import is_single_long
+from swift_vlpack.data.lengths.sizes import size_of
 from swift_vlpack.data.model.prepare import check_ready
 from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource, Template
 from swift_vlpack.data.rows.samples import (
@@ -28,7 +30,6 @@ from swift_vlpack.data.rows.samples import (
     PackRecord,
     SampleError,
     TooManyFailures,
-    num_images,
 )
 from swift_vlpack.data.rows.streams import StreamedRows
 
@@ -86,14 +87,14 @@ def packed_samples(
     samples: Sequence[Encoded], epoch: int, number: int, config: PackingConfig, left_out: Sequence[LeftOut]
 ) -> PackedSamples:
     """Samples with their record."""
-    lengths = tuple(sample["length"] for sample in samples)
+    sizes = [size_of(sample) for sample in samples]
     record = PackRecord(
         epoch=epoch,
         number=number,
         sample_ids=tuple(sample["sample_id"] for sample in samples),
-        lengths=lengths,
-        num_images=sum(map(num_images, samples)),
-        single_long=len(lengths) == 1 and lengths[0] > config.packing_length,
+        lengths=tuple(size.length for size in sizes),
+        num_images=sum(size.images for size in sizes),
+        single_long=len(sizes) == 1 and is_single_long(*sizes[0][:3], config),
         left_out=tuple(left_out),
     )
     return PackedSamples(samples, record)

@@ -21,6 +21,7 @@ from swift_vlpack.core.epoch.cuts import Cut, replayed, shared
 from swift_vlpack.core.epoch.plan import Plan
 from swift_vlpack.core.epoch.planner import plan
 from swift_vlpack.core.errors import DataError, PlanError, StateMismatch
+from swift_vlpack.core.packing.alone import must_be_alone
 from swift_vlpack.data.feeds.dataset import PackingDataset, counted_failure, packed_samples
 from swift_vlpack.data.lengths.sizes import LengthIndex
 from swift_vlpack.data.rows.fusion import RowSource, Template
@@ -221,10 +222,7 @@ class PlannedPackingDataset(PackingDataset):
         usable: NDArray[np.bool_] = sizes.lengths > 0
         if self.config.packing_allow_single_long:
             return usable
-        usable &= sizes.lengths < self.config.packing_length
-        caps = ((sizes.images, self.config.packing_max_images), (sizes.patches, self.config.packing_max_patches))
-        for counts, cap in caps:
-            usable &= True if cap is None else counts <= cap
+        usable &= ~must_be_alone(sizes.lengths, sizes.images, sizes.patches, self.config)
         return usable
 
     def _planned(self, *, is_logged: bool = False) -> Plan:

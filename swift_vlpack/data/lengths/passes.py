@@ -38,8 +38,9 @@ from swift_vlpack.data.lengths.cache import (
     Sizes,
 )
 from swift_vlpack.data.lengths.pass_bar import stage
-from swift_vlpack.data.lengths.sizes import LengthIndex, RowSize, aspect_of, size_of
+from swift_vlpack.data.lengths.sizes import LengthIndex, RowSize, size_of
 from swift_vlpack.data.lengths.trust import Trust, kinds_of
+from swift_vlpack.data.rows.contents import contents_of
 from swift_vlpack.data.rows.faults import Fault, timeout_of
 from swift_vlpack.data.rows.fusion import Row, RowSource, encode_row, with_system
 from swift_vlpack.data.rows.media import image_urls
@@ -451,7 +452,7 @@ class LengthPass:
             return size, error, Seen()
         for name, number in size_of(encoded)._asdict().items():
             size[name] = number
-        size["aspect"] = aspect_of(encoded)
+        size["aspect"] = contents_of(encoded).aspect
         kinds = kinds_of(row, int(size["length"]), encoded.get("header_kinds", ()))
         # Of a video only the frames that are sampled are counted, as they are resized; all of it is decoded.
         pixels = max(encoded.get("header_pixels", 0), int(size["patches"]) * _PIXELS_OF_PATCH)

@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.core.account.reasons import Reason
+from swift_vlpack.data.rows.contents import NO_LABEL, contents_of
 from swift_vlpack.data.rows.faults import Fault
-from swift_vlpack.data.rows.samples import Encoded, num_images
-
-NO_LABEL = -100
+from swift_vlpack.data.rows.samples import Encoded
 
 
 class RowSize(NamedTuple):
@@ -23,7 +22,7 @@ class RowSize(NamedTuple):
     images: int = 0
     patches: int = 0
     supervised: int = 0
-    """Tokens with a label, which are those that the loss is a mean of."""
+    """Tokens that are predicted, which are those that the loss is a mean of."""
 
 
 NUM_COLUMNS = len(RowSize._fields)
@@ -76,28 +75,19 @@ class LengthIndex:
 
     @property
     def supervised(self) -> NDArray[np.int64]:
-        """Tokens of each row that have a label."""
+        """Tokens of each row that are predicted."""
         return self.columns[3]
 
 
 def size_of(sample: Encoded) -> RowSize:
     """The size of an encoded sample."""
     length = int(sample.get("length") or len(sample["input_ids"]))
-    grids = (sample.get("image_grid_thw"), sample.get("video_grid_thw"))
-    patches = sum(int(grid.prod(-1).sum()) for grid in grids if grid is not None and len(grid))
-    return RowSize(length, num_images(sample), patches, num_supervised(sample))
+    held = contents_of(sample)
+    return RowSize(length, held.images, held.patches, num_supervised(sample))
 
 
 def num_supervised(sample: Encoded) -> int:
-    """Tokens of an encoded sample that have a label."""
+    """Tokens of an encoded sample that are predicted: those with a label, but for the first, which nothing precedes."""
     labels = sample.get("labels")
-    if labels is None:
-        return 0
-    return len(labels) - list(labels).count(NO_LABEL)
-
-
-def aspect_of(sample: Encoded) -> float:
-    """Longer side over shorter of the most extreme image or video; 0 without any."""
-    grids = [sample[name] for name in ("image_grid_thw", "video_grid_thw") if sample.get(name) is not None]
-    ratios = [max(height / width, width / height) for grid in grids for _, height, width in grid.tolist()]
-    return max(ratios, default=0.0)
+    predicted = [] if labels is None else list(labels)[1:]
+    return len(predicted) - predicted.count(NO_LABEL)

@@ -13,6 +13,7 @@ import torch
 from swift_vlpack.core.errors import BoundaryError, ConfigError
 from swift_vlpack.core.packing.boundaries import Boundaries
 from swift_vlpack.data.model.prepare import check_ready
+from swift_vlpack.data.rows.contents import NO_LABEL
 from swift_vlpack.data.rows.fusion import Template
 from swift_vlpack.data.rows.randomness import RandomStream
 from swift_vlpack.data.rows.samples import Encoded, PackedSamples, PackRecord
@@ -124,7 +125,7 @@ def packed_row(template: Template, samples: list[Encoded], name: str = "the pack
 
 def _placeholder(template: Template) -> Encoded:
     sample: Encoded = template.encode(_PLACEHOLDER_ROW, return_length=True)
-    sample["labels"] = [-100] * len(sample["input_ids"])
+    sample["labels"] = [NO_LABEL] * len(sample["input_ids"])
     return sample
 
 

@@ -9,6 +9,7 @@ import torch
 
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.data.model import attention
+from swift_vlpack.data.rows.contents import NO_LABEL
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -103,7 +104,7 @@ class _BeforeForward:
 def _loss_of_no_label(model: torch.nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
     """A row whose samples could all not be read has no label, and a mean over nothing is NaN."""
     labels = kwargs.get("labels")
-    if labels is None or getattr(outputs, "loss", None) is None or bool((labels[:, 1:] != -100).any()):
+    if labels is None or getattr(outputs, "loss", None) is None or bool((labels[:, 1:] != NO_LABEL).any()):
         return None
     outputs.loss = outputs.logits.float().sum() * 0.0
     return outputs

@@ -17,7 +17,8 @@ from swift_vlpack.data.model import attention
 from swift_vlpack.data.model.collate import NOT_FOR_THE_MODEL, on_device, packed_row
 from swift_vlpack.data.model.isolation import IsolationError, coarsest, diagnosis, proof_of, untouched
 from swift_vlpack.data.model.prepare import unwrapped
-from swift_vlpack.data.rows.samples import Encoded, SampleError, num_images
+from swift_vlpack.data.rows.contents import contents_of
+from swift_vlpack.data.rows.samples import Encoded, SampleError
 
 NUM_SAMPLES = 3
 NUM_TRIED = 64
@@ -63,8 +64,8 @@ def short_samples(packs: PackingDataset) -> list[Encoded]:
     by_length = sorted(islice(usable, NUM_TRIED), key=lambda sample: int(sample["length"]))
     if not by_length:
         raise DataError("not one row could be encoded; the log has the reasons")
-    with_images = [sample for sample in by_length if num_images(sample)][:2]
-    text_only = [sample for sample in by_length if not num_images(sample)]
+    with_images = [sample for sample in by_length if contents_of(sample).images][:2]
+    text_only = [sample for sample in by_length if not contents_of(sample).images]
     chosen = [*with_images, *text_only, *by_length[len(with_images) :]][:NUM_SAMPLES]
     return chosen if len(chosen) > 1 else chosen * 2  # of a data set of one sample, two make a pack too
 

@@ -19,7 +19,8 @@ from swift_vlpack.core.epoch.shares import EVERYTHING, Share
 from swift_vlpack.core.errors import ConfigError, DataError
 from swift_vlpack.core.shuffle import permutation
 from swift_vlpack.data.lengths.cache import LengthCache
-from swift_vlpack.data.lengths.sizes import NUM_COLUMNS, LengthIndex, RowSize, aspect_of, size_of
+from swift_vlpack.data.lengths.sizes import NUM_COLUMNS, LengthIndex, RowSize, size_of
+from swift_vlpack.data.rows.contents import contents_of, found, patch_size_of
 from swift_vlpack.data.rows.faults import ReadTimeout, check_openable, fault_of, is_lasting
 from swift_vlpack.data.rows.media import media
 from swift_vlpack.data.rows.places import place
@@ -100,7 +101,7 @@ class RowSource:
 
 
 class FusionCaptionDataset(Dataset[Encoded]):
-    """The scheduled rows of one epoch; `dataset[i]` encodes the i-th and adds `length`, `source` and `sample_id`.
+    """The scheduled rows of one epoch; `dataset[i]` encodes the i-th and adds what `encode_row` adds.
 
     `set_epoch` draws and mixes anew. With `strict`, a row that cannot be encoded raises; otherwise it raises
     `SampleError`, which the packing data set turns into a counted reason.
@@ -197,7 +198,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
             return
         logger.warning("%s: %d tokens, planned were %d", sample["sample_id"], size.length, planned.length)
         row = with_system(source.rows[address.row_index], source.system)
-        source.cache.remember(row, size, aspect_of(sample))
+        source.cache.remember(row, size, contents_of(sample).aspect)
 
     def planned_size(self, address: Address) -> RowSize | None:
         """The size that a row was found to have before the epoch; None without a length pass."""
@@ -262,8 +263,9 @@ def with_system(row: Row, system: str | None) -> Row:
 def encode_row(
     template: Template, row: Row, sample_id: SampleId, *, strict: bool = False, is_watched: bool = False
 ) -> Encoded:
-    """Encode a row; a failure is a `SampleError` that names it, or, with `strict`, an end of the run that names it.
+    """Encode a row and add its `length`, `contents`, `source` and `sample_id`.
 
+    A failure is a `SampleError` that names the row, or, with `strict`, an end of the run that names it.
     A read that never ends is a failure too; with `is_watched` the caller sees to that, for many rows at once.
     """
     try:
@@ -279,6 +281,7 @@ def encode_row(
             "so truncation_strategy=split cannot be used with it"
         )
     encoded["length"] = int(encoded.get("length") or len(encoded["input_ids"]))
+    encoded["contents"] = found(encoded, row, patch_size=patch_size_of(template))
     encoded["source"] = sample_id.source
     encoded["sample_id"] = sample_id
     return encoded

@@ -114,9 +114,3 @@ class PackedSamples(list[Encoded]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (list(self), self.record)
-
-
-def num_images(sample: Encoded) -> int:
-    """Images of an encoded sample, by its grid."""
-    grid = sample.get("image_grid_thw")
-    return 0 if grid is None else len(grid)

@@ -15,16 +15,17 @@ from peft import PeftModel
 from swift.utils import get_logger, to_device
 
 from swift_vlpack.core.errors import ConfigError, VLPackError
+from swift_vlpack.data.lengths.sizes import num_supervised
 from swift_vlpack.data.model.collate import layout
 from swift_vlpack.data.model.isolation import untouched
 from swift_vlpack.data.model.proof import short_samples
+from swift_vlpack.data.rows.contents import NO_LABEL
 from swift_vlpack.data.rows.samples import Encoded
 from swift_vlpack.host.training.proof import dtype_of
 
 logger = get_logger()
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 3e-2}
-IGNORED = -100
 CAUSAL_LM = "cross_entropy"
 """The only one of ms-swift's own loss types that is for causal_lm."""
 
@@ -58,7 +59,7 @@ class MeanOfStep:
 
 def num_targets(labels: torch.Tensor) -> torch.Tensor:
     """Tokens that are predicted."""
-    return (labels[..., 1:] != IGNORED).sum()
+    return (labels[..., 1:] != NO_LABEL).sum()
 
 
 class Losses(NamedTuple):
@@ -116,11 +117,11 @@ def add_up(trainer: Any) -> None:
 
 def measured(trainer: Any) -> Losses | None:
     """The losses of two real samples with targets; None where the data has no such sample to measure with."""
-    with_targets = [sample for sample in short_samples(trainer.packs) if _num_targets(sample) > 2]
+    with_targets = [sample for sample in short_samples(trainer.packs) if num_supervised(sample) > 2]
     if not with_targets:
         return None
     first, second = with_targets[0], _with_fewer_targets(with_targets[-1])
-    in_first, in_second = _num_targets(first), _num_targets(second)
+    in_first, in_second = num_supervised(first), num_supervised(second)
     num_items = in_first + in_second
     return Losses(
         first=loss_of(trainer, [first], num_items),
@@ -196,17 +197,13 @@ def _refusal(trainer: Any, losses: Losses) -> str:
     )
 
 
-def _num_targets(sample: Encoded) -> int:
-    return sum(label != IGNORED for label in sample["labels"][1:])
-
-
 def _with_fewer_targets(sample: Encoded) -> Encoded:
     """A third of them: a mean over tokens and one over samples are told apart by samples that differ."""
-    kept = max(1, _num_targets(sample) // 3)
+    kept = max(1, num_supervised(sample) // 3)
     labels = []
     for label in sample["labels"]:
-        kept -= label != IGNORED
-        labels.append(label if kept >= 0 else IGNORED)
+        kept -= label != NO_LABEL
+        labels.append(label if kept >= 0 else NO_LABEL)
     return {**sample, "labels": labels}
 
 

@@ -29,6 +29,7 @@ from swift_vlpack.data.feeds.failures import FEWEST_ROWS_OF_EPOCH, FailedShare
 from swift_vlpack.data.feeds.planned import PlannedPackingDataset
 from swift_vlpack.data.feeds.transport import WorkerCollator
 from swift_vlpack.data.model.collate import Batch, Collator, layout
+from swift_vlpack.data.rows.contents import NO_LABEL
 from swift_vlpack.data.rows.fusion import RowSource
 from swift_vlpack.data.rows.left_out import LeftOutRows, deleted_by_loader
 from swift_vlpack.data.rows.randomness import RandomStream
@@ -136,7 +137,7 @@ class PackingTrainer(Seq2SeqTrainer):
         if self.label_smoother is not None:  # ms-swift does not tell it
             self.label_smoother.num_items = num_items_in_batch
         labels = inputs.get("labels")
-        if not self.model.training or labels is None or bool((labels != -100).any()):
+        if not self.model.training or labels is None or bool((labels != NO_LABEL).any()):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         unused = ("labels", "loss_scale", "channel", "text_position_ids", "compute_loss_func", "logits_to_keep")
         outputs = model(**{key: value for key, value in inputs.items() if key not in unused})

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from swift_vlpack import PackingConfig
+from swift_vlpack.core.account.telemetry import Telemetry
 from swift_vlpack.core.epoch.planner import plan
 from swift_vlpack.core.errors import ConfigError, DataError
 from swift_vlpack.data.feeds.buffered import BufferedPackingDataset
@@ -651,3 +652,21 @@ def test_epochs_are_equally_long_where_steps_are_given_instead(template, rows):
         lengths.append(len(packs))
     assert len(set(lengths)) == 1
     assert len(lengths) > 2
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_sample_over_a_cap_counts_as_in_the_plan(template, tmp_path, form):
+    """PACK-6 STAT-3: two texts fill a pack to the token; three images, where two are allowed, are alone."""
+    texts = [text_row("one"), text_row("two")]
+    rows = [*texts, image_row([photo(tmp_path, f"{n}", 56, 56) for n in range(3)])]
+    capacity = sum(len(template.encode(row)["input_ids"]) for row in texts)
+    assert len(template.encode(rows[-1])["input_ids"]) < capacity
+    options = {"packing_length": capacity, "packing_strategy": "exact", "packing_max_images": 2}
+    dataset = packed(rows, template, form, **options)
+    stats = Telemetry(packing_length=capacity)
+    for pack in packs_of(dataset):
+        samples = [("data", length) for length in pack.record.lengths]
+        stats.packed(samples, num_images=pack.record.num_images, single_long=pack.record.single_long)
+    assert (stats.num_packs, stats.num_single_long, stats.num_images, stats.fill_mean) == (2, 1, 3, 1.0)
+    if form == "plan":
+        assert (int(dataset.plan.is_single_long.sum()), dataset.plan.mean_fill) == (1, 1.0)

@@ -15,7 +15,7 @@ from tests.images import photo
 from tests.rows import image_row, text_row
 
 FAMILY = "qwen2_5_vl"
-ADDED = {"source", "sample_id"}
+ADDED = {"contents", "source", "sample_id"}
 
 
 @pytest.fixture
