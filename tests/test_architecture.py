@@ -12,8 +12,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "swift_vlpack"
 FORBIDDEN = {
-    "core": ("swift", "torch", "transformers", "swift_vlpack.data", "swift_vlpack.host", "swift_vlpack.cli"),
-    "data": ("swift", "swift_vlpack.host", "swift_vlpack.cli"),
+    "core": ("swift", "torch", "transformers", *(f"swift_vlpack.{name}" for name in ("data", "text", "host", "cli"))),
+    "data": ("swift", "swift_vlpack.text", "swift_vlpack.host", "swift_vlpack.cli"),
+    "text": ("swift", "swift_vlpack.data", "swift_vlpack.host", "swift_vlpack.cli"),
     "host": ("swift_vlpack.cli",),
 }
 CLAUSE = re.compile(r"\b([A-Z]+-\d+)\b")

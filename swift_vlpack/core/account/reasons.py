@@ -21,6 +21,7 @@ class Kind(Enum):
     ENCODING = "found when the row is encoded"
     LOAD = "found when its pack is loaded"
     LOADER = "deleted by ms-swift's loader"
+    DOCUMENT = "decided when documents become blocks"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +113,26 @@ class Reason(str, Enum):
             meaning="ms-swift's loader or a `preprocess_func` found nothing usable in the row "
             "(epoch null: no epoch has it; not known for streams)",
         ),
+    )
+    TOO_SHORT = (
+        "too_short",
+        About(
+            kind=Kind.DOCUMENT,
+            meaning="a document, or the rest of one that was cut, of fewer than `min_len` tokens",
+            remedy="lower min_len",
+        ),
+    )
+    TOO_LONG = (
+        "too_long",
+        About(
+            kind=Kind.DOCUMENT,
+            meaning="a document of more than `max_len` tokens",
+            remedy="raise max_len, or leave it out and have documents cut",
+        ),
+    )
+    EMPTY_DOCUMENT = (
+        "empty_document",
+        About(kind=Kind.DOCUMENT, meaning="a document that is null, or of which no token is made"),
     )
     ENCODE_FAILED = (
         "encode_failed",

@@ -1,0 +1,220 @@
+"""Documents in, blocks of tokens out: the function for `datasets.map`."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from swift_vlpack.core.account.reasons import Reason
+from swift_vlpack.core.config import PackingConfig
+from swift_vlpack.core.epoch.planner import plan
+from swift_vlpack.core.errors import ConfigError, DataError, StrategyError
+from swift_vlpack.core.packing.boundaries import Boundaries
+from swift_vlpack.core.packing.registry import Checked, strategy_named
+from swift_vlpack.core.shuffle import permutation
+from swift_vlpack.text.counts import COLUMN, left_out, records
+from swift_vlpack.text.cutting import Piece, pieces_of, windows_of
+from swift_vlpack.text.special import edge_tokens, token_ids
+
+IGNORED = -100
+"""The label of a token that is no target."""
+WINDOW = "window"
+"""The strategy that lays all documents end to end and cuts every `max_length` tokens."""
+
+Strategy = str | Callable[[Sequence[int], int], Iterable[Iterable[int]]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockOptions:
+    """What documents become, checked once."""
+
+    max_length: int
+    packed: bool = True
+    packing_strategy: Strategy = "greedy"
+    overflow: bool = True
+    stride: int = 0
+    min_len: int = 1
+    max_len: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_length", "min_len", "max_len"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        if self.min_len > self.max_length:
+            raise ConfigError(f"min_len={self.min_len} is more than max_length={self.max_length}: no piece is so long")
+        if not 0 <= self.stride < self.max_length:
+            raise ConfigError(f"stride must be from 0 to {self.max_length - 1} (max_length - 1), got {self.stride}")
+        if self.stride and not self.overflow:
+            raise ConfigError(
+                f"stride={self.stride} is the overlap of pieces, and overflow=False makes none; set it to 0"
+            )
+        if isinstance(self.packing_strategy, str) and self.packing_strategy != WINDOW:
+            strategy_named(self.packing_strategy)  # refuses what cannot be found
+        if self.is_windowed and (self.stride or not self.overflow):
+            raise ConfigError("packing_strategy=window cuts without overlap and truncates nothing: leave stride out")
+
+    @property
+    def is_windowed(self) -> bool:
+        """Whether documents are cut wherever a block is full."""
+        return self.packed and self.packing_strategy == WINDOW
+
+
+def block_tokenize(  # noqa: PLR0913 - the options of one `functools.partial`, as `datasets.map` takes them
+    features: Mapping[str, Sequence[Any]],
+    *,
+    tokenizer: Any,
+    feature: str = "text",
+    max_length: int,
+    packed: bool = True,
+    packing_strategy: Strategy = "greedy",
+    overflow: bool = True,
+    stride: int = 0,
+    min_len: int = 1,
+    max_len: int | None = None,
+    add_bos: bool = True,
+    add_eos: bool = True,
+    shuffle_output: bool = False,
+    seed: int | None = None,
+) -> dict[str, list[Any]]:
+    """Tokenize a batch of documents into blocks of at most `max_length` tokens, for `datasets.map(batched=True)`.
+
+    Every block has `input_ids`, `document_starts` (where its documents, or pieces of them, begin; the first at 0) and
+    `block_counts`, which `block_report` adds up. With a `stride` it has `labels`, in which repeated tokens are -100.
+    """
+    options = BlockOptions(
+        max_length=max_length,
+        packed=packed,
+        packing_strategy=packing_strategy,
+        overflow=overflow,
+        stride=stride,
+        min_len=min_len,
+        max_len=max_len,
+    )
+    edges = edge_tokens(tokenizer, add_bos=add_bos, add_eos=add_eos)
+    documents = _documents(features, feature, tokenizer, edges)
+    lost: Counter[str] = Counter()
+    blocks = _blocks([len(tokens) for tokens in documents], options, lost)
+    if shuffle_output:
+        blocks = [blocks[index] for index in _order(len(blocks), seed)]
+    return _columns(documents, blocks, options, lost)
+
+
+def _documents(
+    features: Mapping[str, Sequence[Any]], feature: str, tokenizer: Any, edges: tuple[list[int], list[int]]
+) -> list[list[int]]:
+    """The tokens of every document, with BOS and EOS; of one that is null, none."""
+    if feature not in features:
+        raise DataError(f"the rows have no {feature!r}; they have {', '.join(features)}: name the text with feature=")
+    if isinstance(features[feature], str):
+        raise DataError(f"{feature} is one text, not a batch of them; call map with batched=True")
+    texts = list(features[feature])
+    for row, text in enumerate(texts):
+        if text is not None and not isinstance(text, str):
+            raise DataError(f"row {row}: {feature} must be a text, got {type(text).__name__}")
+    before, behind = edges
+    tokens = iter(token_ids(tokenizer, [text for text in texts if text is not None]))
+    return [[] if text is None else [*before, *next(tokens), *behind] for text in texts]
+
+
+def _blocks(lengths: list[int], options: BlockOptions, lost: Counter[str]) -> list[list[Piece]]:
+    """The pieces of every block; what is in none is counted."""
+    usable = []
+    for document, length in enumerate(lengths):
+        reason = _why_left_out(length, options)
+        if reason is None:
+            usable.append(document)
+        else:
+            left_out(lost, reason, length, is_whole=True)
+    if options.is_windowed:
+        windows = windows_of([lengths[document] for document in usable], options.max_length)
+        return [[piece._replace(document=usable[piece.document]) for piece in window] for window in windows]
+    pieces = [piece for document in usable for piece in _pieces(document, lengths[document], options, lost)]
+    groups = (
+        _grouped([piece.length for piece in pieces], options) if options.packed else [[n] for n in range(len(pieces))]
+    )
+    return [[pieces[index] for index in group] for group in groups]
+
+
+def _why_left_out(length: int, options: BlockOptions) -> Reason | None:
+    if length == 0:
+        return Reason.EMPTY_DOCUMENT
+    if options.max_len is not None and length > options.max_len:
+        return Reason.TOO_LONG
+    return Reason.TOO_SHORT if length < options.min_len else None
+
+
+def _pieces(document: int, length: int, options: BlockOptions, lost: Counter[str]) -> list[Piece]:
+    """The pieces of a document that are kept."""
+    if not options.overflow:
+        return [Piece(document, 0, min(length, options.max_length))]
+    pieces = pieces_of(length, max_length=options.max_length, stride=options.stride, document=document)
+    if pieces[-1].length < options.min_len:
+        left_out(lost, Reason.TOO_SHORT, pieces.pop().num_new, is_whole=False)
+    return pieces
+
+
+def _grouped(lengths: list[int], options: BlockOptions) -> Iterable[Iterable[int]]:
+    """Which pieces share a block: a plan of them as one window, or the groups of a function."""
+    if not isinstance(options.packing_strategy, str):
+        name = getattr(options.packing_strategy, "__qualname__", repr(options.packing_strategy))
+        try:
+            return Checked(name, options.packing_strategy)(lengths, options.max_length)
+        except StrategyError as error:
+            raise StrategyError(f"{error} (a batch of {len(lengths)} pieces)") from error.__cause__
+    config = PackingConfig(
+        packing_length=options.max_length,
+        packing_strategy=options.packing_strategy,
+        packing_buffer=max(1, len(lengths)),
+        packing_drop_last=False,
+    )
+    return plan(lengths, config, label=None)
+
+
+def _order(num_blocks: int, seed: int | None) -> list[int]:
+    fresh = random.SystemRandom().getrandbits(64)
+    order: list[int] = permutation(num_blocks, fresh if seed is None else seed, "blocks").tolist()
+    return order
+
+
+def _columns(
+    documents: list[list[int]], blocks: list[list[Piece]], options: BlockOptions, lost: Counter[str]
+) -> dict[str, list[Any]]:
+    num_pieces = Counter(piece.document for block in blocks for piece in block)
+    columns: dict[str, list[Any]] = {
+        "input_ids": [
+            [token for piece in block for token in documents[piece.document][piece.start : piece.end]]
+            for block in blocks
+        ],
+        "document_starts": [
+            list(Boundaries(tuple(piece.length for piece in block)).document_starts) for block in blocks
+        ],
+    }
+    if options.stride:
+        columns["labels"] = [
+            [label for piece in block for label in _labels(documents[piece.document], piece)] for block in blocks
+        ]
+    counted = [_counts(block, documents, num_pieces, options) for block in blocks]
+    return {**columns, COLUMN: records(counted, lost)}
+
+
+def _labels(tokens: list[int], piece: Piece) -> list[int]:
+    """What the piece before has as targets is context here, and is not trained on again."""
+    return [IGNORED] * piece.num_repeated + tokens[piece.start + piece.num_repeated : piece.end]
+
+
+def _counts(
+    block: list[Piece], documents: list[list[int]], num_pieces: Counter[int], options: BlockOptions
+) -> Counter[str]:
+    counts: Counter[str] = Counter(max_length=options.max_length)
+    for piece in block:
+        num_lost = 0 if options.overflow else len(documents[piece.document]) - piece.end
+        counts["documents"] += piece.start == 0
+        counts["cut_documents"] += piece.start == 0 and num_pieces[piece.document] > 1
+        counts["repeated_tokens"] += piece.num_repeated
+        counts["truncated_documents"] += num_lost > 0
+        counts["truncated_tokens"] += num_lost
+    return counts

@@ -1,0 +1,130 @@
+"""What became of the documents: the report over a data set of blocks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from swift_vlpack.core.errors import DataError
+from swift_vlpack.core.words import counted
+from swift_vlpack.text.counts import COLUMN, NAMES, REASONS
+
+Facts = tuple[int, int | None, Mapping[str, int] | None]
+"""Of a block: its tokens, where `document_starts` is there its pieces, and where it has them its counts."""
+
+_ROWS_AT_A_TIME = 1000
+_NUM_BARS = 10
+_BAR_WIDTH = 40
+
+
+def block_report(dataset: Any, *, max_length: int | None = None, num_documents: int | None = None) -> dict[str, Any]:
+    """Print and return what a data set of blocks holds and what is in none of them, as plain numbers.
+
+    `dataset` is what `datasets.map(block_tokenize)` made (or what one call returned). Blocks of another tool have no
+    `block_counts`: their capacity is `max_length`, or else the longest block. With `num_documents`, how many there were
+    to begin with, those of calls that left no block, and so no counts, are `uncounted_documents`.
+    """
+    totals, fills = _totals(_facts(dataset))
+    if not totals["blocks"]:
+        raise DataError("there are no blocks to report on")
+    capacity = max_length or totals["max_length"] or max(fills)
+    report: dict[str, Any] = {
+        "blocks": totals["blocks"],
+        "documents": totals["documents"],
+        "pieces": totals["pieces"],
+        "tokens": totals["tokens"],
+        "max_length": capacity,
+        "utilisation": totals["tokens"] / (totals["blocks"] * capacity),
+        "cut_documents": totals["cut_documents"],
+        "repeated_tokens": totals["repeated_tokens"],
+        "truncated_documents": totals["truncated_documents"],
+        "truncated_tokens": totals["truncated_tokens"],
+        "dropped_documents": totals["dropped_documents"],
+        "dropped_tokens": sum(totals[f"{reason.value}_tokens"] for reason in REASONS),
+        "dropped": {
+            reason.value: {what: totals[f"{reason.value}_{what}"] for what in ("pieces", "tokens")}
+            for reason in REASONS
+            if totals[f"{reason.value}_pieces"]
+        },
+        "histogram": _histogram(fills, capacity),
+    }
+    if num_documents is not None:
+        report["uncounted_documents"] = num_documents - report["documents"] - report["dropped_documents"]
+    print(_text(report))
+    return report
+
+
+def _facts(dataset: Any) -> Iterator[Facts]:
+    """Those of a data set, of a list of rows, or of the columns that one call returned."""
+    if isinstance(dataset, Mapping):
+        if "input_ids" not in dataset:
+            raise DataError(f"these are several data sets ({', '.join(map(str, dataset))}); report on one of them")
+        yield from _facts(dict(zip(dataset, values, strict=True)) for values in zip(*dataset.values(), strict=True))
+    elif hasattr(dataset, "with_format") and hasattr(dataset, "iter"):
+        for table in dataset.with_format("arrow").iter(batch_size=_ROWS_AT_A_TIME):
+            yield from zip(*_facts_of_table(table), strict=True)
+    else:
+        for row in dataset:
+            starts = row.get("document_starts")
+            yield len(row["input_ids"]), None if starts is None else len(starts), row.get(COLUMN)
+
+
+def _facts_of_table(table: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    """No token is looked at: an Arrow column knows the lengths of its lists."""
+    import pyarrow.compute as pc
+
+    names, nothing = set(table.column_names), [None] * len(table)
+    return (
+        pc.list_value_length(table["input_ids"]).to_pylist(),
+        pc.list_value_length(table["document_starts"]).to_pylist() if "document_starts" in names else nothing,
+        table[COLUMN].to_pylist() if COLUMN in names else nothing,
+    )
+
+
+def _totals(blocks: Iterable[Facts]) -> tuple[Counter[str], Counter[int]]:
+    """Everything added up, and how many blocks have how many tokens."""
+    totals: Counter[str] = Counter()
+    fills: Counter[int] = Counter()
+    for num_tokens, num_starts, counts in blocks:
+        num_pieces = 1 if num_starts is None else num_starts
+        fills[num_tokens] += 1
+        totals.update(blocks=1, tokens=num_tokens, pieces=num_pieces)
+        if counts is None:
+            totals["documents"] += num_pieces
+            continue
+        totals.update({name: int(counts[name]) for name in NAMES if name != "max_length"})
+        totals["max_length"] = max(totals["max_length"], int(counts["max_length"]))
+    return totals, fills
+
+
+def _histogram(fills: Counter[int], capacity: int) -> dict[str, int]:
+    """Blocks by how full they are, in tenths; those that do not occur are left out."""
+    bars: Counter[int] = Counter()
+    for num_tokens, num_blocks in fills.items():
+        bars[min(_NUM_BARS - 1, num_tokens * _NUM_BARS // capacity)] += num_blocks
+    tenth = 100 // _NUM_BARS
+    return {f"{bar * tenth}-{(bar + 1) * tenth}%": bars[bar] for bar in sorted(bars)}
+
+
+def _text(report: Mapping[str, Any]) -> str:
+    cut, truncated = report["cut_documents"], report["truncated_documents"]
+    lines = [
+        f"blocks       {report['blocks']} of {report['max_length']} tokens, {report['utilisation']:.2%} used",
+        f"documents    {report['documents']} in {counted(report['pieces'], 'piece')}, {report['tokens']} tokens",
+        f"cut          {counted(cut, 'document')}, {report['repeated_tokens']} tokens repeated as context",
+        f"truncated    {counted(truncated, 'document')}, {report['truncated_tokens']} tokens",
+        f"dropped      {counted(report['dropped_documents'], 'document')} and {report['dropped_tokens']} tokens"
+        f"{_by_reason(report['dropped'])}",
+    ]
+    if "uncounted_documents" in report:
+        lines.append(f"uncounted    {counted(report['uncounted_documents'], 'document')} of calls that left no block")
+    most = max(report["histogram"].values())
+    for fill, num_blocks in report["histogram"].items():
+        lines.append(f"{fill:>8}  {'#' * max(1, round(_BAR_WIDTH * num_blocks / most))} {num_blocks}")
+    return "\n".join(lines)
+
+
+def _by_reason(dropped: Mapping[str, Mapping[str, int]]) -> str:
+    said: Sequence[str] = [f"{reason} {counts['pieces']}" for reason, counts in dropped.items()]
+    return f" ({', '.join(said)})" if said else ""
