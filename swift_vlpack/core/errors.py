@@ -6,6 +6,7 @@ VLPackError
 |-- PlanError          a plan cannot be given the shape that was asked for
 |-- StrategyError      a strategy of one's own broke the rules (core/packing/registry.py)
 |-- BoundaryError      positions or tokens disagree with where samples start
+|-- AttentionError     a model asks of attention what packing does not know, or the boundaries are another row's
 |-- StateMismatch      a saved state belongs to other data, another config or another version
 |-- SampleError        a row cannot be encoded (data/rows/samples.py); becomes a counted reason
 |-- TooManyFailures    so many rows in a row that the data must be broken (data/rows/samples.py)
@@ -39,6 +40,10 @@ class StrategyError(VLPackError, ValueError):
 
 class BoundaryError(VLPackError, ValueError):
     """Positions or tokens disagree with where samples start."""
+
+
+class AttentionError(VLPackError):
+    """A model asks of attention what packing does not know how to give, or the boundaries are another row's."""
 
 
 class StateMismatch(VLPackError, ValueError):

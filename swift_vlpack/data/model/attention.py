@@ -1,16 +1,21 @@
 """Attention that cannot cross the samples of a pack, on any device, without flash-attn and without an L x L mask.
 
-Registered with transformers as `vlpack`. Where the row comes with `cu_seq_lens_q` it walks the segments, each by
-PyTorch's scaled dot-product attention; everywhere else (padded evaluation, the vision tower) it is transformers'
-own sdpa with its mask. Cost grows with the sum of the squared lengths, not with the square of the sum.
+Registered with transformers as `vlpack`. Where the row comes with `cu_seq_lens_q`, every sample gets what it would get
+alone: its part of the model's mask and all that the layer asks for. Everywhere else (padded evaluation, generation, the
+vision tower) it is transformers' own attention. Cost grows with the sum of the squared lengths, not with the square of
+the sum.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
+
+from swift_vlpack.core.errors import AttentionError
+from swift_vlpack.data.model.asked import asked_of, counted_in_samples, layer_name
+from swift_vlpack.data.model.kernels import PackedRow, States, attend, check_mask, segments
+from swift_vlpack.data.model.masks import RowMask, SampleMask, of_block_mask, row_mask
 
 NAME = "vlpack"
 
@@ -29,37 +34,43 @@ def keeps_samples_apart(name: str) -> bool:
 def register() -> None:
     """Make `attn_implementation="vlpack"` known to transformers. Calling it again changes nothing."""
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(NAME, segmented_attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, row_mask)
 
 
-def segmented_attention(  # noqa: PLR0913 - the signature is transformers'
+def segmented_attention(
     module: torch.nn.Module,
     query: torch.Tensor,  # (batch, num_heads, num_queries, head_dim)
     key: torch.Tensor,  # (batch, num_kv_heads, num_keys, head_dim)
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: Any,
     cu_seq_lens_q: torch.Tensor | None = None,  # (num_samples + 1,)
-    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend inside each segment of a packed row; with no boundaries, attend as sdpa does."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
+    """Attend inside each sample of a packed row; with no boundaries, attend as transformers does."""
+    mask = of_block_mask(attention_mask, query.shape[2]) if hasattr(attention_mask, "mask_mod") else attention_mask
+    is_text = _is_text(module, mask, kwargs)
     # Some vision towers are handed the boundaries of the text; theirs are others, and they are not causal.
-    is_text = getattr(module, "is_causal", True) and kwargs.get("is_causal") is not False
-    ends = boundaries_on_host(cu_seq_lens_q) if cu_seq_lens_q is not None and is_text else None
-    if ends is None or not _cover(ends, query, key):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    outputs = []
-    for start, end in pairwise(ends):
-        rows = slice(start, end)
-        mask = _band(end - start, sliding_window, query)
-        segment = (query[:, :, rows], key[:, :, rows], value[:, :, rows])
-        outputs.append(sdpa_attention_forward(module, *segment, mask, **kwargs)[0])  # (1, length, num_heads, head_dim)
-    return torch.cat(outputs, dim=1), None
+    ends = boundaries_on_host(cu_seq_lens_q) if cu_seq_lens_q is not None and is_text is not False else ()
+    if not ends or not _cover(ends, query, key):
+        if ends and is_text:
+            raise AttentionError(_of_another_row(module, ends, query, key))
+        return _unpacked(module, (query, key, value), mask, kwargs), None
+    check_mask(module, mask, query.shape[2])
+    asked = asked_of(module, kwargs)
+    query = counted_in_samples(module, query, ends)
+    return segments(PackedRow(module, query, key, value, mask, kwargs.get("sliding_window"), asked, ends)), None
+
+
+def _is_text(module: torch.nn.Module, mask: Any, options: dict[str, Any]) -> bool | None:
+    """Whether the layer is one of a language model; None where neither it nor its mask says so."""
+    if isinstance(mask, RowMask) and mask.looks_back:  # PaliGemma's layers say no, and its mask yes
+        return True
+    is_causal = options.get("is_causal")
+    known: bool | None = getattr(module, "is_causal", None) if is_causal is None else is_causal
+    return known
 
 
 def boundaries_on_host(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
@@ -72,15 +83,29 @@ def boundaries_on_host(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
 
 
 def _cover(ends: tuple[int, ...], query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether the boundaries are those of this very row: not so with a cache, or in a batch."""
+    """Whether the boundaries are those of this very row."""
     num_queries = query.shape[2]
     return len(ends) > 1 and query.shape[0] == 1 and ends[0] == 0 and ends[-1] == num_queries == key.shape[2]
 
 
-def _band(length: int, sliding_window: int | None, query: torch.Tensor) -> torch.Tensor | None:
-    """The causal mask of a window, for segments longer than it; shorter ones need none."""
-    if sliding_window is None or length <= sliding_window:
-        return None
-    position = torch.arange(length, device=query.device)
-    behind = position[:, None] - position[None, :]
-    return ((behind >= 0) & (behind < sliding_window))[None, None]
+def _of_another_row(module: torch.nn.Module, ends: tuple[int, ...], query: torch.Tensor, key: torch.Tensor) -> str:
+    rows, tokens, keys = query.shape[0], query.shape[2], key.shape[2]
+    return (
+        f"{layer_name(module)}: the boundaries cu_seq_lens_q go from {ends[0]} to {ends[-1]}, but the batch is {rows} "
+        f"row(s) of {tokens} tokens with {keys} keys; a packed row has the boundaries of its own tokens and no cache. "
+        "Give a padded batch without cu_seq_lens_q, and a pack as one row"
+    )
+
+
+def _unpacked(module: torch.nn.Module, states: States, mask: Any, options: dict[str, Any]) -> torch.Tensor:
+    """Padded batches, generation, vision towers: transformers' sdpa, with what sdpa would drop."""
+    whole = mask.whole() if isinstance(mask, RowMask) else mask
+    asked = asked_of(module, options, strict=bool(_is_text(module, mask, options)))
+    if not asked.is_plain:
+        is_causal = options.get("is_causal")
+        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        return attend(module, states, SampleMask(whole, is_causal=is_causal), asked)
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    made: torch.Tensor = sdpa_attention_forward(module, *states, whole, **options)[0]
+    return made
