@@ -24,7 +24,8 @@ GRIDS = (
     "video_grid_thw",
     "grid_thws",  # Ovis 2.5, Kimi K2.5
     "grid_thw",  # ERNIE
-    "tgt_sizes",  # MiniCPM, a list
+    "tgt_sizes",  # MiniCPM-V, a list
+    "target_sizes",  # MiniCPM-V 4.6
     "spatial_shapes",  # SigLIP 2
 )
 PIXELS = (
@@ -67,7 +68,7 @@ def found(
         patches = sum(int(grid.prod(-1).sum()) for grid in grids)
     else:
         height, width = patch_size or (USUAL_PATCH, USUAL_PATCH)
-        patches = sum(_patches(pixels, height, width) for name in PIXELS for pixels in _leaves(sample.get(name)))
+        patches = sum(_patches(sample.get(name), height, width) for name in PIXELS)
     return Contents(_num_images(sample, row), patches, _aspect(sample))
 
 
@@ -109,13 +110,15 @@ def _aspect(sample: Mapping[str, Any]) -> float:
     return max((max(height / width, width / height) for height, width in sides), default=0.0)
 
 
-def _patches(pixels: torch.Tensor, height: int, width: int) -> int:
+def _patches(value: Any, height: int, width: int) -> int:
     """Of pixels (..., channels, height, width), or of patches that are flat already (..., patches, numbers)."""
-    if pixels.dim() < 3:
-        return len(pixels)
-    if pixels.dim() == 3 and pixels.shape[0] != 3:
-        return prod(pixels.shape[:2])
-    return prod(pixels.shape[:-3]) * (pixels.shape[-2] // height) * (pixels.shape[-1] // width)
+    if isinstance(value, torch.Tensor) and value.dim() in (2, 3):  # a picture of three dimensions comes in a list
+        return prod(value.shape[:-1])
+    return sum(
+        prod(pixels.shape[:-3]) * (pixels.shape[-2] // height) * (pixels.shape[-1] // width)
+        for pixels in _leaves(value)
+        if pixels.ndim > 2
+    )
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -9,64 +9,17 @@ from datasets import Dataset
 from swift_vlpack.data.rows.fusion import RowSource
 from swift_vlpack.host.lengths.headers import NoPixels, pixel_free
 from swift_vlpack.host.lengths.measured import measured
+from tests.families import load_template
 from tests.images import photo
 from tests.rows import image_row, text_row
-from tests.tiny import build_tokenizer
 
 SIZES = [(640, 480), (336, 336), (100, 700), (1500, 300), (31, 17), (900, 1200)]
 ARGS = SimpleNamespace(dataset_num_proc=1, strict=False)
 
 
-def build_llava(folder, family):
-    """Config and processor of LLaVA 1.5 (as many tokens for any image) or 1.6 (tiles), with the tokenizer at hand."""
-    from transformers import (
-        CLIPImageProcessor,
-        CLIPVisionConfig,
-        LlavaConfig,
-        LlavaNextConfig,
-        LlavaNextImageProcessor,
-        LlavaNextProcessor,
-        LlavaProcessor,
-        Qwen2Config,
-    )
-
-    tokenizer = build_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    vision = CLIPVisionConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=336, patch_size=14)
-    text = Qwen2Config(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
-    is_tiled = family != "llava1_5_hf"
-    config = (LlavaNextConfig if is_tiled else LlavaConfig)(
-        vision_config=vision.to_dict(),
-        text_config=text.to_dict(),
-        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
-    )
-    config.architectures = ["LlavaNextForConditionalGeneration" if is_tiled else "LlavaForConditionalGeneration"]
-    images = (LlavaNextImageProcessor if is_tiled else CLIPImageProcessor)(size={"shortest_edge": 336}, crop_size=336)
-    processor = (LlavaNextProcessor if is_tiled else LlavaProcessor)(
-        images,
-        tokenizer,
-        patch_size=14,
-        vision_feature_select_strategy="default",
-        image_token="<image>",
-        num_additional_image_tokens=1,
-    )
-    config.save_pretrained(folder)
-    processor.save_pretrained(folder)
-
-
 @pytest.fixture(scope="module", params=["llava1_5_hf", "llava1_6_mistral_hf"])
 def template(request, tmp_path_factory):
-    from swift.model import get_model_processor
-    from swift.template import get_template
-
-    folder = tmp_path_factory.mktemp(request.param)
-    build_llava(folder, request.param)
-    _, processor = get_model_processor(
-        str(folder), model_type=request.param, torch_dtype=torch.float32, use_hf=True, load_model=False
-    )
-    template = get_template(processor, template_type=request.param, max_length=32768)
-    template.set_mode("train")
-    return template
+    return load_template(tmp_path_factory.mktemp(request.param), request.param)
 
 
 @pytest.fixture(scope="module")
