@@ -17,10 +17,9 @@ from swift_vlpack.core.packing.registry import Checked, strategy_named
 from swift_vlpack.core.shuffle import permutation
 from swift_vlpack.text.counts import COLUMN, left_out, records
 from swift_vlpack.text.cutting import Piece, pieces_of, windows_of
+from swift_vlpack.text.rows import IGNORED
 from swift_vlpack.text.special import edge_tokens, token_ids
 
-IGNORED = -100
-"""The label of a token that is no target."""
 WINDOW = "window"
 """The strategy that lays all documents end to end and cuts every `max_length` tokens."""
 

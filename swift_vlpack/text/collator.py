@@ -1,0 +1,176 @@
+"""Blocks become a batch: positions that restart with every document, padding that nobody sees, labels to train on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swift_vlpack.core.errors import ConfigError, DataError
+from swift_vlpack.core.packing.boundaries import Boundaries
+from swift_vlpack.text.batch import MASK, PackedBatch, batch_of
+from swift_vlpack.text.rows import IGNORED, Row, Specials, has_starts, joined, row_of
+from swift_vlpack.text.special import token_id
+
+logger = logging.getLogger(__name__)
+
+
+class PackedCollator:
+    """For `transformers.Trainer` (with `remove_unused_columns=False`), a `DataLoader`, or a loop of one's own."""
+
+    def __init__(  # noqa: PLR0913 - the options of one line, as collators have them
+        self,
+        tokenizer: Any,
+        packed_sequences: bool | None = None,
+        padding: str | int = "longest",
+        max_length: int | None = None,
+        return_tensors: str = "pt",
+        segment_ids: bool = False,
+        cu_seqlens: bool = False,
+        mask_boundary_loss: bool = True,
+        train_on_eos: bool = True,
+    ) -> None:
+        """`packed_sequences`: None makes positions where rows have `document_starts`, True always, False never.
+
+        `padding` goes to the longest row, to `max_length`, or to a multiple; no row may exceed `max_length`.
+        `segment_ids` adds those. `cu_seqlens` adds `cu_seq_lens_q` and its kin, as transformers has them, and lays the
+        rows of the batch end to end in one, as variable-length attention reads them.
+        `mask_boundary_loss`: the first token of a document is no target. `train_on_eos=False`: nor is EOS.
+        """
+        self.tokenizer = tokenizer
+        self.packed_sequences = packed_sequences
+        self.padding = "longest" if padding is True else padding
+        self.max_length = max_length
+        self.return_tensors = return_tensors
+        self.segment_ids = segment_ids
+        self.cu_seqlens = cu_seqlens
+        self.mask_boundary_loss = mask_boundary_loss
+        self.train_on_eos = train_on_eos
+        self._specials = Specials(*(token_id(tokenizer, name) for name in ("bos", "eos", "pad")))
+        self._has_warned = False
+        _check(self)
+
+    def __call__(self, features: Sequence[Mapping[str, Any]], return_tensors: str | None = None) -> PackedBatch:
+        """A batch of these rows, each field but the boundaries `(num_rows, num_tokens)`, or `(1, num_tokens)`."""
+        if not features:
+            raise DataError("a batch of no rows cannot be collated")
+        is_packed = self._is_packed(features)
+        rows = [
+            row_of(feature, f"row {number} of the batch", self._specials, by_tokens=self.packed_sequences is True)
+            for number, feature in enumerate(features)
+        ]
+        self._check_lengths([len(row.tokens) for row in rows])
+        lines = [joined(rows)] if self.cu_seqlens else rows
+        width = self._width(max(len(line.tokens) for line in lines), len(rows) // len(lines))
+        fields = [self._fields(line, width, is_packed) for line in lines]
+        arrays = {name: np.stack([field[name] for field in fields]) for name in fields[0]}
+        if self.cu_seqlens:
+            arrays |= _boundaries(lines[0].documents, width)
+        return batch_of(arrays, is_packed=is_packed, return_tensors=return_tensors or self.return_tensors)
+
+    def _is_packed(self, features: Sequence[Mapping[str, Any]]) -> bool:
+        if self.packed_sequences is not None:
+            return self.packed_sequences
+        if any(map(has_starts, features)):
+            return True
+        if not self._has_warned and any(_looks_packed(feature["input_ids"], self._specials) for feature in features):
+            self._has_warned = True
+            logger.warning(
+                "rows without document_starts have EOS inside. If they are packed documents, keep that column (Trainer "
+                "drops it unless remove_unused_columns=False) or set packed_sequences=True; if not, set it to False"
+            )
+        return self.cu_seqlens  # rows in one line must not see each other either
+
+    def _check_lengths(self, lengths: Sequence[int]) -> None:
+        longest = max(lengths)
+        if self.max_length is not None and longest > self.max_length:
+            raise DataError(
+                f"row {lengths.index(longest)} of the batch has {longest} tokens, more than max_length="
+                f"{self.max_length}; make blocks of that length, or raise max_length"
+            )
+
+    def _width(self, longest: int, rows_per_line: int) -> int:
+        """Tokens of every line of the batch, with padding."""
+        if self.padding == "longest":
+            return longest
+        if self.padding == "max_length":
+            assert self.max_length is not None
+            return self.max_length * rows_per_line
+        return -(-longest // int(self.padding)) * int(self.padding)
+
+    def _fields(self, row: Row, width: int, is_packed: bool) -> dict[str, NDArray[Any]]:
+        num_tokens, pad = len(row.tokens), self._specials.pad
+        pad = (self._specials.eos or 0) if pad is None else pad  # it is masked, so any token will do
+        fields = {
+            "input_ids": _padded(row.tokens, width, pad),
+            "labels": _padded(self._labels(row), width, IGNORED),
+            MASK: _padded(np.ones(num_tokens, dtype=np.int64), width, 0),
+        }
+        segments = _segments(row, is_packed)
+        if is_packed:
+            fields["position_ids"] = np.concatenate([np.arange(length) for length in _lengths(segments, width)])
+        if self.segment_ids:
+            numbers = np.repeat(np.arange(1, len(segments.lengths) + 1), segments.lengths)
+            fields["segment_ids"] = _padded(numbers, width, 0)
+        return fields
+
+    def _labels(self, row: Row) -> NDArray[np.int64]:
+        labels = row.labels.copy()
+        if self.mask_boundary_loss:
+            labels[list(row.documents.document_starts)] = IGNORED
+        if not self.train_on_eos and self._specials.eos is not None:
+            labels[labels == self._specials.eos] = IGNORED
+        return labels
+
+
+def _check(collator: PackedCollator) -> None:
+    """Refuse what cannot be."""
+    padding, max_length = collator.padding, collator.max_length
+    is_multiple = isinstance(padding, int) and not isinstance(padding, bool) and padding >= 1
+    if padding not in ("longest", "max_length") and not is_multiple:
+        raise ConfigError(f"padding must be 'longest', 'max_length' or a multiple of at least 1, got {padding!r}")
+    if padding == "max_length" and max_length is None:
+        raise ConfigError("padding='max_length' needs max_length")
+    if max_length is not None and max_length < 1:
+        raise ConfigError(f"max_length must be at least 1, got {max_length}")
+    if collator.cu_seqlens and collator.packed_sequences is False:
+        raise ConfigError("cu_seqlens lays rows end to end, which needs positions; leave packed_sequences out")
+    if collator.return_tensors not in ("pt", "np"):
+        raise ConfigError(f"return_tensors must be 'pt' or 'np', got {collator.return_tensors!r}")
+
+
+def _segments(row: Row, is_packed: bool) -> Boundaries:
+    """What of a row may not see another part of it."""
+    return row.documents if is_packed else Boundaries((len(row.tokens),))
+
+
+def _lengths(segments: Boundaries, width: int) -> tuple[int, ...]:
+    """Those of the segments, and of the padding behind them, which is one more."""
+    num_padding = width - segments.num_tokens
+    return (*segments.lengths, *([num_padding] if num_padding else ()))
+
+
+def _boundaries(segments: Boundaries, width: int) -> dict[str, NDArray[Any]]:
+    """What variable-length attention reads; padding is a segment of its own."""
+    lengths = _lengths(segments, width)
+    ends, longest = np.array(Boundaries(lengths).cu_seqlens, dtype=np.int32), np.array(max(lengths))
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+
+
+def _padded(values: NDArray[Any], width: int, value: int) -> NDArray[np.int64]:
+    made = np.full(width, value, dtype=np.int64)
+    made[: len(values)] = values
+    return made
+
+
+def _looks_packed(tokens: Any, specials: Specials) -> bool:
+    """Whether a document seems to end before the row does; padding behind it does not count."""
+    row = np.asarray(tokens)
+    if specials.eos is None:
+        return False
+    ends = np.flatnonzero(row == specials.eos)
+    others = np.flatnonzero((row != specials.eos) & (row != specials.pad))
+    return bool(len(ends) and len(others) and ends[0] < others[-1])

@@ -1,0 +1,119 @@
+"""One row of a batch as the collator sees it: its tokens, its documents, and what of it is a target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swift_vlpack.core.errors import BoundaryError, DataError
+from swift_vlpack.core.packing.boundaries import Boundaries
+
+IGNORED = -100
+"""The label of a token that is no target."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Tokens without padding, and the documents they are."""
+
+    tokens: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    documents: Boundaries
+
+
+@dataclass(frozen=True, slots=True)
+class Specials:
+    """The numbers of the tokens that may say where documents meet."""
+
+    bos: int | None
+    eos: int | None
+    pad: int | None
+
+
+def has_starts(feature: Mapping[str, Any]) -> bool:
+    """Whether the row says where its documents start; a column that was joined from other data has None."""
+    return feature.get("document_starts") is not None
+
+
+def row_of(feature: Mapping[str, Any], name: str, specials: Specials, *, by_tokens: bool) -> Row:
+    """Read one row; what cannot be is refused under its `name`. `by_tokens`: EOS or BOS say what no field says."""
+    tokens = _whole_numbers(feature["input_ids"], f"{name}: input_ids")
+    tokens = tokens[: _num_real(feature, len(tokens), name)]
+    labels = tokens
+    if feature.get("labels") is not None:
+        labels = _whole_numbers(feature["labels"], f"{name}: labels")[: len(tokens)]
+        if len(labels) < len(tokens):
+            raise DataError(f"{name} has {len(labels)} labels for {len(tokens)} tokens")
+    documents = _documents(feature, tokens, name, specials, by_tokens) if len(tokens) else Boundaries(())
+    if not documents.num_tokens:
+        raise DataError(f"{name} has no tokens; leave it out")
+    return Row(tokens[: documents.num_tokens], labels[: documents.num_tokens], documents)
+
+
+def joined(rows: Sequence[Row]) -> Row:
+    """All rows as one, end to end."""
+    return Row(
+        np.concatenate([row.tokens for row in rows]),
+        np.concatenate([row.labels for row in rows]),
+        Boundaries(tuple(length for row in rows for length in row.documents.lengths)),
+    )
+
+
+def _num_real(feature: Mapping[str, Any], num_tokens: int, name: str) -> int:
+    """Tokens before the padding that a row comes with, where its own mask says so."""
+    if feature.get("attention_mask") is None:
+        return num_tokens
+    mask = _whole_numbers(feature["attention_mask"], f"{name}: attention_mask")
+    num_real = int(mask.astype(bool).sum())
+    if len(mask) != num_tokens or not mask[:num_real].all():
+        raise DataError(f"{name}: its attention_mask must have a 1 for each of its tokens, then zeros for padding")
+    return num_real
+
+
+def _documents(
+    feature: Mapping[str, Any], tokens: NDArray[np.int64], name: str, specials: Specials, by_tokens: bool
+) -> Boundaries:
+    if has_starts(feature):
+        starts = _whole_numbers(feature["document_starts"], f"{name}: document_starts").tolist()
+        return _from_starts(starts, len(tokens), name)
+    if not by_tokens:
+        return Boundaries((len(tokens),))
+    try:
+        return _from_tokens(tokens.tolist(), specials)
+    except BoundaryError as error:
+        raise BoundaryError(f"{name}: {error}") from None
+
+
+def _from_starts(starts: Sequence[int], num_tokens: int, name: str) -> Boundaries:
+    ascend = all(before < after for before, after in pairwise([*starts, num_tokens]))
+    if not starts or starts[0] != 0 or not ascend:
+        raise BoundaryError(
+            f"{name}: document_starts must begin with 0 and ascend to less than its {num_tokens} tokens, got {starts}"
+        )
+    return Boundaries(tuple(after - before for before, after in pairwise([*starts, num_tokens])))
+
+
+def _from_tokens(tokens: list[int], specials: Specials) -> Boundaries:
+    """By EOS where there is one before the padding, else by BOS; a row with neither is one document."""
+    eos, bos, pad = specials.eos, specials.bos, specials.pad
+    if eos is not None and eos in tokens:
+        return Boundaries.from_tokens(tokens, eos_id=eos, pad_id=pad)
+    if bos is not None and bos in tokens:
+        return Boundaries.from_tokens(tokens, bos_id=bos, pad_id=pad)
+    num_real = len(tokens)
+    while pad is not None and num_real > 1 and tokens[num_real - 1] == pad:
+        num_real -= 1
+    return Boundaries((num_real,))
+
+
+def _whole_numbers(values: Any, what: str) -> NDArray[np.int64]:
+    """A flat list, array or tensor of integers."""
+    array = np.asarray(values)
+    if array.ndim != 1 or (len(array) and array.dtype.kind not in "iub"):
+        raise DataError(f"{what} must be a flat list of integers, got {array.ndim} dimensions of {array.dtype}")
+    return array.astype(np.int64)
