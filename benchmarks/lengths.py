@@ -20,7 +20,7 @@ import torch
 from datasets import Dataset
 
 from swift_vlpack.data.rows.fusion import RowSource
-from swift_vlpack.host.lengths.measured import measured
+from swift_vlpack.host.lengths.length_pass import with_lengths
 from tests.images import photo
 from tests.rows import image_row, sentence, text_row
 from tests.tiny import save_model
@@ -81,7 +81,7 @@ def measure(template: Any, rows: Dataset, num_processes: int, cache: str) -> dic
     times = {"theirs": theirs}
     for name, source in (("cold", "rows"), ("second", "others"), ("warm", "rows")):
         times[name], ours = seconds(
-            lambda source=source: measured(RowSource(name=source, rows=rows), template, args, cache)
+            lambda source=source: with_lengths(RowSource(name=source, rows=rows), template, args, cache)
         )
         assert ours.sizes.lengths.tolist() == right, "the lengths differ"
     return times

@@ -29,7 +29,7 @@ from swift_vlpack.data.rows.streams import StreamedRows
 from swift_vlpack.data.rows.urls import Urls
 from swift_vlpack.host.args import OWN_ATTENTION, packing_config
 from swift_vlpack.host.lengths.headers import reading_urls
-from swift_vlpack.host.lengths.measured import measured
+from swift_vlpack.host.lengths.length_pass import with_lengths
 from swift_vlpack.host.ranks import check_equal, num_ranks, num_ranks_of_run, options_of_run, rank, versions
 from swift_vlpack.host.rows.sources import load_sources, load_stream
 from swift_vlpack.host.training.row_effects import check_rope
@@ -91,7 +91,7 @@ def fused(sources: list[RowSource], template: Any, args: Any, config: PackingCon
     if config.packing_mode != "buffer":
         num_rows = sum(-(-len(source.rows) // num_ranks()) for source in sources)  # of this rank, which is shown
         with without_model(template), one_bar(num_rows, is_shown=is_master()):
-            sources = [measured(source, template, args, config.packing_cache_dir) for source in sources]
+            sources = [with_lengths(source, template, args, config.packing_cache_dir) for source in sources]
     shuffle = args.train_dataloader_shuffle
     template = reading_urls(template, urls_in_training())
     return FusionCaptionDataset(sources, template, seed=data_seed(args), strict=args.strict, shuffle=shuffle)
@@ -170,7 +170,7 @@ def _validation(rows: Any, template: Any, args: Any, config: PackingConfig) -> A
         args.training_args.per_device_eval_batch_size = 1
     source = RowSource(name="validation", rows=rows)
     with without_model(template):
-        sized = measured(source, template, args, config.packing_cache_dir)
+        sized = with_lengths(source, template, args, config.packing_cache_dir)
     everything = dataclasses.replace(config, packing_drop_last=False)
     return PlannedPackingDataset(FusionCaptionDataset([sized], template, shuffle=False), template, everything)
 

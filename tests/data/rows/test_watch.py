@@ -5,7 +5,6 @@ import os
 import signal
 import time
 
-import numpy as np
 import pytest
 
 from swift_vlpack.core.config import PackingConfig
@@ -13,11 +12,14 @@ from swift_vlpack.core.errors import DataError
 from swift_vlpack.data.feeds import planned
 from swift_vlpack.data.feeds.dataset import PackingDataset
 from swift_vlpack.data.lengths.cache import LengthCache
-from swift_vlpack.data.lengths.passes import LengthPass, row_sizes
+from swift_vlpack.data.lengths.inputs import Encoders, Known
+from swift_vlpack.data.lengths.measure import measure
+from swift_vlpack.data.lengths.trust import Trust
 from swift_vlpack.data.rows import watch
 from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
 from swift_vlpack.data.rows.samples import LeftOut, SampleId
 from swift_vlpack.data.rows.watch import Waits, watched
+from tests.data.plain_template import PlainTemplate
 from tests.images import photo
 from tests.rows import image_row, text_row
 
@@ -25,8 +27,8 @@ F_SETLEASE, SECONDS = 1024, 1.0
 
 
 @pytest.fixture
-def template(tiny):
-    return tiny("qwen2_5_vl").template
+def template():
+    return PlainTemplate()
 
 
 @pytest.fixture
@@ -65,14 +67,10 @@ def some_rows(folder):
     return [*(image_row([photo(folder, str(n), 60 + n, 60)]) for n in range(6)), text_row()]
 
 
-def measured(rows, template, path, num_processes=1, **options):
-    share = LengthPass(
-        RowSource(name="data", rows=rows), np.arange(len(rows)), LengthCache(path, "context"),
-        by_header=template, in_full=template, num_processes=num_processes, is_shown=False, **options,
-    )  # fmt: skip
-    share.look_up()
-    share.measure()
-    return row_sizes(share.sizes, share.faults)
+def measured(rows, template, path, num_processes=1, is_strict=False):
+    known = Known(cache=LengthCache(path, "context"), trust=Trust())
+    encoders = Encoders(by_header=template, in_full=template, is_strict=is_strict, num_processes=num_processes)
+    return measure(RowSource(name="data", rows=rows), known, encoders)
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
@@ -99,7 +97,7 @@ def test_strict_pass_stops_at_it(template, tmp_path, stuck, short_limit):
     rows = some_rows(tmp_path)
     stuck(rows[2]["images"][0])
     with pytest.raises(DataError, match=r"data:2: file_timeout: nothing was read for 1 seconds .*2\.jpg"):
-        measured(rows, template, tmp_path / "lengths", strict=True)
+        measured(rows, template, tmp_path / "lengths", is_strict=True)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])

@@ -8,8 +8,9 @@ from datasets import Dataset
 
 from swift_vlpack.data.rows.fusion import RowSource
 from swift_vlpack.host.lengths.headers import NoPixels, pixel_free
-from swift_vlpack.host.lengths.measured import measured
+from swift_vlpack.host.lengths.length_pass import with_lengths
 from tests.families import load_template
+from tests.host.lengths.support import warnings_of
 from tests.images import photo
 from tests.rows import image_row, text_row
 
@@ -50,10 +51,9 @@ def test_processor_that_needs_pixels_sends_the_source_through_the_full_encoding(
         return process(self, images, *args, **options)
 
     monkeypatch.setattr(type(template.processor.image_processor), "__call__", needs_pixels)
-    said = []
-    monkeypatch.setattr("swift_vlpack.host.lengths.measured.logger.warning", said.append)
+    said = warnings_of(monkeypatch)
     dataset = Dataset.from_list([{"images": [], **row} for row in rows])
-    sizes = measured(RowSource(name="rows", rows=dataset), template, ARGS, str(tmp_path)).sizes
+    sizes = with_lengths(RowSource(name="rows", rows=dataset), template, ARGS, str(tmp_path)).sizes
     assert sizes.lengths.tolist() == [template.encode(row, return_length=True)["length"] for row in rows]
     assert "every row is encoded" in said[0]
     assert "works on arrays" in said[0]

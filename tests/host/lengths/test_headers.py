@@ -14,8 +14,8 @@ from swift.template import Template
 from swift_vlpack.data.rows.fusion import RowSource
 from swift_vlpack.host.lengths import headers
 from swift_vlpack.host.lengths.headers import HeaderImage, NoPixels, pixel_free
-from swift_vlpack.host.lengths.measured import measured
-from tests.host.lengths.test_measured import ARGS, outcome, unchecked, warnings_of
+from swift_vlpack.host.lengths.length_pass import with_lengths
+from tests.host.lengths.support import ARGS, outcome, unchecked, warnings_of
 from tests.images import noise, photo
 from tests.rows import image_row
 
@@ -193,7 +193,7 @@ def test_template_that_reads_the_header_has_the_right_lengths(methods, template,
     rows = rows_with_few_others(tmp_path)
     own = of_class(template, **methods)
     unchecked(monkeypatch)
-    sizes = measured(RowSource(name="rows", rows=rows), own, ARGS, str(tmp_path / "cache")).sizes
+    sizes = with_lengths(RowSource(name="rows", rows=rows), own, ARGS, str(tmp_path / "cache")).sizes
     for index in (0, 37, 100, 137):
         assert tuple(sizes.columns[:, index]) == tuple(outcome(own, rows[index]))
     assert outcome(own, rows[37]) != outcome(template, rows[37]), "it treats the row as every other"
@@ -220,7 +220,7 @@ def test_template_that_cuts_images_falls_back_and_says_so(template, tmp_path, mo
     rows = rows_with_few_others(tmp_path, 8)
     said = warnings_of(monkeypatch)
     own = of_class(template, _preprocess_inputs=_cut_border)
-    sizes = measured(RowSource(name="rows", rows=rows), own, ARGS, str(tmp_path / "cache")).sizes
+    sizes = with_lengths(RowSource(name="rows", rows=rows), own, ARGS, str(tmp_path / "cache")).sizes
     assert sizes.lengths.tolist() == [outcome(own, row).length for row in rows]
     assert "every row is encoded" in said[0]
     assert "asked for 'crop'" in said[0]

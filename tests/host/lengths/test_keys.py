@@ -18,7 +18,7 @@ from swift.utils import utils as swift_utils
 from swift_vlpack.data.rows.fusion import RowSource
 from swift_vlpack.host.lengths import headers
 from swift_vlpack.host.lengths.context import context_of
-from swift_vlpack.host.lengths.measured import measured
+from swift_vlpack.host.lengths.length_pass import with_lengths
 from swift_vlpack.host.lengths.source_code import code_of
 from tests.images import noise, photo
 from tests.rows import image_row, text_row, write_jsonl
@@ -52,7 +52,7 @@ class Runs:
         """Of a start with these plugins, and what encoding says without any memory."""
         template = self.template(plugins, **options)
         args = SimpleNamespace(dataset_num_proc=1, strict=False, external_plugins=[str(plugin) for plugin in plugins])
-        found = measured(RowSource(name="rows", rows=rows), template, args, self.cache).sizes.lengths.tolist()
+        found = with_lengths(RowSource(name="rows", rows=rows), template, args, self.cache).sizes.lengths.tolist()
         return found, [template.encode(row, return_length=True)["length"] for row in rows]
 
 
@@ -180,7 +180,7 @@ ARGS = SimpleNamespace(dataset_num_proc=1, strict=False)
 
 
 def lengths_of(rows, template, cache):
-    return measured(RowSource(name="rows", rows=rows), template, ARGS, str(cache)).sizes.lengths.tolist()
+    return with_lengths(RowSource(name="rows", rows=rows), template, ARGS, str(cache)).sizes.lengths.tolist()
 
 
 @pytest.fixture
@@ -312,7 +312,7 @@ def test_failure_is_forgotten_when_it_may_be_cured_and_good_rows_are_not(
 
     def sizes():
         encoded.clear()
-        return measured(RowSource(name="rows", rows=rows), template, ARGS, str(tmp_path / "cache")).sizes
+        return with_lengths(RowSource(name="rows", rows=rows), template, ARGS, str(tmp_path / "cache")).sizes
 
     assert sizes().failures == {1: reason}
     assert sizes().failures == {1: reason}

@@ -8,19 +8,14 @@ from types import SimpleNamespace
 import pytest
 from swift.template import Template
 
+from swift_vlpack.data.lengths import checks
 from swift_vlpack.data.rows.fusion import RowSource
 from swift_vlpack.host.lengths import headers
-from swift_vlpack.host.lengths import measured as lengths
 from swift_vlpack.host.lengths.headers import HeaderImage
-from swift_vlpack.host.lengths.measured import measured
-from tests.host.lengths.test_measured import ARGS, FAMILY, dataset, outcome, texts, warnings_of
+from swift_vlpack.host.lengths.length_pass import with_lengths
+from tests.host.lengths.support import ARGS, dataset, outcome, texts, warnings_of
 from tests.images import noise, photo
 from tests.rows import image_row, text_row
-
-
-@pytest.fixture
-def template(tiny):
-    return tiny(FAMILY).template
 
 
 @pytest.fixture
@@ -53,7 +48,7 @@ def photos(folder, num_rows, width=300, height=200, name="photo", question="ques
 
 def sizes_of(rows, template, folder, name="rows", num_processes=1):
     args = SimpleNamespace(**{**vars(ARGS), "dataset_num_proc": num_processes})
-    return measured(RowSource(name=name, rows=dataset(rows)), template, args, str(folder / "cache")).sizes
+    return with_lengths(RowSource(name=name, rows=dataset(rows)), template, args, str(folder / "cache")).sizes
 
 
 def lying_about(monkeypatch, is_one):
@@ -120,7 +115,7 @@ def test_rows_of_columns_of_their_own_are_a_kind(template, full, tmp_path):
     plain = photos(tmp_path, 300)
     other = {**plain[0], "tools": json.dumps([{"type": "function", "function": {"name": "look", "parameters": {}}}])}
     other["messages"] = text_row("<image>with tools")["messages"]
-    measured(RowSource(name="rows", rows=[*plain, other]), template, ARGS, str(tmp_path / "cache"))
+    with_lengths(RowSource(name="rows", rows=[*plain, other]), template, ARGS, str(tmp_path / "cache"))
     assert "<image>with tools" in [question for question, _ in full()]
 
 
@@ -154,7 +149,7 @@ def test_a_broken_image_proves_nothing(template, full, tmp_path):
 
 def test_rows_are_compared_in_the_processes_that_measure(template, full, tmp_path, monkeypatch):
     """LEN-3: none in the process that waits for them, before any is measured."""
-    monkeypatch.setattr(lengths, "NUM_EXTREMES", 0)
+    monkeypatch.setattr(checks, "NUM_AT_EACH_END", 0)
     rows = [*photos(tmp_path, 60), *photos(tmp_path, 60, 90, 70, "small", "small")]
     sizes = sizes_of(rows, template, tmp_path, num_processes=2)
     where = {process for _, process in full()}

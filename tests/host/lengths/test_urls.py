@@ -7,21 +7,17 @@ from types import SimpleNamespace
 import pytest
 from swift.template import vision_utils
 
+from swift_vlpack.data.lengths import measure
 from swift_vlpack.data.rows import urls as module
 from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
 from swift_vlpack.data.rows.samples import Address, SampleError
 from swift_vlpack.data.rows.urls import NUM_FAILURES
 from swift_vlpack.host.lengths.headers import reading_urls
-from swift_vlpack.host.lengths.measured import measured
+from swift_vlpack.host.lengths.length_pass import with_lengths
 from swift_vlpack.host.pipeline import urls_in_training
 from tests.data.rows.test_urls import Web, black_hole, jpeg, refused
-from tests.host.lengths.test_measured import ARGS, FAMILY, outcome, unchecked, warnings_of
+from tests.host.lengths.support import ARGS, outcome, unchecked, warnings_of
 from tests.rows import image_row, text_row
-
-
-@pytest.fixture
-def template(tiny):
-    return tiny(FAMILY).template
 
 
 @pytest.fixture
@@ -50,7 +46,7 @@ def rows_of(web, num_good, dead=()):
 
 
 def sizes_of(rows, template, folder, **args):
-    return measured(
+    return with_lengths(
         RowSource(name="rows", rows=rows), template, SimpleNamespace(**{**vars(ARGS), **args}), str(folder)
     ).sizes
 
@@ -115,11 +111,10 @@ def test_processes_share_what_cannot_be_reached(template, web, tmp_path, monkeyp
 
 def test_source_that_is_encoded_in_full_asks_once_too(template, web, asked, tmp_path, monkeypatch):
     """LEN-20"""
-    from swift_vlpack.host.lengths import measured as lengths
 
     rows = rows_of(web, 6, [web.url("gone.jpg")])
     unchecked(monkeypatch)
-    monkeypatch.setattr(lengths.LengthPass, "look_up", lambda self: "as an earlier start found")
+    monkeypatch.setattr(measure, "_looked_up", lambda part: "as an earlier start found")
     sizes = sizes_of(rows, template, tmp_path)
     assert sizes.failures == {7: "url_unreachable"}
     assert set(asked.values()) == {1}

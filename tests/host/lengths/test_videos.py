@@ -8,7 +8,8 @@ from swift_vlpack.data.lengths import videos
 from swift_vlpack.data.lengths.sizes import size_of
 from swift_vlpack.data.rows.fusion import RowSource
 from swift_vlpack.host.lengths.headers import pixel_free
-from swift_vlpack.host.lengths.measured import measured
+from swift_vlpack.host.lengths.length_pass import with_lengths
+from tests.host.lengths.support import warnings_of
 from tests.images import photo
 from tests.rows import text_row
 from tests.videos import video
@@ -63,12 +64,11 @@ def test_videos_of_a_source_are_measured_and_checked_both_ways(tiny, paths, tmp_
     right = [template.encode(row, return_length=True)["length"] for row in rows]
     args = SimpleNamespace(dataset_num_proc=1, strict=False)
     source = RowSource(name="clips", rows=rows)
-    assert measured(source, template, args, str(tmp_path / "one")).sizes.lengths.tolist() == right
-    said = []
-    monkeypatch.setattr("swift_vlpack.host.lengths.measured.logger.warning", said.append)
+    assert with_lengths(source, template, args, str(tmp_path / "one")).sizes.lengths.tolist() == right
+    said = warnings_of(monkeypatch)
     empty = videos.torch.empty
     monkeypatch.setattr(videos.torch, "empty", lambda shape, **options: empty((shape[0], 64, 64, 3), **options))
-    assert measured(source, template, args, str(tmp_path / "two")).sizes.lengths.tolist() == right
+    assert with_lengths(source, template, args, str(tmp_path / "two")).sizes.lengths.tolist() == right
     assert "every row is encoded" in said[0]
 
 
@@ -77,5 +77,5 @@ def test_video_that_cannot_be_read_is_one_counted_reason(tiny, tmp_path):
     (tmp_path / "broken.mp4").write_bytes(b"no video")
     rows = [text_row(), video_row(str(tmp_path / "broken.mp4")), video_row(str(tmp_path / "missing.mp4"))]
     args = SimpleNamespace(dataset_num_proc=1, strict=False)
-    sizes = measured(RowSource(name="clips", rows=rows), tiny("qwen2_5_vl").template, args, str(tmp_path)).sizes
+    sizes = with_lengths(RowSource(name="clips", rows=rows), tiny("qwen2_5_vl").template, args, str(tmp_path)).sizes
     assert sizes.failures == {1: "video_unreadable", 2: "file_missing"}

@@ -12,19 +12,20 @@ import torch
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.data.feeds import planned
 from swift_vlpack.data.feeds.dataset import PackingDataset
-from swift_vlpack.data.lengths.cache import BY_HEADER, LengthCache
-from swift_vlpack.data.lengths.passes import LengthPass, row_sizes
+from swift_vlpack.data.lengths.cache import LengthCache
+from swift_vlpack.data.lengths.inputs import Encoders, Known
+from swift_vlpack.data.lengths.measure import measure
+from swift_vlpack.data.lengths.trust import Trust
 from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
 from swift_vlpack.data.rows.samples import SampleId
+from tests.data.plain_template import PlainTemplate
 from tests.images import noise, photo
 from tests.rows import image_row, mixed_rows, text_row
 
-FAMILY = "qwen2_5_vl"
-
 
 @pytest.fixture
-def template(tiny):
-    return tiny(FAMILY).template
+def template():
+    return PlainTemplate()
 
 
 def sized(rows, template, path):
@@ -32,10 +33,8 @@ def sized(rows, template, path):
     cache = LengthCache(path, "context")
     cache.take_over_notes()
     source = RowSource(name="data", rows=rows)
-    share = LengthPass(source, np.arange(len(rows)), cache, by_header=template, in_full=template, is_shown=False)
-    assert share.look_up() is None
-    assert share.measure() is None
-    return RowSource(name="data", rows=rows, sizes=row_sizes(share.sizes), cache=cache)
+    sizes = measure(source, Known(cache=cache, trust=Trust()), Encoders(by_header=template, in_full=template))
+    return RowSource(name="data", rows=rows, sizes=sizes, cache=cache)
 
 
 def packs_of(source, template, **options):
@@ -146,35 +145,3 @@ def test_nothing_that_can_be_packed_is_one_clear_error(template, tmp_path):
     rows = [image_row([str(tmp_path / f"gone{n}.jpg")]) for n in range(3)]
     with pytest.raises(Exception, match="none of the 3 rows can be packed; the log has the reasons"):
         packs_of(sized(rows, template, tmp_path / "lengths"), template)
-
-
-def test_rows_drawn_are_unknown_ones_and_always_the_same(template, tmp_path):
-    """LEN-4"""
-    rows = [text_row(f"row {n}") for n in range(50)]
-    cache, source = LengthCache(tmp_path / "lengths", "context"), RowSource(name="data", rows=rows)
-    sized(rows[:40], template, tmp_path / "lengths")
-
-    def drawn(num_rows):
-        share = LengthPass(source, np.arange(50), cache, by_header=template, in_full=template, is_shown=False)
-        share.look_up()
-        return share.draw(num_rows).tolist()
-
-    assert sorted(drawn(64)) == list(range(40, 50))
-    assert drawn(4) == drawn(4) == drawn(64)[:4]
-
-
-def test_pass_without_headers_believes_none_of_those_remembered(template, tmp_path):
-    """LEN-5"""
-    rows = [text_row(f"row {n}") for n in range(5)]
-    cache, source = LengthCache(tmp_path / "lengths", "context"), RowSource(name="data", rows=rows)
-    wrong = np.zeros(5, LengthPass(source, np.arange(5), cache, by_header=None, in_full=template).sizes.dtype)
-    wrong["length"], wrong["proof"] = 999, BY_HEADER
-    cache.append(cache.keys(rows), wrong)
-    share = LengthPass(source, np.arange(5), cache, by_header=template, in_full=template, is_shown=False)
-    share.look_up()
-    share.measure()
-    assert share.sizes["length"].tolist() == [999] * 5
-    share.distrust()
-    right = [template.encode(row, return_length=True)["length"] for row in rows]
-    share.measure()
-    assert share.sizes["length"].tolist() == right

@@ -1,0 +1,60 @@
+"""Files of JSON, one value a line, that several processes append to and that a killed one leaves half written."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+try:
+    import fcntl
+except ImportError:  # no such locks on this system, which has no shared disk either
+    fcntl = None  # type: ignore[assignment]
+
+
+def read(path: Path) -> Iterator[Any]:
+    """The values of a file; none where it cannot be read."""
+    with suppress(OSError):
+        yield from parsed(path.read_bytes())
+
+
+def parsed(content: bytes) -> Iterator[Any]:
+    """The values of the lines; one that is damaged, or that a killed process left unfinished, is passed over."""
+    for line in content.splitlines():
+        with suppress(ValueError):
+            yield json.loads(line)
+
+
+def append(path: Path, values: Iterable[Any], *, ensure_ascii: bool = True) -> None:
+    """Write values behind what is there, all or none of them; raises `OSError`."""
+    lines = "".join(json.dumps(value, ensure_ascii=ensure_ascii) + "\n" for value in values).encode()
+    if not lines:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+", buffering=0) as file:
+        if fcntl is not None:
+            with suppress(OSError):  # a file system without locks; appending is one write nearly always
+                fcntl.flock(file, fcntl.LOCK_EX)
+        end = file.seek(0, os.SEEK_END)
+        _write(file, lines if _ends_a_line(file, end) else b"\n" + lines, end)
+
+
+def _ends_a_line(file: BinaryIO, end: int) -> bool:
+    if end == 0:
+        return True
+    file.seek(end - 1)
+    return file.read(1) == b"\n"
+
+
+def _write(file: BinaryIO, content: bytes, end: int) -> None:
+    """All of it, or leave the file as it was: a disk that is full takes a part."""
+    try:
+        while content:
+            content = content[file.write(content) :]
+    except OSError:
+        with suppress(OSError):
+            file.truncate(end)
+        raise

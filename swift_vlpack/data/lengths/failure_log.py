@@ -1,0 +1,39 @@
+"""What the log says of the rows of a source that have no length."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from pathlib import Path
+
+from swift_vlpack.core.account.reasons import Reason
+from swift_vlpack.core.words import by_reason, counted
+from swift_vlpack.data.lengths.sizes import LengthIndex
+from swift_vlpack.data.rows.fusion import RowSource
+from swift_vlpack.data.rows.urls import NUM_FAILURES, SECONDS_REMEMBERED
+
+logger = logging.getLogger(__name__)
+
+NUM_FAILURES_NAMED = 20
+"""Failing rows that the log names; the count has them all, and so has `left_out.jsonl`."""
+
+
+def log_failures(source: RowSource, sizes: LengthIndex, memory_of_urls: Path) -> None:
+    """Name the first rows that cannot be encoded, and count all by reason."""
+    for index in sorted(sizes.failures)[:NUM_FAILURES_NAMED]:
+        fault = sizes.fault(index)
+        logger.warning("%s: left out: %s: %s", source.sample_id(index), fault.reason, fault.error)
+    counts = Counter(sizes.failures.values())
+    if counts:
+        logger.warning(
+            "source %s: %d of %d rows cannot be encoded: %s",
+            source.name, counts.total(), len(sizes), by_reason(counts),
+        )  # fmt: skip
+    if counts[Reason.URL_UNREACHABLE]:
+        logger.warning(
+            "source %s: %s left out for want of an image behind a URL. Each was asked once, and a host that failed %d "
+            "times in a row no more; SWIFT_TIMEOUT gives them more seconds. They are asked again by runs that start %d "
+            "minutes later, or when %s is deleted",
+            source.name, counted(counts[Reason.URL_UNREACHABLE], "row"), NUM_FAILURES, SECONDS_REMEMBERED // 60,
+            memory_of_urls,
+        )  # fmt: skip

@@ -1,0 +1,96 @@
+"""What is known of a rank's rows: taken over from earlier starts, added to as rows are measured, written down."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swift_vlpack.core.account.reasons import REASONS
+from swift_vlpack.core.shuffle import permutation
+from swift_vlpack.data.lengths.cache import BY_HEADER, KEY, SIZE, VOUCHED, KnownSizes
+from swift_vlpack.data.lengths.inputs import Known
+from swift_vlpack.data.lengths.rank_rows import Chunk, Positions, RankRows
+from swift_vlpack.data.rows.faults import Fault
+
+_BY_HEADERS = (BY_HEADER, VOUCHED)
+
+
+class Found:
+    """The sizes of a rank's rows, as they become known."""
+
+    def __init__(self, rows: RankRows, known: Known) -> None:
+        self.sizes = np.zeros(len(rows), SIZE)
+        self.faults: dict[int, Fault] = {}
+        """By index in the source."""
+        self.keys = np.zeros(len(rows), KEY)
+        self._is_known = np.zeros(len(rows), dtype=bool)
+        self._rows = rows
+        self._known = known
+
+    def unknown(self) -> Positions:
+        """The rows that have no size yet."""
+        return np.flatnonzero(~self._is_known)
+
+    def drawn(self, num_rows: int) -> Positions:
+        """Some rows that have no size yet, always the same ones of them."""
+        unknown = self.unknown()
+        return unknown[permutation(len(unknown), "lengths", self._rows.source.name)[:num_rows]]
+
+    def unproven(self, positions: Positions) -> Positions:
+        """Those of the rows that have no size yet, or one of which nothing but their own header is a proof."""
+        return positions[~(self._is_known[positions] & (self.sizes["proof"][positions] != BY_HEADER))]
+
+    def num_failed(self, reason: str) -> int:
+        """Rows that cannot be encoded for this reason."""
+        return int((self.sizes["reason"] == REASONS.index(reason)).sum())
+
+    def take_over(self, remembered: KnownSizes, *, is_strict: bool) -> None:
+        """What earlier starts found; the keys have to be there."""
+        self._is_known, self.sizes = remembered.of(self.keys)
+        if self._known.trust.is_revoked:
+            self._is_known &= self.sizes["proof"] != VOUCHED
+        if is_strict:
+            self._is_known &= self.sizes["reason"] == 0  # tried again, to stop the run
+        failed = np.flatnonzero(self._is_known & (self.sizes["reason"] > 0))
+        told = self._known.cache.told() if len(failed) else {}
+        for position in failed.tolist():
+            if (fault := told.get(self.keys[position].tobytes())) is not None:
+                self.faults[self._rows.index(position)] = fault
+
+    def take(self, chunk: Chunk) -> None:
+        """What became of some rows. Of kinds that were compared in another source this one relies on that."""
+        if chunk.seen is not None:
+            vouched = np.array([self._known.trust.is_remembered(seen.kinds) for seen in chunk.seen], dtype=bool)
+            chunk.sizes["proof"][vouched & (chunk.sizes["proof"] == BY_HEADER)] = VOUCHED
+        self.sizes[chunk.positions] = chunk.sizes
+        self._is_known[chunk.positions] = True
+        self.faults |= chunk.faults
+
+    def remember(self, chunks: list[Chunk]) -> None:
+        """Write down what is new of them, and which kinds are trusted since."""
+        for chunk in chunks:
+            positions = chunk.positions[chunk.is_new]
+            self._known.cache.append(self.keys[positions], chunk.sizes[chunk.is_new])
+            failed = [position for position in positions.tolist() if self._rows.index(position) in chunk.faults]
+            self._known.cache.tell(self.keys[failed], [chunk.faults[self._rows.index(at)] for at in failed])
+        self._known.trust.save()
+
+    def remember_difference(self, chunk: Chunk, waiting: list[Chunk]) -> None:
+        """Write down that headers differ, and of the rows at hand only those that were encoded in full."""
+        self._known.trust.revoke(str(chunk.difference))
+        self.remember([chunk])
+        for other in waiting:
+            other.is_new[np.isin(other.sizes["proof"], _BY_HEADERS)] = False
+        self.remember(waiting)
+
+    def forget_headers(self) -> None:
+        """What was said by headers alone is not known."""
+        self._is_known &= ~np.isin(self.sizes["proof"], _BY_HEADERS)
+
+
+def joined(shares: list[NDArray[np.void]]) -> NDArray[np.void]:
+    """The sizes of all rows, of which rank r has the rows r, r + n, ..."""
+    sizes = np.zeros(sum(map(len, shares)), SIZE)
+    for rank, share in enumerate(shares):
+        sizes[rank :: len(shares)] = share
+    return sizes

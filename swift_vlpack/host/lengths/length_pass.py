@@ -1,0 +1,90 @@
+"""The lengths of a source of a run: what is ms-swift's goes into `data.lengths.measure`, what comes out is logged."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from modelscope.hub.utils.utils import get_cache_dir
+from swift.utils import is_master
+
+from swift_vlpack.data.lengths.cache import LengthCache
+from swift_vlpack.data.lengths.cures import digest_of_cures
+from swift_vlpack.data.lengths.failure_log import log_failures
+from swift_vlpack.data.lengths.inputs import Encoders, Known
+from swift_vlpack.data.lengths.measure import measure
+from swift_vlpack.data.lengths.rank_rows import rows_at
+from swift_vlpack.data.lengths.trust import Trust
+from swift_vlpack.data.rows.fusion import RowSource, own_template
+from swift_vlpack.data.rows.urls import Urls
+from swift_vlpack.host import ranks
+from swift_vlpack.host.lengths.context import context_of, digests_of
+from swift_vlpack.host.lengths.headers import pixel_free, reading_urls
+
+Result = TypeVar("Result")
+
+NUM_ROWS_EQUAL_ON_RANKS = 1024
+"""Rows, spread over a source, that have to be the same on all ranks: files that differ do so in more than one row in a
+thousand, and a million rows need not be read for it."""
+
+
+def with_lengths(source: RowSource, template: Any, args: Any, cache_dir: str | None = None) -> RowSource:
+    """Give a source the lengths of its rows; each rank of the run measures some in `dataset_num_proc` processes."""
+    own = own_template(template, source)
+    plugins = getattr(args, "external_plugins", None) or []
+    context = context_of(own, plugins)
+    cache = LengthCache(cache_path(source, context, cache_dir), context, digest_of_cures())
+    if ranks.num_ranks() > 1:
+        _check_same_rows(source, cache, digests_of(own, plugins))
+    if not getattr(args, "resume_from_checkpoint", None):
+        cache.take_over_notes()
+    memory = cache.path.with_name("unreachable.urls")
+    urls = Urls(None if args.strict else memory)
+    known = Known(cache=cache, trust=Trust(cache.path.with_name(f"{context}.trust")), urls=urls)
+    encoders = Encoders(
+        by_header=pixel_free(own, urls),
+        in_full=reading_urls(own, urls),
+        is_strict=args.strict,
+        num_processes=args.dataset_num_proc or 1,
+    )
+    sizes = measure(source, known, encoders, _RanksOfRun())
+    if is_master():
+        log_failures(source, sizes, memory)
+    return replace(source, sizes=sizes, cache=cache)
+
+
+class _RanksOfRun:
+    """The ranks that torch.distributed knows."""
+
+    @property
+    def rank(self) -> int:
+        return ranks.rank()
+
+    @property
+    def num_ranks(self) -> int:
+        return ranks.num_ranks()
+
+    def results_of_all(self, work: Callable[[], Result]) -> list[Result]:
+        return ranks.together(work)
+
+
+def cache_path(source: RowSource, context: str, cache_dir: str | None) -> Path:
+    """The file that remembers the lengths of a source under these settings."""
+    folder = Path(cache_dir) if cache_dir else Path(get_cache_dir()) / "vlpack" / "lengths"
+    name = re.sub(r"[^\w.-]+", "_", source.name)[-60:]
+    digest = hashlib.blake2b(f"{source.name}\n{context}".encode(), digest_size=6).hexdigest()
+    return folder.expanduser() / f"{name}-{digest}.lengths"
+
+
+def _check_same_rows(source: RowSource, cache: LengthCache, settings: dict[str, str]) -> None:
+    """Every rank measures some rows for all, so all must have the same."""
+    last = max(0, len(source.rows) - 1)
+    spread = np.unique(np.linspace(0, last, NUM_ROWS_EQUAL_ON_RANKS).astype(np.int64)).tolist()
+    rows = (row for index in spread for row in rows_at(source.rows, [index]))
+    seen_here = {"rows": len(source.rows), "content": cache.fingerprint(rows), **settings}
+    ranks.check_equal(f"rows of source {source.name!r} and the settings that lengths depend on", seen_here)

@@ -1,0 +1,172 @@
+"""The length pass as one function, with one rank and with four, without ms-swift."""
+
+import logging
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from swift_vlpack.core.comm import ALONE
+from swift_vlpack.core.errors import DataError
+from swift_vlpack.data.lengths import checks, trust
+from swift_vlpack.data.lengths.cache import AGREED, BY_HEADER, DIFFERS, SIZE, LengthCache
+from swift_vlpack.data.lengths.found import Found
+from swift_vlpack.data.lengths.inputs import Encoders, Known
+from swift_vlpack.data.lengths.measure import measure
+from swift_vlpack.data.lengths.rank_rows import RankRows
+from swift_vlpack.data.lengths.sizes import size_of
+from swift_vlpack.data.lengths.trust import Trust
+from swift_vlpack.data.rows.fusion import RowSource
+from tests.data.plain_template import HeaderTemplate, PlainTemplate
+from tests.images import photo
+from tests.ranks_in_threads import OtherRankFailed, on_ranks
+from tests.rows import image_row, mixed_rows, text_row
+
+
+class Start(NamedTuple):
+    """One start of one rank, and the templates that it encoded by."""
+
+    known: Known
+    by_header: HeaderTemplate
+    in_full: PlainTemplate
+
+    def measured(self, rows, comm=ALONE, **options):
+        encoders = Encoders(by_header=self.by_header, in_full=self.in_full, **options)
+        return measure(RowSource(name="data", rows=rows), self.known, encoders, comm)
+
+
+def start(folder, lies=None, **options):
+    known = Known(cache=LengthCache(folder / "rows.lengths", "context"), trust=Trust(folder / "kinds.trust"))
+    return Start(known, HeaderTemplate(lies, **options), PlainTemplate())
+
+
+def true_columns(rows):
+    template = PlainTemplate()
+    return np.array([size_of(template.encode(row)) for row in rows]).T.tolist()
+
+
+def texts(num_rows, first=0):
+    return [text_row(f"row {number}", "word " * (number % 7 + 1)) for number in range(first, first + num_rows)]
+
+
+def unchecked(monkeypatch):
+    monkeypatch.setattr(checks, "NUM_ROWS_DRAWN", 0)
+    monkeypatch.setattr(checks, "NUM_AT_EACH_END", 0)
+    monkeypatch.setattr(trust, "NUM_PER_KIND", 0)
+
+
+def proofs(folder, rows):
+    cache = LengthCache(folder / "rows.lengths", "context")
+    return cache.load().of(cache.keys(rows))[1]["proof"].tolist()
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_sizes_are_those_of_full_encoding_and_few_rows_take_it(num_processes, tmp_path):
+    """LEN-1 LEN-3 LEN-6: the second start encodes nothing."""
+    rows = [*mixed_rows(tmp_path / "rows", 40), *texts(400)]
+    first, again = start(tmp_path), start(tmp_path)
+    assert first.measured(rows, num_processes=num_processes).columns.tolist() == true_columns(rows)
+    if num_processes == 1:
+        assert len(first.by_header.encoded) >= len(rows) > 4 * len(first.in_full.encoded) > 0
+    assert again.measured(rows).columns.tolist() == true_columns(rows)
+    assert again.by_header.encoded == again.in_full.encoded == []
+
+
+def test_four_ranks_give_what_one_gives_and_none_does_the_work_of_another(tmp_path, monkeypatch):
+    """LEN-12: rows that do not divide, one of them bad; nothing is checked, so each row is encoded once."""
+    unchecked(monkeypatch)
+    rows = [*mixed_rows(tmp_path / "rows", 21), image_row([str(tmp_path / "gone.jpg")], "gone"), *texts(20)]
+    alone = start(tmp_path).measured(rows)
+    starts = [start(tmp_path / "four") for _ in range(4)]
+    given = on_ranks(4, lambda comm: starts[comm.rank].measured(rows, comm))
+    for sizes in given:
+        assert sizes.columns.tolist() == alone.columns.tolist()
+        assert sizes.failures == alone.failures == {21: "file_missing"}
+        assert sizes.fault(21).files == (str(tmp_path / "gone.jpg"),)
+    asked = [len(one.by_header.encoded) for one in starts]
+    assert sum(asked) == len(rows)
+    assert max(asked) - min(asked) <= 1
+    warm = [start(tmp_path / "four") for _ in range(3)]  # another number of ranks finds what four remembered
+    on_ranks(3, lambda comm: warm[comm.rank].measured(rows, comm))
+    assert [question for one in warm for question in one.by_header.encoded] == ["<image>gone"], "it may be there now"
+
+
+@pytest.mark.parametrize("found_by", ["kind", "extreme"])
+def test_difference_on_one_rank_is_one_on_all(found_by, tmp_path, monkeypatch, caplog):
+    """LEN-3 LEN-12: the lie is in a row of rank 3, which all encode in full then; one line of the log."""
+    monkeypatch.setattr(checks, "NUM_ROWS_DRAWN", 0)
+    if found_by == "kind":
+        monkeypatch.setattr(checks, "NUM_AT_EACH_END", 0)
+    rows = [image_row([photo(tmp_path, str(n), 140, 140 + 28 * (n % 3))], f"row {n}") for n in range(40)]
+    rows[27] = image_row([photo(tmp_path, "odd", 900, 600)], "odd")
+    lies = {(900, 600): (896, 560)}
+    starts = [start(tmp_path / "cache", lies, has_kinds=found_by == "kind") for _ in range(4)]
+    with caplog.at_level(logging.WARNING):
+        given = on_ranks(4, lambda comm: starts[comm.rank].measured(rows, comm))
+    for sizes in given:
+        assert sizes.columns.tolist() == true_columns(rows)
+    (line,) = [record.message for record in caplog.records]
+    assert line.startswith("source data: lengths are not taken from image headers, every row is encoded: data:27 has ")
+    assert all(len(one.in_full.encoded) >= 10 for one in starts)
+    assert DIFFERS in proofs(tmp_path / "cache", rows)
+    later = start(tmp_path / "cache")
+    assert later.measured(rows).columns.tolist() == true_columns(rows)
+    assert later.by_header.encoded == [], "it is not trusted at later starts, whatever it would say"
+
+
+def test_error_on_one_rank_stops_all(tmp_path):
+    """LEN-12"""
+    rows = [*texts(6), image_row([str(tmp_path / "gone.jpg")]), *texts(5, 6)]
+    starts = [start(tmp_path / "cache") for _ in range(4)]
+    given = on_ranks(4, lambda comm: starts[comm.rank].measured(rows, comm, is_strict=True))
+    assert [type(error) for error in given] == [OtherRankFailed, OtherRankFailed, DataError, OtherRankFailed]
+    assert all("data:6: file_missing: " in str(error) for error in given)
+
+
+def test_rows_drawn_are_unknown_ones_and_always_the_same(tmp_path):
+    """LEN-4"""
+    rows = texts(50)
+    start(tmp_path).measured(rows[:40])
+    known = start(tmp_path).known
+
+    def drawn(num_rows):
+        found = Found(RankRows.of(RowSource(name="data", rows=rows), ALONE), known)
+        found.keys[:] = known.cache.keys(rows)
+        found.take_over(known.cache.load(), is_strict=False)
+        return found.drawn(num_rows).tolist()
+
+    assert sorted(drawn(64)) == list(range(40, 50))
+    assert drawn(4) == drawn(4) == drawn(64)[:4]
+
+
+def test_after_a_difference_none_of_what_headers_said_before_is_believed(tmp_path):
+    """LEN-5: sizes that an earlier start took from headers and never compared."""
+    rows = texts(5)
+    cache = start(tmp_path).known.cache
+    wrong = np.zeros(5, SIZE)
+    wrong["length"], wrong["proof"] = 999, BY_HEADER
+    cache.append(cache.keys(rows), wrong)
+    assert start(tmp_path).measured(rows).lengths.tolist() == [999] * 5, "nothing new, nothing to compare"
+    rows += [image_row([photo(tmp_path, "odd", 300, 200)])]
+    sizes = start(tmp_path, lies={(300, 200): (64, 64)}).measured(rows)
+    assert sizes.columns.tolist() == true_columns(rows)
+
+
+def test_what_is_chosen_is_remembered_when_it_was_found_equal_and_not_before(tmp_path, monkeypatch):
+    """LEN-8: a pass that ends while rows are compared leaves nothing behind that looks checked."""
+    rows = texts(30)
+    ending = start(tmp_path)
+    encode = ending.in_full.encode
+
+    def killed(row, return_length=False):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ending.in_full, "encode", killed)
+    with pytest.raises(KeyboardInterrupt):
+        ending.measured(rows)
+    assert len(ending.by_header.encoded) == 30
+    assert len(LengthCache(tmp_path / "rows.lengths", "context").load()) == 0
+    monkeypatch.setattr(ending.in_full, "encode", encode)
+    ending.measured(rows)
+    assert proofs(tmp_path, rows).count(AGREED) >= 4
+    assert len(LengthCache(tmp_path / "rows.lengths", "context").load()) >= 30

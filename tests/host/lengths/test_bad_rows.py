@@ -1,0 +1,128 @@
+"""Rows that cannot be encoded: one counted reason each, in a pass and in training."""
+
+import logging
+import re
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+
+from swift_vlpack.core.errors import DataError
+from swift_vlpack.data.lengths import failure_log
+from swift_vlpack.host.lengths.length_pass import with_lengths
+from tests.data.rows.test_faults import bad_rows
+from tests.host.lengths.support import ARGS, FAMILY, dataset, source, texts, variant
+from tests.host.runs import epoch_report, packed_argv, train
+from tests.images import photo
+from tests.rows import image_row, text_row, write_jsonl
+
+
+def test_failures_that_may_pass_are_tried_again_and_lasting_ones_are_not(template, tmp_path, encoded, caplog):
+    """LEN-10 LEN-11"""
+    (tmp_path / "text.jpg").write_text("no image")
+    rows = dataset([image_row([str(tmp_path / name)], f"row {name}") for name in ("gone.jpg", "text.jpg")])
+    first = with_lengths(source(rows), template, ARGS, str(tmp_path))
+    assert first.sizes.failures == {0: "file_missing", 1: "image_unreadable"}
+    encoded.clear()
+    with caplog.at_level(logging.WARNING, logger="swift_vlpack"):
+        again = with_lengths(source(rows), template, ARGS, str(tmp_path))
+    assert again.sizes.failures == first.sizes.failures
+    assert {text.removeprefix("<image>") for text in encoded} == {"row gone.jpg"}
+    path = tmp_path / "text.jpg"
+    assert again.sizes.faults[1] == first.sizes.faults[1]
+    assert (
+        f"rows:1: left out: image_unreadable: UnidentifiedImageError: cannot identify image file {path}" in caplog.text
+    )
+    photo(tmp_path, "gone")
+    assert with_lengths(source(rows), template, ARGS, str(tmp_path)).sizes.lengths[0] > 0
+
+
+def test_strict_stops_at_a_row_that_cannot_be_encoded_even_if_that_is_remembered(template, tmp_path):
+    """LEN-11"""
+    (tmp_path / "text.jpg").write_text("no image")
+    rows = dataset([text_row(), image_row([str(tmp_path / "text.jpg")])])
+    strict = SimpleNamespace(dataset_num_proc=1, strict=True)
+    for args in (strict, ARGS, strict):
+        if args is ARGS:
+            assert with_lengths(source(rows), template, args, str(tmp_path)).sizes.failures == {1: "image_unreadable"}
+        else:
+            with pytest.raises(DataError, match=r"rows:1: image_unreadable: .*text\.jpg"):
+                with_lengths(source(rows), template, args, str(tmp_path))
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_every_bad_row_is_one_counted_reason_with_its_id_and_path(num_processes, tiny, tmp_path, caplog, monkeypatch):
+    """LEN-11: no crash, no hang, whatever a row is."""
+    template = variant(tiny, FAMILY)
+    rows, reasons = zip(*bad_rows(tmp_path), strict=True)
+    rows = [row for bad in rows for row in (text_row(), bad)]
+    monkeypatch.setattr(failure_log, "NUM_FAILURES_NAMED", len(rows))
+    args = SimpleNamespace(dataset_num_proc=num_processes, strict=False)
+    with caplog.at_level(logging.WARNING, logger="swift_vlpack"):
+        sizes = with_lengths(source(rows), template, args, str(tmp_path / "cache")).sizes
+    assert sizes.failures == {2 * n + 1: reason for n, reason in enumerate(reasons)}
+    assert (sizes.lengths[::2] > 0).all()
+    said = [record.message for record in caplog.records]
+    for index, reason in sizes.failures.items():
+        (line,) = [message for message in said if message.startswith(f"rows:{index}: ")]
+        assert line.startswith(f"rows:{index}: left out: {reason}: ")
+        assert all(path in line for path in sizes.faults[index].files)
+    assert "cannot be encoded: " in said[-1]
+    assert all(f"{reason} {reasons.count(reason)}" in said[-1] for reason in reasons)
+
+
+@pytest.fixture
+def options(monkeypatch):
+    for name, value in (("DROP_LAST", "false"), ("VERIFY", "false"), ("STRATEGY", "exact")):
+        monkeypatch.setenv(f"VLPACK_PACKING_{name}", value)
+
+
+def _form(row):
+    """Rows of one form go into one file: Arrow refuses others before anyone sees them."""
+    images = row.get("images")
+    inner = type(images[0]).__name__ if isinstance(images, list) and images and images[0] is not None else "str"
+    return type(images or []).__name__, inner, type(row.get("messages") or []).__name__
+
+
+def test_training_counts_every_bad_row_once(small_folder, tmp_path, options, caplog, monkeypatch):
+    """LEN-11: what ms-swift's loader deletes is counted too, so that the account closes.
+
+    Rows of another form are another run: ms-swift does not join data sets whose columns are of other types.
+    """
+    files, reasons = {}, Counter()
+    for row, reason in bad_rows(tmp_path):
+        files.setdefault("-".join(_form(row)), []).append(row)
+        reasons[reason] += 1
+    assert len(files) > 3
+    monkeypatch.setenv("VLPACK_PACKING_MAX_FAILED_SHARE", "1")
+    model, num_deleted, dropped = small_folder(FAMILY), 0, Counter()
+    for number, rows in enumerate(files.values()):
+        path = write_jsonl(tmp_path / f"s{number}.jsonl", [*texts(3), *rows, *texts(3)])
+        output = tmp_path / f"out{number}"
+        with caplog.at_level(logging.WARNING):
+            train(packed_argv(model, FAMILY, output, dataset=path, num_train_epochs=1))
+        report = epoch_report(output)
+        assert report["is_closed"]
+        assert report["num_samples"] == 6
+        dropped.update(report["num_dropped"])
+        num_deleted += sum(report["loader_deleted"].values())
+    assert num_deleted == reasons.pop("no_messages") + reasons.pop("encode_failed")
+    assert dropped == reasons
+    named = Counter(re.findall(r"^(s\d+:\d+): left out: ", "\n".join(r.message for r in caplog.records), re.M))
+    assert len(named) == reasons.total()
+    assert set(named.values()) == {1}
+
+
+def test_strict_training_stops_at_the_first_bad_row(tiny_folder, tmp_path, options):
+    """LEN-11"""
+    path = write_jsonl(tmp_path / "rows.jsonl", [*texts(5), image_row([str(tmp_path / "gone.jpg")])])
+    flags = packed_argv(tiny_folder(FAMILY), FAMILY, tmp_path / "out", dataset=path, strict="true")
+    with pytest.raises(Exception, match=r"rows:5: file_missing: .*gone\.jpg"):
+        train(flags)
+
+
+def test_training_on_nothing_is_one_clear_error(tiny_folder, tmp_path, options):
+    """LEN-11"""
+    path = write_jsonl(tmp_path / "rows.jsonl", [image_row([str(tmp_path / f"gone{n}.jpg")]) for n in range(3)])
+    with pytest.raises(DataError, match="none of the 3 rows can be packed; the log has the reasons"):
+        train(packed_argv(tiny_folder(FAMILY), FAMILY, tmp_path / "out", dataset=path))

@@ -1,0 +1,180 @@
+"""Headers that lie or say nothing: rows are compared, and one difference is enough."""
+
+import logging
+
+import numpy as np
+import pytest
+from swift.template import Template
+
+from swift_vlpack.data.lengths import checks
+from swift_vlpack.data.lengths.cache import SIZE
+from swift_vlpack.host.lengths import headers
+from swift_vlpack.host.lengths.headers import HeaderImage, NoPixels
+from swift_vlpack.host.lengths.length_pass import with_lengths
+from tests.host.lengths.support import ARGS, FAMILY, dataset, outcome, source, texts, unchecked, variant, warnings_of
+from tests.images import REASON_OF, photo
+from tests.rows import image_row, text_row
+
+BROKEN_BEHIND_ITS_HEADER = {"truncated.jpg", "broken.png"}
+
+
+def test_sizes_equal_the_encoded_ones_row_by_row_and_failures_have_their_reason(template, images, caplog):
+    """LEN-1 LEN-3 LEN-11"""
+    rows = dataset([image_row([path]) for path in images.values()])
+    with caplog.at_level(logging.WARNING, logger="swift_vlpack"):
+        sizes = with_lengths(source(rows, "odd"), template, ARGS).sizes
+    for index, (name, path) in enumerate(images.items()):
+        full = outcome(template, rows[index])
+        if name in BROKEN_BEHIND_ITS_HEADER:
+            assert sizes.lengths[index] > 0, "found out when it is loaded"
+        elif isinstance(full, str):
+            assert sizes.lengths[index] == 0
+            assert sizes.failures[index] == REASON_OF[name]
+            (line,) = [record.message for record in caplog.records if record.message.startswith(f"odd:{index}:")]
+            assert REASON_OF[name] in line
+            assert path in line
+        else:
+            assert tuple(sizes.columns[:, index]) == tuple(full), name
+    assert "odd: 5 of 17 rows cannot be encoded: " in caplog.text
+
+
+@pytest.mark.parametrize("where", ["drawn", "extremes"])
+def test_one_difference_sends_the_source_through_the_full_encoding(where, template, images, monkeypatch, tmp_path):
+    """LEN-3 LEN-5: headers that lie."""
+    rows = dataset([text_row(), image_row([images["photo.jpg"]]), image_row([images["wide.jpg"]])])
+    right = [outcome(template, row).length for row in rows]
+    said = warnings_of(monkeypatch)
+    if where == "extremes":
+        monkeypatch.setattr(checks, "NUM_ROWS_DRAWN", 0)
+    monkeypatch.setattr(headers, "_header_of", lambda image, load_images: HeaderImage((64, 64)))
+    sizes = with_lengths(source(rows), template, ARGS, str(tmp_path)).sizes
+    assert sizes.lengths.tolist() == right
+    (line,) = said
+    assert "every row is encoded" in line
+    number = 1 if "rows:1 " in line else 2
+    assert f"rows:{number} has {right[number]} tokens, 1 image, " in line
+    assert "from its header " in line
+    assert line.count(" 1 image, ") == 2
+
+
+@pytest.mark.parametrize(("true", "lie"), [((900, 700), (1000, 800)), ((1600, 40), (1700, 40)), ((30, 30), (90, 60))])
+def test_extremes_of_size_and_aspect_are_compared(true, lie, template, monkeypatch, tmp_path):
+    """LEN-3: one difference in 30 rows, of which none is drawn."""
+    plain = [(300 + 4 * n, 300) for n in range(29)]
+    rows = dataset([image_row([photo(tmp_path, f"{size}", *size)]) for size in [*plain[:9], true, *plain[9:]]])
+    real = headers._header_of
+
+    def lying(image, load_images):
+        found = real(image, load_images)
+        return HeaderImage(lie) if found.size == true else found
+
+    said = warnings_of(monkeypatch)
+    monkeypatch.setattr(checks, "NUM_ROWS_DRAWN", 0)
+    monkeypatch.setattr(headers, "_header_of", lying)
+    sizes = with_lengths(source(rows), template, ARGS, str(tmp_path)).sizes
+    assert "rows:9 has " in said[0]
+    assert sizes.lengths[9] == outcome(template, rows[9]).length
+
+
+def test_extremes_are_the_ends_of_every_column():
+    """LEN-3"""
+    sizes = np.zeros(40, SIZE)
+    sizes["length"] = np.roll(np.arange(40), 7)  # row 7 has none
+    sizes["patches"] = np.roll(np.arange(40), 20)
+    sizes["aspect"] = np.roll(np.arange(40), 30)
+    assert set(checks.extremes(sizes).tolist()) == {8, 6, 20, 19, 30, 29}
+    assert len(checks.extremes(np.zeros(5, SIZE))) == 0
+    sizes["length"], sizes["patches"], sizes["aspect"] = 9, 9, 1
+    assert len(checks.extremes(sizes)) == 0, "where all are equal there is no end"
+
+
+def test_what_was_compared_is_not_compared_again_and_what_is_new_is(template, tmp_path, monkeypatch):
+    """LEN-4 LEN-6: counted are the full encodings."""
+    full, encode = [], Template.encode
+
+    def noted(self, row, **options):
+        if not isinstance(row, headers._Row):
+            full.append(row["messages"][0]["content"])
+        return encode(self, row, **options)
+
+    def compared(rows):
+        full.clear()
+        with_lengths(source(dataset(rows)), template, ARGS, str(tmp_path))
+        return list(full)
+
+    monkeypatch.setattr(Template, "encode", noted)
+    monkeypatch.setattr(checks, "NUM_ROWS_DRAWN", 8)
+    first = compared(texts(40))
+    assert 8 <= len(first) <= 8 + 12
+    assert len(set(first)) == len(first)
+    assert compared(texts(40)) == []
+    assert set(compared(texts(43))) >= {"row 40", "row 41", "row 42"}
+    assert compared(texts(43)) == []
+
+
+def test_source_that_fell_back_stays_correct_with_new_rows(template, tmp_path, monkeypatch):
+    """LEN-5: the lie shows in one row only, which is not compared again."""
+    liar, other = photo(tmp_path, "liar", 500, 400), photo(tmp_path, "other", 480, 400)
+    real = headers._header_of
+
+    def lying(image, load_images):
+        found = real(image, load_images)
+        return HeaderImage((64, 64)) if found.size in ((500, 400), (480, 400)) else found
+
+    monkeypatch.setattr(headers, "_header_of", lying)
+    rows = [*texts(5), image_row([liar])]
+    with_lengths(source(dataset(rows)), template, ARGS, str(tmp_path))
+    said = warnings_of(monkeypatch)
+    unchecked(monkeypatch)
+    rows += [image_row([other])]
+    sizes = with_lengths(source(dataset(rows)), template, ARGS, str(tmp_path)).sizes
+    assert sizes.lengths.tolist() == [outcome(template, row).length for row in rows]
+    assert "found to differ at an earlier start" in said[0]
+
+
+def test_row_whose_header_says_nothing_is_encoded_in_full(template, tmp_path, monkeypatch):
+    """LEN-5: one that was not compared."""
+    odd, real = photo(tmp_path, "odd", 100, 90), headers._header_of
+
+    def failing(image, load_images):
+        if "odd" in str(image):
+            raise NoPixels("as a template of another family would")
+        return real(image, load_images)
+
+    monkeypatch.setattr(headers, "_header_of", failing)
+    unchecked(monkeypatch)
+    rows = dataset([image_row([odd]), text_row()])
+    sizes = with_lengths(source(rows), template, ARGS, str(tmp_path)).sizes
+    assert sizes.failures == {}
+    assert sizes.lengths.tolist() == [outcome(template, row).length for row in rows]
+
+
+def test_limit_that_only_the_full_length_exceeds_is_a_difference(tiny, tmp_path, monkeypatch):
+    """LEN-3: not taken for broken pixels."""
+    template = variant(tiny, FAMILY, max_length=60)
+    monkeypatch.setattr(headers, "_header_of", lambda image, load_images: HeaderImage((64, 64)))
+    said = warnings_of(monkeypatch)
+    sizes = with_lengths(
+        source(dataset([image_row([photo(tmp_path, "a", 400, 300)])])), template, ARGS, str(tmp_path)
+    ).sizes
+    assert sizes.failures == {0: "over_max_length"}
+    assert "rows:0 has over_max_length, from its header " in said[0]
+
+
+def test_header_that_cannot_be_had_for_a_moment_is_no_difference(template, tmp_path, monkeypatch):
+    """LEN-3 LEN-10: it would be remembered for ever."""
+    path, real, tries = photo(tmp_path, "photo", 100, 90), headers._header_of, []
+
+    def flickering(image, load_images):
+        tries.append(image)
+        if len(tries) <= 3:  # as often as ms-swift tries
+            raise OSError(5, "Input/output error")
+        return real(image, load_images)
+
+    monkeypatch.setattr(headers, "_header_of", flickering)
+    said = warnings_of(monkeypatch)
+    rows = dataset([image_row([path])])
+    sizes = with_lengths(source(rows), template, ARGS, str(tmp_path)).sizes
+    assert len(tries) == 3
+    assert sizes.lengths.tolist() == [outcome(template, rows[0]).length]
+    assert said == []

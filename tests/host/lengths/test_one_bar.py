@@ -1,0 +1,24 @@
+"""One progress bar for the passes of all sources of a run."""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from swift_vlpack import PackingConfig
+from swift_vlpack.data.rows.fusion import RowSource
+from swift_vlpack.host.pipeline import fused
+from tests.data.lengths.test_pass_bar import lines
+from tests.rows import text_row
+
+
+def test_all_sources_are_measured_with_one_bar(tiny, tmp_path, capsys):
+    """CLI-15: the real pass over three sources; the second start only looks up."""
+    template = tiny("qwen2_5_vl").template
+    sources = [RowSource(name=name, rows=[text_row(f"{name} {n}") for n in range(300)]) for name in "abc"]
+    args = SimpleNamespace(dataset_num_proc=1, strict=False, train_dataloader_shuffle=True, data_seed=1, seed=1)
+    config = PackingConfig(packing_length=512, packing_cache_dir=str(tmp_path))
+    for _ in range(2):
+        dataset = fused(sources, template, args, config)
+        assert np.all(dataset.scheduled_sizes().lengths > 0)
+        shown = lines(capsys.readouterr())
+        assert [("100%" in line, line.count("of c")) for line in shown] == [(True, 1)], shown

@@ -1,0 +1,128 @@
+"""Several ranks of torch.distributed measure one source."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from swift.template import Template
+
+from swift_vlpack.core.errors import DataError
+from swift_vlpack.host.lengths import headers
+from swift_vlpack.host.lengths.headers import HeaderImage
+from swift_vlpack.host.lengths.length_pass import with_lengths
+from swift_vlpack.host.ranks import RankFailed, RanksDiffer
+from tests.host.lengths.support import ARGS, dataset, outcome, source, texts, unchecked
+from tests.images import photo
+from tests.rows import image_row, text_row
+
+
+def on_two_ranks(case, template, folder):
+    """Run `case(rank, template)` in two processes that talk over gloo; what each of them gave, or its error."""
+    context = mp.get_context("fork")
+    answers = context.SimpleQueue()
+    ranks = [context.Process(target=_rank, args=(case, template, folder, rank, answers)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    given = dict(answers.get() for _ in ranks)
+    for process in ranks:
+        process.join(60)
+        assert process.exitcode == 0, "a rank hangs"
+    return given[0], given[1]
+
+
+def _rank(case, template, folder, rank, answers):
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=2)
+    try:
+        answer = case(rank, template)
+    except Exception as error:
+        answer = type(error).__name__, str(error)
+    answers.put((rank, answer))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_ranks_divide_the_rows_and_all_know_every_size(template, tmp_path, monkeypatch):
+    """LEN-12"""
+    rows = dataset([*texts(40), image_row([str(tmp_path / "gone.jpg")], "gone")])
+    alone = with_lengths(source(rows), template, ARGS, str(tmp_path / "one")).sizes
+    unchecked(monkeypatch)
+
+    def case(rank, template):
+        calls, encode = [], Template.encode
+        Template.encode = lambda self, row, **kw: calls.append(row["messages"][0]["content"]) or encode(self, row, **kw)
+        sizes = with_lengths(source(rows), template, ARGS, str(tmp_path / "two")).sizes
+        return sizes.columns.tolist(), sizes.failures, set(calls)
+
+    first, second = on_two_ranks(case, template, tmp_path)
+    assert first[:2] == second[:2] == (alone.columns.tolist(), alone.failures)
+    assert first[2] & second[2] == set()
+    assert len(first[2]) == 21
+    assert len(second[2]) == 20
+
+
+def test_ranks_with_different_rows_stop(template, tmp_path):
+    """LEN-12"""
+
+    def case(rank, template):
+        rows = texts(20)
+        rows[7] = text_row(f"rank {rank}")
+        return with_lengths(source(dataset(rows)), template, ARGS, str(tmp_path))
+
+    for kind, message in on_two_ranks(case, template, tmp_path):
+        assert kind == RanksDiffer.__name__
+        assert "do not agree on the rows of source 'rows'" in message
+        assert "content: " in message
+
+
+def test_ranks_with_copies_of_the_files_agree(template, tmp_path, monkeypatch):
+    """LEN-12: on machines of their own, where files have another time."""
+    rows = dataset([image_row(["photo.jpg"]), *texts(3)])
+
+    def case(rank, template):
+        os.environ["ROOT_IMAGE_DIR"] = str(tmp_path / str(rank))
+        Path(os.environ["ROOT_IMAGE_DIR"]).mkdir()
+        os.utime(photo(Path(os.environ["ROOT_IMAGE_DIR"]), "photo"), (rank + 1, rank + 1))
+        return with_lengths(source(rows), template, ARGS, str(tmp_path / "cache")).sizes.lengths.tolist()
+
+    first, second = on_two_ranks(case, template, tmp_path)
+    assert first == second
+    assert all(length > 0 for length in first)
+
+
+def test_ranks_with_other_settings_are_told_which(template, tmp_path, monkeypatch):
+    """LEN-12: another version of a package, another limit of pixels."""
+    rows = dataset(texts(4))
+
+    def case(rank, template):
+        if rank == 1:
+            monkeypatch.setattr("swift_vlpack.host.lengths.context._version", lambda package: "0.0.1")
+            monkeypatch.setattr(template, "max_pixels", 9999)
+        return with_lengths(source(rows), template, ARGS, str(tmp_path / "cache"))
+
+    for kind, message in on_two_ranks(case, template, tmp_path):
+        assert kind == RanksDiffer.__name__
+        assert "packages: " in message
+        assert "settings: " in message
+        assert "content: " not in message
+
+
+def test_error_on_one_rank_stops_both(template, tmp_path):
+    """LEN-12: the row belongs to rank 1."""
+    rows = dataset([*texts(5), image_row([str(tmp_path / "gone.jpg")])])
+    strict = SimpleNamespace(dataset_num_proc=1, strict=True)
+    answers = on_two_ranks(
+        lambda rank, template: with_lengths(source(rows), template, strict, str(tmp_path)), template, tmp_path
+    )
+    assert [kind for kind, _ in answers] == [RankFailed.__name__, DataError.__name__]
+    assert all("rows:5: file_missing: " in message for _, message in answers)
+
+
+def test_difference_on_one_rank_is_one_on_both(template, tmp_path, monkeypatch):
+    """LEN-12 LEN-3"""
+    rows = dataset([*texts(5), image_row([photo(tmp_path, "photo", 400, 300)])])
+    right = [outcome(template, row).length for row in rows]
+    monkeypatch.setattr(headers, "_header_of", lambda image, load_images: HeaderImage((64, 64)))
+    case = lambda rank, template: with_lengths(source(rows), template, ARGS, str(tmp_path)).sizes.lengths.tolist()  # noqa: E731
+    assert on_two_ranks(case, template, tmp_path) == (right, right)
