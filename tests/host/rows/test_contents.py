@@ -11,7 +11,7 @@ from swift_vlpack.data.feeds.dataset import PackingDataset
 from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource, encode_row
 from swift_vlpack.data.rows.samples import SampleId
 from swift_vlpack.host.lengths.headers import pixel_free
-from swift_vlpack.host.lengths.measured import measured
+from swift_vlpack.host.lengths.length_pass import with_lengths
 from tests.families import FAMILIES, load_template
 from tests.images import photo
 from tests.rows import image_row, text_row
@@ -71,7 +71,7 @@ def test_images_and_patches_are_counted_in_every_family(template_of, rows, famil
 def test_length_pass_remembers_what_rows_hold(template_of, rows, family, tmp_path):
     """DATA-18 LEN-1"""
     dataset = Dataset.from_list([{"images": [], **row} for row in rows])
-    sizes = measured(RowSource(name="rows", rows=dataset), template_of(family), ARGS, str(tmp_path)).sizes
+    sizes = with_lengths(RowSource(name="rows", rows=dataset), template_of(family), ARGS, str(tmp_path)).sizes
     assert (sizes.images.tolist(), sizes.patches.tolist()) == (IMAGES, PATCHES[family])
 
 
