@@ -22,16 +22,16 @@ from swift_vlpack.data.feeds.dataset import PackingDataset
 from swift_vlpack.data.feeds.failures import check_measured
 from swift_vlpack.data.feeds.planned import PlannedPackingDataset
 from swift_vlpack.data.lengths.pass_bar import one_bar
-from swift_vlpack.data.model import attention
 from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
 from swift_vlpack.data.rows.samples import SampleError
 from swift_vlpack.data.rows.streams import StreamedRows
 from swift_vlpack.data.rows.urls import Urls
-from swift_vlpack.host.args import OWN_ATTENTION, packing_config
+from swift_vlpack.host.args import packing_config
 from swift_vlpack.host.lengths.headers import reading_urls
 from swift_vlpack.host.lengths.length_pass import with_lengths
 from swift_vlpack.host.ranks import check_equal, num_ranks, num_ranks_of_run, options_of_run, rank, versions
 from swift_vlpack.host.rows.sources import load_sources, load_stream
+from swift_vlpack.host.training.attention import use_attention
 from swift_vlpack.host.training.row_effects import check_rope
 
 logger = get_logger()
@@ -75,15 +75,6 @@ def _saved_validation(pipeline: Any, rows: Any) -> Any:
         return rows
     _, kept = pipeline._encode_dataset(None, rows)
     return kept
-
-
-def use_attention(model: Any, asked_for: str | None) -> None:
-    """Switch the model to the attention that knows boundaries, unless flash-attn was asked for.
-
-    On the model and not in the arguments: what is saved beside the weights stays loadable without this package.
-    """
-    if asked_for in OWN_ATTENTION:
-        model.set_attn_implementation(attention.NAME)
 
 
 def fused(sources: list[RowSource], template: Any, args: Any, config: PackingConfig) -> FusionCaptionDataset:

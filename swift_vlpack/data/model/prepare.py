@@ -9,6 +9,7 @@ import torch
 
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.data.model import attention
+from swift_vlpack.data.model.linear_attention import restart_at_boundaries
 from swift_vlpack.data.rows.contents import NO_LABEL
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -36,6 +37,7 @@ def prepare_model(model: Model, template: Any) -> Model:
     inner: Any = unwrapped(model)
     if not attention.keeps_samples_apart(attention.name_of(inner.config)):
         inner.set_attn_implementation(attention.NAME)
+    restart_at_boundaries(inner)
     template.model = inner
     for handle in _hooks.pop(inner, ()):
         handle.remove()
