@@ -24,7 +24,7 @@ from swift_vlpack.yaml_files import read_yaml
 
 logger = logging.getLogger(__name__)
 
-SWIFTS_OWN = ("packing", "packing_length")
+FLAGS_OF_SWIFT = ("packing", "packing_length")
 """Options that are flags of ms-swift as well and go to it as they are."""
 
 PLUGINS = "external_plugins"
@@ -118,9 +118,9 @@ def _taken_apart(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[list[
     has_plugins = PLUGINS in content or any(_option_name(part.partition("=")[0]) == PLUGINS for part in rest)
     PackingConfig.from_mapping(_checked_here(options, variables, environ, has_plugins), packing_length=1)
     options.setdefault("packing", "true")
-    own = {ENV_PREFIX + name.upper(): _text(value) for name, value in options.items() if name not in SWIFTS_OWN}
+    own = {ENV_PREFIX + name.upper(): _text(value) for name, value in options.items() if name not in FLAGS_OF_SWIFT}
     given = {**keys, **flags, "packing": options["packing"]}  # a length in the environment stays there
-    of_swift = [part for name in SWIFTS_OWN if name in given for part in (f"--{name}", _text(given[name]))]
+    of_swift = [part for name in FLAGS_OF_SWIFT if name in given for part in (f"--{name}", _text(given[name]))]
     return [*_with_plugin([*_as_flags(content), *rest]), *of_swift], {**variables, **own}
 
 

@@ -43,10 +43,12 @@ def _option(default: Any, text: str, choices: tuple[str, ...] = ()) -> Any:
 class PackingConfig:
     """Every packing option, under the name of its YAML key and flag; in the environment upper-case behind `VLPACK_`."""
 
-    packing: bool = _option(False, "ms-swift's own flag; turns packing on")
+    packing: bool = _option(False, "turns packing on; ms-swift's own flag too")
     packing_length: int = _option(MISSING, "capacity of a pack in tokens, after images are expanded")
     packing_mode: str = _option(
-        "auto", "plan packs sized data ahead of time, buffer packs a stream as it comes, auto chooses", MODES
+        "auto",
+        "plan packs ahead of time and refuses data without a length, buffer packs as it comes, auto chooses",
+        MODES,
     )
     packing_strategy: str = _option(
         "binpack",

@@ -14,7 +14,7 @@ from typing import Any
 from swift.arguments import SftArguments
 from swift.utils import get_logger, parse_args
 
-from swift_vlpack.core.config import ENV_PREFIX, PackingConfig, chosen_options, is_switched_on
+from swift_vlpack.core.config import ENV_PREFIX, PackingConfig, chosen_options
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.data.model import attention
 from swift_vlpack.data.rows.fusion_config import read_fusion_config
@@ -25,7 +25,7 @@ from swift_vlpack.launch import plugin_path
 
 logger = get_logger()
 
-SWIFTS_OWN = ("packing", "packing_length", "packing_strategy")
+FIELDS_OF_SWIFT = ("packing", "packing_length", "packing_strategy")
 """Packing options that are fields of ms-swift's arguments as well."""
 OWN_ATTENTION = (None, "sdpa", "eager", attention.NAME)
 
@@ -37,7 +37,7 @@ def is_ours(args: Any) -> bool:
 
 def packing_config(args: Any) -> PackingConfig:
     """The options of the run; `settle_options` has decided between ms-swift's own fields and the variables."""
-    flags = {name: getattr(args, name) for name in SWIFTS_OWN}
+    flags = {name: getattr(args, name) for name in FIELDS_OF_SWIFT}
     return PackingConfig.from_mapping(chosen_options(os.environ, flags=flags))
 
 
@@ -47,14 +47,21 @@ def settle_options(args: Any) -> None:
     Before ms-swift looks at a field, or asks a hub for a model.
     """
     given = _flags_given(args)
-    if "packing" not in given:
-        args.packing = is_switched_on(f"{ENV_PREFIX}PACKING", os.environ)
+    args.packing = _wants_packing(args, given)
     if not is_ours(args):
         return
     options = chosen_options(os.environ, flags={name: getattr(args, name) for name in given})
     config = PackingConfig.from_mapping({**options, "packing": True}, packing_length=1)
     for name in set(options) & {"packing_length", "packing_strategy"}:
         setattr(args, name, getattr(config, name))
+
+
+def _wants_packing(args: Any, given: set[str]) -> bool:
+    """The option `packing` alone: a run that does not pack may have any other variable, also one that means nothing."""
+    variable = f"{ENV_PREFIX}PACKING"
+    environ = {variable: os.environ[variable]} if variable in os.environ else {}
+    flags = {"packing": args.packing} if "packing" in given else {}
+    return PackingConfig.from_mapping(chosen_options(environ, flags=flags), packing_length=1).packing
 
 
 def _flags_given(args: Any) -> set[str]:
@@ -69,7 +76,7 @@ def _flags_given(args: Any) -> set[str]:
     argv = [] if frame is None else frame.f_locals["argv"]
     named = {part[2:].partition("=")[0].replace("-", "_") for part in argv if part.startswith("--")}
     default = {spec.name: spec.default for spec in dataclasses.fields(args)}
-    return {name for name in SWIFTS_OWN if name in named or getattr(args, name) != default[name]}
+    return {name for name in FIELDS_OF_SWIFT if name in named or getattr(args, name) != default[name]}
 
 
 def check_packing_of_others(args: Any, *, flash_check: Callable[[Any], None]) -> None:

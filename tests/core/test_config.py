@@ -1,14 +1,17 @@
+import ast
 import os
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
 
 import pytest
 
-from swift_vlpack import PackingConfig
+from swift_vlpack import PackingConfig, plan
 from swift_vlpack.core.config import option_names
 from swift_vlpack.core.errors import ConfigError
 
+PACKAGE = Path(__file__).parents[2] / "swift_vlpack"
 DESIGN_OPTIONS = {
     "packing": False,
     "packing_mode": "auto",
@@ -147,11 +150,68 @@ OTHER_VALUES = {
 }
 
 
-@pytest.mark.parametrize("name", option_names())
-def test_digest_changes_with_every_option(name):
-    """CONF-5"""
+def test_digests_are_of_the_values_of_all_options():
+    """CONF-5: one option changed at a time, each to something else than its default, gives so many digests."""
     base = {"packing_length": 8, "packing_strategy": "exact"}
-    assert PackingConfig(**base).digest() != PackingConfig(**{**base, name: OTHER_VALUES[name]}).digest()
+    assert set(OTHER_VALUES) == set(option_names())
+    assert all({**DESIGN_OPTIONS, **base}[name] != value for name, value in OTHER_VALUES.items())
+    digests = {PackingConfig(**{**base, name: value}).digest() for name, value in OTHER_VALUES.items()}
+    assert len(digests | {PackingConfig(**base).digest()}) == len(OTHER_VALUES) + 1
+
+
+# What an option of the packer does to 60 items of 1 to 60 tokens, every seventh with three images and 30 patches.
+EFFECTS = {
+    "packing_length": 80,
+    "packing_strategy": "greedy",
+    "packing_buffer": 4,
+    "packing_min_fill_ratio": 1.0,
+    "packing_max_carry": 0,
+    "packing_drop_last": True,
+    "packing_allow_single_long": False,
+    "packing_max_samples": 2,
+    "packing_max_images": 2,
+    "packing_max_patches": 29,
+    "packing_balance": False,
+}
+SHOWN_ELSEWHERE = {
+    *("packing", "packing_mode", "packing_verify", "packing_max_failures", "packing_max_failed_share"),
+    *("packing_cache_dir", "eval_packing", "fusion_config"),
+}
+"""What these do is shown beside the code that does it."""
+
+
+def outcome(**options):
+    """The packs of every rank, in order, and what is left out."""
+    base = {"packing_length": 60, "packing_strategy": "best_fit", "packing_buffer": 16, "packing_drop_last": False}
+    lengths = [(37 * n) % 60 + 1 for n in range(61)]
+    images = [3 * (n % 7 == 0) for n in range(61)]
+    config = PackingConfig(**{**base, "packing_min_fill_ratio": 0.97, **options})
+    made = plan(lengths, config, images=images, patches=[10 * count for count in images], seed=3)
+    return list(made.align(2)), made.num_dropped
+
+
+@pytest.mark.parametrize("name", EFFECTS)
+def test_every_option_of_the_packer_changes_the_packs(name):
+    """CONF-11"""
+    assert outcome(**{name: EFFECTS[name]}) != outcome()
+
+
+@pytest.mark.parametrize("name", option_names())
+def test_every_option_is_read_where_it_acts(name):
+    """CONF-11: an option that nobody reads has no effect, whatever its help text says."""
+    read = {
+        node.attr
+        for path in PACKAGE.rglob("*.py")
+        if path != PACKAGE / "core" / "config.py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and not is_of(node, "args", "template")
+    }
+    assert name in read
+    assert (name in EFFECTS) != (name in SHOWN_ELSEWHERE)
+
+
+def is_of(node, *names):
+    return isinstance(node.value, ast.Name) and node.value.id in names
 
 
 def test_digest_is_the_same_in_another_process_with_another_hash_seed():

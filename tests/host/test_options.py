@@ -126,7 +126,7 @@ def test_one_precedence_where_lengths_are_planned(option, given, monkeypatch):
     ],
 )
 def test_packing_itself_has_the_same_precedence(flags, environ, packs, settled, tmp_path):
-    """CONF-9: and the default of `vlpack sft` is to pack, which a variable turns off."""
+    """CONF-9 CONF-11: and the default of `vlpack sft` is to pack, which a variable turns off."""
     assert settled(flags, environ)["packing"] is packs
     launch = sft_launch(flags, environ)
     expected = packs if flags or environ else True

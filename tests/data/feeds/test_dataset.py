@@ -126,7 +126,7 @@ def test_form_follows_the_data_and_the_mode(template, data, mode, form):
 
 
 def test_plan_of_a_stream_is_refused_with_the_way_out(template):
-    """DATA-5"""
+    """DATA-5 CONF-11: the one thing in which `plan` differs from `auto`, which buffers a stream."""
     with pytest.raises(ConfigError, match="packing_mode=buffer"):
         PackingDataset(iter(texts(3)), template, config(packing_mode="plan"))
 
