@@ -17,20 +17,21 @@ except ImportError:  # no such locks on this system, which has no shared disk ei
 
 def read(path: Path) -> Iterator[Any]:
     """The values of a file; none where it cannot be read."""
-    with suppress(OSError):
-        yield from parsed(path.read_bytes())
+    with suppress(OSError), path.open("rb") as file:
+        yield from parsed(file)
 
 
-def parsed(content: bytes) -> Iterator[Any]:
-    """The values of the lines; one that is damaged, or that a killed process left unfinished, is passed over."""
-    for line in content.splitlines():
+def parsed(lines: Iterable[bytes]) -> Iterator[Any]:
+    """The values of lines; one that is damaged, or that a killed process left unfinished, is passed over."""
+    for line in lines:
         with suppress(ValueError):
             yield json.loads(line)
 
 
 def append(path: Path, values: Iterable[Any], *, ensure_ascii: bool = True) -> None:
     """Write values behind what is there, all or none of them; raises `OSError`."""
-    lines = "".join(json.dumps(value, ensure_ascii=ensure_ascii) + "\n" for value in values).encode()
+    text = "".join(json.dumps(value, ensure_ascii=ensure_ascii) + "\n" for value in values)
+    lines = text.encode(errors="backslashreplace")  # as JSON writes half a character, from the name of a file
     if not lines:
         return
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import logging
 import os
 import stat
@@ -26,9 +25,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from swift_vlpack.core import json_lines
 from swift_vlpack.core.account.reasons import REASONS, about
 from swift_vlpack.data.rows.faults import Fault
 from swift_vlpack.data.rows.media import names_of_files, real_file
+from swift_vlpack.data.rows.row_digest import row_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -163,20 +164,17 @@ class LengthCache:
     def tell(self, keys: Keys, faults: Iterable[Fault]) -> None:
         """Remember what was said of failures."""
         pairs = zip(keys, faults, strict=True)
-        lines = [json.dumps([key.tobytes().hex(), *fault]) + "\n" for key, fault in pairs if key != NO_KEY]
-        if not self._is_usable or not lines:
-            return
-        with suppress(OSError), _locked(self._words) as file:
-            _write(file, "".join(lines).encode())
+        if self._is_usable:
+            with suppress(OSError):  # whatever keeps the words from being written keeps sizes too, and that is said
+                json_lines.append(self._words, [[key.tobytes().hex(), *fault] for key, fault in pairs if key != NO_KEY])
 
     def told(self) -> dict[bytes, Fault]:
         """What was said of failures, by key; a line that is not whole is passed over."""
         found = {}
-        with suppress(OSError):
-            for line in self._words.read_bytes().splitlines():
-                with suppress(ValueError, TypeError):
-                    key, reason, error, files = json.loads(line)
-                    found[bytes.fromhex(key)] = Fault(reason, error, tuple(files))
+        for line in json_lines.read(self._words):
+            with suppress(ValueError, TypeError):
+                key, reason, error, files = line
+                found[bytes.fromhex(key)] = Fault(reason, error, tuple(files))
         return found
 
     @property
@@ -203,7 +201,7 @@ class LengthCache:
     def key(self, row: Mapping[str, Any]) -> NDArray[np.void]:
         """The key of a row: its content, and which files it names in which state; `NO_KEY` where it has no content."""
         try:
-            content = _content(row)
+            content = row_bytes(row, as_encoded=True)
         except (TypeError, ValueError):
             return NO_KEY
         digest = hashlib.blake2b(self._context, digest_size=16)
@@ -220,7 +218,7 @@ class LengthCache:
         digest = hashlib.blake2b(digest_size=8)
         for row in rows:
             with suppress(TypeError, ValueError):
-                digest.update(_content(row))
+                digest.update(row_bytes(row, as_encoded=True))
         return digest.hexdigest()
 
     def _state(self, text: str) -> tuple[Any, ...] | None:
@@ -361,14 +359,3 @@ def _write(file: int, content: bytes) -> None:
         with suppress(OSError):
             os.ftruncate(file, before)
         raise
-
-
-def _content(row: Mapping[str, Any]) -> bytes:
-    """In the order in which the row has it, which the template sees: in the schema of a tool for one."""
-    return json.dumps(row, default=_digest_of_bytes).encode()
-
-
-def _digest_of_bytes(value: Any) -> str:
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        return hashlib.blake2b(value, digest_size=16).hexdigest()
-    raise TypeError

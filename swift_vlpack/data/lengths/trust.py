@@ -7,13 +7,13 @@ settings), so that a source whose kinds were compared in another one is not comp
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from swift_vlpack.core import json_lines
 from swift_vlpack.data.rows.media import content_of
 
 NUM_PER_KIND = 2
@@ -31,7 +31,9 @@ class Trust:
         """Whether a source was found to differ: then nothing but what this run compares is believed."""
         self._remembered: Counter[str] = Counter()
         self._new: Counter[str] = Counter()
-        for line in _lines(path):
+        for line in json_lines.read(path) if path is not None else ():
+            if not isinstance(line, dict):
+                continue
             self._remembered.update({str(kind): int(number) for kind, number in line.get("agreed", {}).items()})
             self.is_revoked |= "differs" in line
         if self.is_revoked:
@@ -66,21 +68,7 @@ class Trust:
     def _append(self, line: Mapping[str, Any]) -> None:
         if self.path is not None:
             with suppress(OSError):  # the cache of lengths, which is beside it, says so
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                with self.path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(line) + "\n")
-
-
-def _lines(path: Path | None) -> list[dict[str, Any]]:
-    try:
-        texts = path.read_text(encoding="utf-8").splitlines() if path is not None else []
-    except (OSError, UnicodeDecodeError):
-        return []
-    lines = []
-    for text in texts:
-        with suppress(ValueError):  # one that a killed process left unfinished
-            lines.append(json.loads(text))
-    return [line for line in lines if isinstance(line, dict)]
+                json_lines.append(self.path, [line])
 
 
 def kinds_of(row: Mapping[str, Any], length: int, image_kinds: Iterable[str]) -> tuple[str, ...]:

@@ -8,24 +8,17 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from swift_vlpack.core import json_lines
 from swift_vlpack.core.account.reasons import Reason
 from swift_vlpack.data.rows.fusion import RowSource
 from swift_vlpack.data.rows.places import place
 from swift_vlpack.data.rows.samples import LeftOut, SampleId
-
-try:
-    import fcntl
-except ImportError:  # no such locks on this system, which has no shared disk either
-    fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +49,10 @@ class LeftOutRows:
             listed = self._listed_before() if self._listed is None else self._listed
             if key not in listed:
                 listed.add(key)
-                lines.append(json.dumps(as_json(one, epoch, self._origins), ensure_ascii=False) + "\n")
+                lines.append(as_json(one, epoch, self._origins))
         if lines and self._is_writable:
             try:
-                _append(self.path, "".join(lines).encode())
+                json_lines.append(self.path, lines, ensure_ascii=False)
             except OSError as error:
                 self._is_writable = False
                 logger.warning("rows that are left out are in the log only, %s cannot be written: %s", self.path, error)
@@ -85,27 +78,6 @@ def as_json(left_out: LeftOut, epoch: int | None, origins: Mapping[str, str]) ->
 
 def listed(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a list; what a killed process left half written is passed over."""
-    with suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
-        for text in file:
-            with suppress(ValueError):
-                line = json.loads(text)
-                if isinstance(line, dict) and {"id", "reason", "epoch"} <= set(line):
-                    yield line
-
-
-def _append(path: Path, lines: bytes) -> None:
-    """At the end of the file, in one piece, while other ranks do the same."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as file:
-        if fcntl is not None:
-            with suppress(OSError):  # a file system without locks; appending is one write in any case
-                fcntl.flock(file, fcntl.LOCK_EX)
-        if file.seek(0, os.SEEK_END) and not _ends_a_line(file):
-            lines = b"\n" + lines
-        file.write(lines)
-
-
-def _ends_a_line(file: Any) -> bool:
-    file.seek(-1, os.SEEK_END)
-    is_end: bool = file.read(1) == b"\n"
-    return is_end
+    for line in json_lines.read(path):
+        if isinstance(line, dict) and {"id", "reason", "epoch"} <= set(line):
+            yield line

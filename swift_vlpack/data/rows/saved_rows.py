@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,10 +23,12 @@ from swift_vlpack.core.shuffle import permutation
 from swift_vlpack.data.lengths.sizes import NUM_COLUMNS, LengthIndex
 from swift_vlpack.data.rows.fusion import RowSource
 from swift_vlpack.data.rows.media import looks_like_path, names_of_files
+from swift_vlpack.data.rows.row_digest import row_bytes
 
 NUM_ROWS_READ = 10_000
 """Rows of a source whose content has a digest; all rows have a size."""
-NUM_SHOWN = 3
+NUM_CHANGES_NAMED = 3
+"""Rows of each kind of change that the error of a resume names; a reader looks at one or two."""
 NUM_PLANNED_COLUMNS = 3
 """Length, images and patches, which is all that a plan follows from."""
 
@@ -55,7 +56,7 @@ class Some:
         return self.num_rows > 0
 
     def __add__(self, other: Some) -> Some:
-        return Some(self.num_rows + other.num_rows, (*self.first, *other.first)[:NUM_SHOWN])
+        return Some(self.num_rows + other.num_rows, (*self.first, *other.first)[:NUM_CHANGES_NAMED])
 
     def __str__(self) -> str:
         more = self.num_rows - len(self.first)
@@ -92,16 +93,6 @@ def row_digests(source: RowSource) -> NDArray[np.uint64]:
 def _indices(source: RowSource) -> list[int]:
     indices: list[int] = rows_read(len(source.rows)).tolist()
     return indices
-
-
-def row_bytes(row: Mapping[str, Any]) -> bytes:
-    """The content of a row, but for ms-swift's tag for the file as it was named on the command line."""
-    content = {key: value for key, value in row.items() if key != "dataset"}
-    return json.dumps(content, sort_keys=True, default=_plain).encode()
-
-
-def _plain(value: Any) -> str:
-    return hashlib.sha256(value).hexdigest()[:16] if isinstance(value, bytes) else type(value).__name__
 
 
 def facts_of(source: RowSource, contents: NDArray[np.uint64]) -> SourceFacts:
@@ -182,7 +173,7 @@ def changes(saved: SourceFacts, source: RowSource, contents: NDArray[np.uint64])
 
 
 def _some(rows: Sequence[int] | NDArray[np.int64], said: Callable[[int], str]) -> Some:
-    return Some(len(rows), tuple(said(int(at)) for at in rows[:NUM_SHOWN]))
+    return Some(len(rows), tuple(said(int(at)) for at in rows[:NUM_CHANGES_NAMED]))
 
 
 def with_sizes(sources: Iterable[RowSource], saved: Iterable[SourceFacts]) -> tuple[RowSource, ...]:

@@ -6,11 +6,10 @@ has not answered yet no more than three at a time, and a host that failed three 
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from io import BytesIO
@@ -21,6 +20,8 @@ from urllib.parse import urlsplit
 import requests
 from PIL import Image
 from urllib3.exceptions import HTTPError
+
+from swift_vlpack.core import json_lines
 
 NUM_FAILURES = 3
 """A host that never answered and failed so many times in a row is not asked again."""
@@ -153,23 +154,17 @@ class Urls:
             file.seek(self._num_read)
             content = file.read()
             self._num_read += content.rfind(b"\n") + 1
-            for line in _lines(content):
+            for line in filter(_is_of_failure, json_lines.parsed(content.splitlines())):
                 self._failed[line["url"]] = line["at"], f"{line['why']} (remembered)"
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
         if self._memory is not None:
             with suppress(OSError):  # the cache of lengths, which is beside it, says so
-                self._memory.parent.mkdir(parents=True, exist_ok=True)
-                with self._memory.open("a", encoding="utf-8") as file:
-                    file.write("".join(json.dumps(line) + "\n" for line in lines))
+                json_lines.append(self._memory, lines)
 
 
-def _lines(content: bytes) -> Iterator[dict[str, Any]]:
-    for text in content.splitlines():
-        with suppress(ValueError):
-            line = json.loads(text)
-            if isinstance(line, dict) and isinstance(line.get("at"), float) and {"url", "why"} <= set(line):
-                yield line
+def _is_of_failure(line: Any) -> bool:
+    return isinstance(line, dict) and isinstance(line.get("at"), float) and {"url", "why"} <= set(line)
 
 
 def _host(url: str) -> str:

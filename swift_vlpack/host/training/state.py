@@ -27,6 +27,7 @@ from swift_vlpack.core.files import write_json, write_whole
 from swift_vlpack.data.feeds.buffered import BufferedPackingDataset, Progress
 from swift_vlpack.data.feeds.planned import PlannedPackingDataset
 from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
+from swift_vlpack.data.rows.row_digest import row_bytes
 from swift_vlpack.data.rows.saved_rows import (
     NUM_PLANNED_COLUMNS,
     Changes,
@@ -34,7 +35,6 @@ from swift_vlpack.data.rows.saved_rows import (
     changes,
     facts_of,
     from_bytes,
-    row_bytes,
     row_digests,
     to_bytes,
     with_sizes,

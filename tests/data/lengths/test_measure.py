@@ -170,3 +170,13 @@ def test_what_is_chosen_is_remembered_when_it_was_found_equal_and_not_before(tmp
     ending.measured(rows)
     assert proofs(tmp_path, rows).count(AGREED) >= 4
     assert len(LengthCache(tmp_path / "rows.lengths", "context").load()) >= 30
+
+
+def test_trust_is_added_behind_a_line_that_a_killed_process_left_unfinished(tmp_path):
+    """LEN-16"""
+    path = tmp_path / "kinds.trust"
+    path.write_bytes(b'{"agreed": {"a": 2}}\n{"agre')
+    added = Trust(path)
+    added.add(["b"])
+    added.save()
+    assert Trust(path).remembered() == {"a": 2, "b": 1}
