@@ -7,8 +7,8 @@ tokens of its row is weighted here; any other is refused. Which one a loss is, i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -19,71 +19,17 @@ from swift_vlpack.data.lengths.sizes import num_supervised
 from swift_vlpack.data.model.collate import layout
 from swift_vlpack.data.model.isolation import untouched
 from swift_vlpack.data.model.proof import short_samples
-from swift_vlpack.data.rows.contents import NO_LABEL
+from swift_vlpack.data.model.row_loss import TOLERANCE, Losses, MeanOfStep, with_fewer_targets
 from swift_vlpack.data.rows.samples import Encoded
-from swift_vlpack.host.training.proof import dtype_of
 
 logger = get_logger()
 
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 3e-2}
 CAUSAL_LM = "cross_entropy"
 """The only one of ms-swift's own loss types that is for causal_lm."""
-
-Loss = Callable[..., torch.Tensor]
 
 
 class LossNotAdditive(ConfigError):
     """Losses of rows cannot be added up to that of a step."""
-
-
-class MeanOfStep:
-    """A mean over the tokens of one row, as that row's share of the mean over all tokens of the step.
-
-    In an evaluation, which is not accumulated, it is what it was.
-    """
-
-    def __init__(self, mean_of_row: Loss, trainer: Any) -> None:
-        self.mean_of_row = mean_of_row
-        self.trainer = trainer
-        self.num_items: Any = None
-        """Tokens of the step, where the caller does not hand them on."""
-
-    def __call__(self, outputs: Any, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """The loss of one row."""
-        loss = self.mean_of_row(outputs, labels, **kwargs)
-        num_items = kwargs.get("num_items_in_batch", self.num_items)
-        if num_items is None or self.trainer.is_evaluating:
-            return loss
-        return loss * (num_targets(labels) / num_items)
-
-
-def num_targets(labels: torch.Tensor) -> torch.Tensor:
-    """Tokens that are predicted."""
-    return (labels[..., 1:] != NO_LABEL).sum()
-
-
-class Losses(NamedTuple):
-    """Of two samples, each in a row of its own and in one row, as parts of one step."""
-
-    first: float
-    second: float
-    together: float
-    together_in_twice_the_step: float
-    share_of_first: float
-    """Of the tokens of both."""
-
-    def is_sum(self, tolerance: float) -> bool:
-        """Whether rows add up: a sum over tokens, divided by the tokens of the step."""
-        return _close(self.first + self.second, self.together, tolerance) and _close(
-            2 * self.together_in_twice_the_step, self.together, tolerance
-        )
-
-    def is_mean(self, tolerance: float) -> bool:
-        """Whether it is a mean over the tokens of its row, whatever the step."""
-        mean = self.share_of_first * self.first + (1 - self.share_of_first) * self.second
-        return _close(mean, self.together, tolerance) and _close(
-            self.together_in_twice_the_step, self.together, tolerance
-        )
 
 
 def add_up(trainer: Any) -> None:
@@ -103,7 +49,7 @@ def add_up(trainer: Any) -> None:
     finally:
         trainer.args.router_aux_loss_coef = coefficient
         trainer.custom_metrics["eval"].clear()  # the accuracy of what was no evaluation
-    tolerance = TOLERANCE[dtype_of(trainer)]
+    tolerance = TOLERANCE[_precision(trainer)]
     if losses is None or losses.is_sum(tolerance):
         return
     if trainer.compute_loss_func is None or not losses.is_mean(tolerance):
@@ -120,7 +66,7 @@ def measured(trainer: Any) -> Losses | None:
     with_targets = [sample for sample in short_samples(trainer.packs) if num_supervised(sample) > 2]
     if not with_targets:
         return None
-    first, second = with_targets[0], _with_fewer_targets(with_targets[-1])
+    first, second = with_targets[0], with_fewer_targets(with_targets[-1])
     in_first, in_second = num_supervised(first), num_supervised(second)
     num_items = in_first + in_second
     return Losses(
@@ -197,15 +143,10 @@ def _refusal(trainer: Any, losses: Losses) -> str:
     )
 
 
-def _with_fewer_targets(sample: Encoded) -> Encoded:
-    """A third of them: a mean over tokens and one over samples are told apart by samples that differ."""
-    kept = max(1, num_supervised(sample) // 3)
-    labels = []
-    for label in sample["labels"]:
-        kept -= label != NO_LABEL
-        labels.append(label if kept >= 0 else NO_LABEL)
-    return {**sample, "labels": labels}
-
-
-def _close(one: float, other: float, tolerance: float) -> bool:
-    return abs(one - other) <= tolerance * max(abs(one), abs(other), 1e-6)
+def _precision(trainer: Any) -> torch.dtype:
+    """That of the weights, or of autocast: the proof sees it at the logits, which fused losses never make."""
+    if trainer.args.bf16 and not trainer.args.use_cpu:
+        return torch.bfloat16
+    if trainer.args.fp16 and torch.cuda.is_available():
+        return torch.float16
+    return next(parameter.dtype for parameter in trainer.model.parameters() if parameter.is_floating_point())
