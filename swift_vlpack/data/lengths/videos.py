@@ -7,44 +7,46 @@ shapes and nothing else.
 
 from __future__ import annotations
 
-import importlib
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
-from unittest.mock import patch
 
 import torch
+
+from swift_vlpack.data.seam import VIDEO_READERS, Place, SeamMoved, found, replaced
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def without_frames() -> Iterator[None]:
     """While this is open, video readers decode nothing (decord one frame, to know its size)."""
     with ExitStack() as stack:
-        for module, name, reader in _readers():
-            stack.enter_context(patch.object(module, name, reader))
+        for place, reader in _readers():
+            stack.enter_context(replaced(place, reader))
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="To copy construct from a tensor")  # qwen_vl_utils copies its frames
         yield
 
 
-def _readers() -> Iterator[tuple[Any, str, type]]:
-    for module, name, without in (
-        ("decord", "VideoReader", _without_frames_by_decord),
-        ("torchcodec.decoders", "VideoDecoder", _without_frames_by_torchcodec),
-    ):
-        if (loaded := _loaded(module)) is not None:
-            yield loaded, name, without(getattr(loaded, name))
-
-
 @cache
-def _loaded(module: str) -> Any:
-    """A library that is installed may still miss another one, such as FFmpeg; then nobody can read by it."""
-    try:
-        return importlib.import_module(module)
-    except (ImportError, OSError, RuntimeError):
-        return None
+def _readers() -> tuple[tuple[Place, type], ...]:
+    """Of the readers that are installed. One that has changed decodes what it is asked for: slower, and as right."""
+    made = (("decord", _without_frames_by_decord), ("torchcodec", _without_frames_by_torchcodec))
+    readers = []
+    for name, without in made:
+        place = VIDEO_READERS[name]
+        try:
+            module = found(place)
+        except SeamMoved as error:
+            logger.warning("videos are decoded to learn their lengths, which takes longer: %s", error)
+            continue
+        if module is not None:
+            readers.append((place, without(getattr(module, place.name))))
+    return tuple(readers)
 
 
 def _without_frames_by_decord(reader: Any) -> type:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
 from itertools import count, islice
 from typing import Any
 
 import dill  # type: ignore[import-untyped]
-from torch.utils.data._utils import worker as torch_worker
+from torch.utils.data import get_worker_info
 
 from swift_vlpack.core.epoch.shares import EVERYTHING, Share
 from swift_vlpack.data.rows.fusion import Row, Template, encode_row, tried
 from swift_vlpack.data.rows.randomness import RandomStream
 from swift_vlpack.data.rows.samples import Encoded, SampleError, SampleId
+from swift_vlpack.data.seam import check_worker, no_worker
 
 _END: Any = object()
 
@@ -27,6 +27,7 @@ class StreamedRows:
     """
 
     def __init__(self, rows: Iterable[Row], template: Template, *, name: str = "stream", strict: bool = False) -> None:
+        check_worker()
         self.rows = rows
         self.template = template
         self.name = name
@@ -101,22 +102,14 @@ def _unsplit(rows: Iterable[Row]) -> Iterator[Row]:
 
     `IterableDataset` of `datasets`, for one, gives the only shard of a stream to worker 0 and nothing to the others.
     """
-    with _no_worker():
+    if get_worker_info() is None:
+        yield from rows
+        return
+    with no_worker():
         iterator = iter(rows)
     while True:
-        with _no_worker():
-            try:
-                row = next(iterator)
-            except StopIteration:
-                return
+        with no_worker():  # for each row, so that whoever takes it is in its worker again
+            row = next(iterator, _END)
+        if row is _END:
+            return
         yield row
-
-
-@contextmanager
-def _no_worker() -> Iterator[None]:
-    """Code that asks torch for its dataloader worker hears that there is none."""
-    hidden, torch_worker._worker_info = torch_worker._worker_info, None
-    try:
-        yield
-    finally:
-        torch_worker._worker_info = hidden
