@@ -44,7 +44,7 @@ class Ledger:
         self.packs += packs
         packer = self.packer
         assert self.inside == set(packer.held)
-        assert packer.num_held == len(packer.held)
+        assert packer.num_held == len(self.inside)
         assert packer.num_emitted == sum(len(pack.items) for pack in self.packs)
         assert packer.num_pushed == packer.num_emitted + packer.num_held + sum(packer.num_dropped.values())
 

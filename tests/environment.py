@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -23,3 +24,11 @@ def restored_environment() -> Iterator[None]:
         os.environ = environ  # noqa: B003 - the very object, and below its content
         os.environ.clear()
         os.environ.update(content)
+
+
+def packing_options(monkeypatch: Any, **options: str) -> None:
+    """Only these options of packing as variables, for the length of a test."""
+    for key in [key for key in os.environ if key.startswith("VLPACK_")]:
+        monkeypatch.delenv(key)
+    for name, value in options.items():
+        monkeypatch.setenv(f"VLPACK_{name.upper()}", value)

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.e2e.ranks import free_port
 from tests.e2e.test_command_line import options
 from tests.host.runs import epoch_report, log_lines
 from tests.images import BROKEN
@@ -28,9 +28,6 @@ def config(tiny_folder, tmp_path_factory):
     BROKEN["text.jpg"](broken)
     dataset = write_jsonl(folder / "rows.jsonl", [*mixed_rows(folder, 14, largest=160), image_row([str(broken)])])
     flags = options(tiny_folder(FAMILY), folder / "out", dataset=dataset, num_train_epochs=2, max_length=200)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     content = {
         **{name: str(value) for name, value in flags.items()},
         "gradient_accumulation_steps": 2,
@@ -39,7 +36,7 @@ def config(tiny_folder, tmp_path_factory):
         "use_cpu": True,
         "ENV": {
             "NPROC_PER_NODE": 2,
-            "MASTER_PORT": port,
+            "MASTER_PORT": free_port(),
             "OMP_NUM_THREADS": 1,
             "VLPACK_PACKING_STRATEGY": "exact",
             "MAX_PIXELS": 12544,

@@ -3,15 +3,17 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.ranks import free_port
 from tests.host.runs import argv
 from tests.rows import mixed_rows, write_jsonl
 
@@ -79,59 +81,52 @@ def trains(tmp_path):
     return log.is_file() and '"loss"' in log.read_text()
 
 
+@contextmanager
+def stopped(command, tmp_path, is_under_way, **environ):
+    """Wait until it is under way, let the caller stop it, and see that nothing of it is left."""
+    run = started(command, tmp_path, **environ)
+    try:
+        until(lambda: is_under_way() or run.poll() is not None, "it never got under way")
+        assert run.poll() is None, output(tmp_path)[-3000:]
+        yield run
+        until(lambda: not processes_of(tmp_path), "a process of it is left")
+        assert own_files(tmp_path) == []
+    finally:
+        if run.poll() is None:
+            os.killpg(run.pid, signal.SIGKILL)
+            run.wait()
+
+
 @pytest.mark.slow
 @pytest.mark.telling
 def test_kill_of_the_number_that_was_started_ends_the_training(tiny_folder, dataset, tmp_path):
     """CLI-10"""
-    run = started(["sft", training_file(tiny_folder, dataset, tmp_path)], tmp_path)
-    try:
-        until(lambda: trains(tmp_path) or run.poll() is not None, "no training")
-        assert run.poll() is None, output(tmp_path)[-3000:]
+    with stopped(["sft", training_file(tiny_folder, dataset, tmp_path)], tmp_path, lambda: trains(tmp_path)) as run:
         assert len(processes_of(tmp_path)) == 2, "the training process and its dataloader worker, and nobody who waits"
         run.send_signal(signal.SIGTERM)
         assert run.wait(SECONDS) == -signal.SIGTERM
-        until(lambda: not processes_of(tmp_path), "a process of the run is left")
-        assert own_files(tmp_path) == []
-        assert "Traceback" not in output(tmp_path)
-    finally:
-        end(run)
+    assert "Traceback" not in output(tmp_path)
 
 
 @pytest.mark.slow
 def test_interrupt_from_the_terminal_is_quiet(tiny_folder, dataset, tmp_path):
     """CLI-10: Ctrl-C goes to every process of the group."""
-    run = started(["sft", training_file(tiny_folder, dataset, tmp_path)], tmp_path)
-    try:
-        until(lambda: trains(tmp_path) or run.poll() is not None, "no training")
-        assert run.poll() is None, output(tmp_path)[-3000:]
+    with stopped(["sft", training_file(tiny_folder, dataset, tmp_path)], tmp_path, lambda: trains(tmp_path)) as run:
         os.killpg(run.pid, signal.SIGINT)
         assert run.wait(SECONDS) == -signal.SIGINT, "as the trainer itself ends by an interrupt"
-        until(lambda: not processes_of(tmp_path), "a process of the run is left")
-        assert own_files(tmp_path) == []
-        assert "Traceback" not in output(tmp_path)
-    finally:
-        end(run)
+    assert "Traceback" not in output(tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.telling
 def test_kill_ends_all_ranks(tiny_folder, dataset, tmp_path):
     """CLI-10: the process is torchrun, which hands the signal on."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     path = training_file(tiny_folder, dataset, tmp_path, ddp_backend="gloo", use_cpu="true")
-    run = started(["sft", path], tmp_path, NPROC_PER_NODE="2", MASTER_PORT=str(port))
-    try:
-        until(lambda: trains(tmp_path) or run.poll() is not None, "no training")
-        assert run.poll() is None, output(tmp_path)[-3000:]
+    ranks = {"NPROC_PER_NODE": "2", "MASTER_PORT": str(free_port())}
+    with stopped(["sft", path], tmp_path, lambda: trains(tmp_path), **ranks) as run:
         run.send_signal(signal.SIGTERM)
         assert run.wait(SECONDS) != 0
-        until(lambda: not processes_of(tmp_path), "a process of the run is left")
-        assert own_files(tmp_path) == []
-        assert "cli.py" not in output(tmp_path), "no traceback of ours"
-    finally:
-        end(run)
+    assert "cli.py" not in output(tmp_path), "no traceback of ours"
 
 
 @pytest.mark.slow
@@ -141,22 +136,10 @@ def test_plan_that_is_stopped_leaves_nothing(number, tiny_folder, tmp_path):
     rows = mixed_rows(tmp_path, 4, largest=120) * 20000
     dataset = write_jsonl(tmp_path / "many.jsonl", rows)
     path = training_file(tiny_folder, dataset, tmp_path, packing_cache_dir=tmp_path / "lengths", dataset_num_proc=2)
-    run = started(["plan", "--config", path], tmp_path)
-    try:
-        pattern = re.compile(r"ength")
-        until(lambda: pattern.search((tmp_path / "err").read_text()) or run.poll() is not None, "no length pass")
-        assert run.poll() is None, output(tmp_path)[-3000:]
+    is_measuring = partial(re.search, r"ength")
+    command = ["plan", "--config", path]
+    with stopped(command, tmp_path, lambda: is_measuring((tmp_path / "err").read_text())) as run:
         os.killpg(run.pid, number) if number == signal.SIGINT else run.send_signal(number)
         assert run.wait(SECONDS) == 128 + number
-        until(lambda: not processes_of(tmp_path), "a process of the plan is left")
-        assert own_files(tmp_path) == []
-        assert (tmp_path / "out").read_text() == ""
-        assert "Traceback" not in (tmp_path / "err").read_text()
-    finally:
-        end(run)
-
-
-def end(run):
-    if run.poll() is None:
-        os.killpg(run.pid, signal.SIGKILL)
-        run.wait()
+    assert (tmp_path / "out").read_text() == ""
+    assert "Traceback" not in (tmp_path / "err").read_text()

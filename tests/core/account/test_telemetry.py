@@ -1,5 +1,6 @@
 import json
 import random
+from collections import Counter
 
 from swift_vlpack.core.account.telemetry import Telemetry
 
@@ -58,9 +59,33 @@ def test_accounting_closes_only_when_nothing_is_held():
     assert stats.line(epoch=0).endswith(stats.account)
     stats.dropped("a", "underfilled")
     assert stats.account.startswith("counts do not add up: 3 read = "), "a sample was counted twice"
+
+
+def test_counts_are_those_of_a_tally_kept_beside_them():
+    """STAT-2: what comes in, goes into packs and is left out, counted by hand."""
     for seed in range(20):
-        counts = random_counts(seed)
-        assert counts.num_read == counts.num_packed + counts.num_held + sum(counts.num_dropped.values())
+        rng, tally, stats = random.Random(seed), Counter(), Telemetry(packing_length=100)
+        for _ in range(60):
+            source, what = rng.choice("ab"), rng.choice(("read", "packed", "oversize", "file_missing"))
+            tally[source, what] += 1
+            if what == "read":
+                stats.read(source)
+            elif what == "packed":
+                stats.packed([(source, 30)])
+            else:
+                stats.dropped(source, what)
+        for source, counts in stats.sources.items():
+            assert counts.num_read == tally[source, "read"]
+            assert (counts.num_packed, counts.num_tokens) == (tally[source, "packed"], 30 * tally[source, "packed"])
+            assert dict(counts.num_dropped) == {
+                what: tally[source, what] for what in ("oversize", "file_missing") if tally[source, what]
+            }
+        num_out = sum(number for (_, what), number in tally.items() if what != "read")
+        assert stats.num_held == sum(tally[source, "read"] for source in "ab") - num_out
+        assert stats.is_closed == all(
+            sum(tally[source, what] for what in ("packed", "oversize", "file_missing")) == tally[source, "read"]
+            for source in "ab"
+        )
 
 
 def test_fill_leaves_single_long_packs_out():

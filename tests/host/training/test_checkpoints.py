@@ -105,7 +105,7 @@ class Killed(BaseException):
 
 
 def test_kill_before_the_state_is_written_leaves_the_checkpoint_before(tiny_folder, texts, tmp_path, monkeypatch):
-    """RESUME-10: under `--save_total_limit 1`, with the run going on from what is left."""
+    """RESUME-13: under `--save_total_limit 1`, with the run going on from what is left."""
     from swift_vlpack.host.training import trainer
 
     def killed_at_three(checkpoint, *args):
@@ -130,7 +130,7 @@ def test_kill_before_the_state_is_written_leaves_the_checkpoint_before(tiny_fold
 
 
 def test_state_that_cannot_be_written_costs_no_checkpoint(tiny_folder, texts, tmp_path, monkeypatch):
-    """RESUME-9 RESUME-10"""
+    """RESUME-9 RESUME-13"""
     from swift_vlpack.host.training import trainer
 
     def blocked_at_two(checkpoint, *args):
@@ -145,7 +145,7 @@ def test_state_that_cannot_be_written_costs_no_checkpoint(tiny_folder, texts, tm
 
 
 def test_everything_is_on_the_disk_before_an_older_checkpoint_goes(tiny_folder, texts, tmp_path, monkeypatch):
-    """RESUME-10: the best one stays as without packing, and what is saved does not show how it was kept."""
+    """RESUME-13: the best one stays as without packing, and what is saved does not show how it was kept."""
     events = []
     fsync, rmtree = os.fsync, shutil.rmtree
     monkeypatch.setattr(os, "fsync", lambda fd: events.append(Path(os.readlink(f"/proc/self/fd/{fd}"))) or fsync(fd))
@@ -181,7 +181,7 @@ def made(folder, number, *, is_complete=True):
 
 
 def test_rotation_takes_incomplete_ones_first_and_never_the_new_or_the_best(tmp_path):
-    """RESUME-10"""
+    """RESUME-13"""
     for number in (2, 4, 6):
         made(tmp_path, number)
     made(tmp_path, 20, is_complete=False)  # of a run that was killed, before it was resumed from 4

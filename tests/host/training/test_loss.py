@@ -7,6 +7,7 @@ import torch
 
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.host.training.losses import LossNotAdditive
+from tests.environment import packing_options
 from tests.host.runs import argv, packed_argv, train
 from tests.rows import mixed_rows, write_jsonl
 
@@ -23,10 +24,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    for key in [key for key in os.environ if key.startswith("VLPACK_")]:
-        monkeypatch.delenv(key)
-    monkeypatch.setenv("VLPACK_PACKING_STRATEGY", "exact")
-    monkeypatch.setenv("VLPACK_PACKING_DROP_LAST", "false")
+    packing_options(monkeypatch, packing_strategy="exact", packing_drop_last="false")
 
 
 @pytest.fixture

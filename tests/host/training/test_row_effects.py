@@ -1,7 +1,6 @@
 """What looks at a whole row: frequencies by the longest sample, noise by the length. Real runs of tiny models."""
 
 import json
-import os
 import shutil
 from itertools import pairwise
 
@@ -10,6 +9,7 @@ import torch
 
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.host.training.row_effects import rope_limits
+from tests.environment import packing_options
 from tests.host.runs import argv, packed_argv, train
 from tests.rows import text_row, write_jsonl
 
@@ -20,10 +20,7 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0]
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    for key in [key for key in os.environ if key.startswith("VLPACK_")]:
-        monkeypatch.delenv(key)
-    monkeypatch.setenv("VLPACK_PACKING_STRATEGY", "greedy")
-    monkeypatch.setenv("VLPACK_PACKING_DROP_LAST", "false")
+    packing_options(monkeypatch, packing_strategy="greedy", packing_drop_last="false")
 
 
 @pytest.fixture(scope="module")
