@@ -29,6 +29,7 @@ NO_OPTIONS = (RESUME_DATA, RECORD_PACKS)
 """Variables with our prefix that are no packing options: about one start of a run, not about its packs."""
 MODES = ("auto", "plan", "buffer")
 LEAST_FILL_RATIO = 0.6
+"""Below it a pack may leave nearly half empty, which nobody wants by accident: a warning, and no refusal."""
 _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
 _NONE = ("none", "null", "")
@@ -55,6 +56,7 @@ class PackingConfig:
         "binpack is ms-swift's own, greedy keeps the order, exact packs tightest; module:function for one of your own",
         tuple(STRATEGIES),
     )
+    # `exact` is within hundredths of a per cent of the bound from 256 on (docs/strategies.md); the others gain by more.
     packing_buffer: int = _option(512, "window: samples the packer may choose from at a time")
     packing_min_fill_ratio: float = _option(
         0.65, "packs at least this full leave at once; a value below 0.6 is accepted with a warning"

@@ -24,6 +24,7 @@ from swift_vlpack.core.errors import StateMismatch
 from swift_vlpack.core.words import by_reason, counted
 
 NUM_FILL_BINS = 100
+"""Whole per cent: counts in bins add up over workers and ranks exactly, means of means would not."""
 STATE = {
     "packing_length": Whole(1),
     **dict.fromkeys(("num_packs", "num_single_long", "num_images", "num_pack_tokens"), Whole()),

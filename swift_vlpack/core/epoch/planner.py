@@ -37,7 +37,7 @@ from swift_vlpack.core.shuffle import permutation
 Assignment = Callable[[NDArray[np.int32], int], tuple[NDArray[np.int32], int]]
 """Lengths and capacity in; the pack of every item and the number of packs out."""
 
-_MS_SWIFT_WINDOW = 1000
+_MS_SWIFT_WINDOW = 1000  # samples, as in ms-swift's own PackingDataset
 _MAX_ITEMS_AS_MS_SWIFT = 20_000
 _CHUNK = 1 << 16  # items turned into Python objects at a time, so that memory stays flat
 

@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 
 from swift_vlpack.core.shuffle import permutation
 
-STEPS_PER_WINDOW = 64  # costs are matched among the packs of so many steps
+STEPS_PER_WINDOW = 64
+"""Costs are matched among the packs of so many steps. More match better (with giants among the samples 16 leave 10 % of
+the time and 64 leave 2 %: docs/scale.md), fewer leave a pack nearer to its place in the mix."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -76,6 +76,7 @@ class Packer:
         self._step = {"greedy": self._step_in_order, "exact": self._slide_window}.get(
             config.packing_strategy, self._pack_window
         )
+        # In order there is nothing to choose, so every item decides at once; the others wait for a full window.
         self._num_to_step = 1 if config.packing_strategy == "greedy" else config.packing_buffer
         self._capacity = config.packing_length
         self._has_caps = config.has_caps
@@ -102,7 +103,7 @@ class Packer:
         """`push` for an item whose numbers are known to be good."""
         self.num_pushed += 1
         length = item.length
-        if length >= self._capacity or self._has_caps:
+        if length >= self._capacity or self._has_caps:  # all others, nearly always, are spared the call
             reason = why_alone(*item[1:], self.config)
             if reason is not None:
                 return self._push_too_long(item, reason)
@@ -119,6 +120,7 @@ class Packer:
         room = [self._capacity - sum(self._lengths[i] for i in group) for group in groups]
         remainder = remainder_to_drop(fills, room, self._shortest, self.config, num_others=self.num_emitted)
         if remainder is not None:
+            # Counted as dropped here; `Plan.align` may bring them back for a step that lacks a pack.
             for index in groups.pop(remainder):
                 self._drop(self._held[index].item, Reason.UNDERFILLED)
         packs = self._leave(self._shuffled(groups))
@@ -204,7 +206,7 @@ class Packer:
         """Emit the groups and go on without their items."""
         packs = self._leave(groups)
         leaving = groups[0] if len(groups) == 1 else sorted(index for group in groups for index in group)
-        for index in reversed(leaving):
+        for index in reversed(leaving):  # from behind, so that the indices before stay right
             del self._held[index], self._lengths[index]
         return packs
 

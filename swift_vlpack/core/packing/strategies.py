@@ -276,12 +276,12 @@ def _with_longest(lengths: Sequence[int], room: int) -> list[int]:
 def _with_subset(lengths: Sequence[int], room: int) -> list[int]:
     """Item 0 and the subset of the others that leaves least of `room`."""
     reachable = 1 << room
-    trail = [reachable]
+    trail = [reachable]  # one integer an item, to walk back from the best sum to the items that made it
     append = trail.append
     for length in islice(lengths, 1, None):
         reachable |= reachable >> length
         append(reachable)
-        if reachable & 1:
+        if reachable & 1:  # nothing is free: no later item can do better
             break
     free = (trail[-1] & -trail[-1]).bit_length() - 1
     inside = []
