@@ -7,10 +7,9 @@ import pytest
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import swift_vlpack
-from swift_vlpack.data import seam
-from swift_vlpack.data.lengths import videos
 from swift_vlpack.data.rows.streams import StreamedRows
-from swift_vlpack.data.seam import Place, SeamMoved, check_worker, found, no_worker, replaced
+from swift_vlpack.data.seam import places, video_readers
+from swift_vlpack.data.seam.places import Place, SeamMoved, check_worker, found, no_worker, replaced
 from tests.data.plain_template import PlainTemplate
 
 PACKAGE = Path(swift_vlpack.__file__).parent
@@ -44,7 +43,7 @@ def test_worker_is_hidden_and_seen_again():
     check_worker()
     assert get_worker_info() is None
     assert list(DataLoader(Asks(), batch_size=None, num_workers=1)) == [[True, True]]
-    with pytest.raises(KeyError), replaced(seam.WORKER, "mark"):
+    with pytest.raises(KeyError), replaced(places.WORKER, "mark"):
         raise KeyError
     assert get_worker_info() is None
 
@@ -52,7 +51,7 @@ def test_worker_is_hidden_and_seen_again():
 @pytest.mark.parametrize("moved", [Place("torch.gone", "_worker_info"), Place("torch.utils.data", "_nothing")])
 def test_torch_that_moved_it_is_told_so_before_a_row_is_read(moved, monkeypatch):
     """ARCH-7"""
-    monkeypatch.setattr(seam, "WORKER", moved)
+    monkeypatch.setattr(places, "WORKER", moved)
     check_worker.cache_clear()
     with pytest.raises(SeamMoved, match=r"torch .* no longer notes its dataloader workers in .*streaming false"):
         StreamedRows([{}], PlainTemplate())
@@ -62,7 +61,7 @@ def test_torch_that_moved_it_is_told_so_before_a_row_is_read(moved, monkeypatch)
 
 def test_attribute_that_nobody_reads_is_no_seam(monkeypatch):
     """ARCH-7: torch keeps the name, and looks elsewhere."""
-    monkeypatch.setattr(seam, "get_worker_info", lambda: None)
+    monkeypatch.setattr(places, "get_worker_info", lambda: None)
     check_worker.cache_clear()
     with pytest.raises(SeamMoved):
         check_worker()
@@ -74,14 +73,14 @@ def test_reader_that_changed_decodes_and_is_named(monkeypatch, caplog):
     assert found(Place("vlpack_not_there", "VideoReader")) is None
     with pytest.raises(SeamMoved, match=r"json\.JSONDecoder has no get_batch"):
         found(Place("json", "JSONDecoder", ("decode", "get_batch")))
-    monkeypatch.setitem(seam.VIDEO_READERS, "decord", Place("json", "JSONDecoder", ("get_batch",)))
-    monkeypatch.setitem(seam.VIDEO_READERS, "torchcodec", Place("vlpack_not_there", "VideoDecoder"))
-    videos._readers.cache_clear()
+    monkeypatch.setitem(places.VIDEO_READERS, "decord", Place("json", "JSONDecoder", ("get_batch",)))
+    monkeypatch.setitem(places.VIDEO_READERS, "torchcodec", Place("vlpack_not_there", "VideoDecoder"))
+    video_readers._readers.cache_clear()
     try:
         for _ in range(2):
-            with videos.without_frames():
+            with video_readers.without_frames():
                 pass
         (line,) = [record.message for record in caplog.records]
         assert line.startswith("videos are decoded to learn their lengths, which takes longer: json.JSONDecoder has no")
     finally:
-        videos._readers.cache_clear()
+        video_readers._readers.cache_clear()

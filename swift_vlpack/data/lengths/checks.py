@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.data.lengths import trust
-from swift_vlpack.data.lengths.cache import BY_HEADER, VOUCHED, Sizes
+from swift_vlpack.data.lengths.length_file import BY_HEADER, VOUCHED, Sizes
 from swift_vlpack.data.lengths.rank_rows import Chunk, Positions, Seen
 
 NUM_ROWS_DRAWN = 64

@@ -19,8 +19,8 @@ from typing import Any
 
 def digest_of_cures() -> bytes:
     """16 bytes that are equal while nothing of it changes."""
-    facts = [sorted(_readers()), sorted(_limits()), sorted(_codecs()), sorted(_installed()), shutil.which("ffmpeg")]
-    return hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
+    cures = [sorted(_readers()), sorted(_limits()), sorted(_codecs()), sorted(_installed()), shutil.which("ffmpeg")]
+    return hashlib.blake2b(repr(cures).encode(), digest_size=16).digest()
 
 
 def _readers() -> Iterator[tuple[str, ...]]:

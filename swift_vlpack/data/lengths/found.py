@@ -7,8 +7,9 @@ from numpy.typing import NDArray
 
 from swift_vlpack.core.account.reasons import REASONS
 from swift_vlpack.core.shuffle import permutation
-from swift_vlpack.data.lengths.cache import BY_HEADER, KEY, SIZE, VOUCHED, KnownSizes
+from swift_vlpack.data.lengths.cache import KnownSizes
 from swift_vlpack.data.lengths.inputs import Known
+from swift_vlpack.data.lengths.length_file import BY_HEADER, KEY, SIZE, VOUCHED
 from swift_vlpack.data.lengths.rank_rows import Chunk, Positions, RankRows
 from swift_vlpack.data.rows.faults import Fault
 

@@ -21,10 +21,10 @@ from tqdm import tqdm
 from swift_vlpack.core.account.reasons import REASONS, Reason
 from swift_vlpack.core.comm import ALONE, Comm
 from swift_vlpack.data.lengths import checks, forked
-from swift_vlpack.data.lengths.cache import AGREED, Sizes
 from swift_vlpack.data.lengths.checks import Checks, Unconfirmed, extremes
 from swift_vlpack.data.lengths.found import Found, joined
 from swift_vlpack.data.lengths.inputs import Encoders, Known
+from swift_vlpack.data.lengths.length_file import AGREED, Sizes
 from swift_vlpack.data.lengths.pass_bar import stage
 from swift_vlpack.data.lengths.rank_rows import Chunk, Positions, RankRows, faults_by_index, positions_of
 from swift_vlpack.data.lengths.rows_work import Aim, RowsWork, Task

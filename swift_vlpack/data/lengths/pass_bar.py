@@ -32,27 +32,27 @@ class _Bar:
         self._line.close()
 
 
-_shared: ContextVar[_Bar | None] = ContextVar("shared_bar", default=None)
+_bar_of_pass: ContextVar[_Bar | None] = ContextVar("bar_of_pass", default=None)
 
 
 @contextmanager
 def one_bar(num_rows: int, *, is_shown: bool) -> Iterator[None]:
     """Every stage in here goes on in the same bar, which is as long as so many rows at first."""
     bar = _Bar(num_rows, is_shown=is_shown)
-    token = _shared.set(bar)
+    token = _bar_of_pass.set(bar)
     try:
         yield
     finally:
-        _shared.reset(token)
+        _bar_of_pass.reset(token)
         bar.close()
 
 
 @contextmanager
 def stage(text: str, num_rows: int, *, is_shown: bool) -> Iterator[tqdm[Any]]:
     """A part of the pass; its bar is the one of the pass, or its own where there is none."""
-    shared = _shared.get()
-    if shared is not None:
-        with shared.stage(text, num_rows) as line:
+    bar = _bar_of_pass.get()
+    if bar is not None:
+        with bar.stage(text, num_rows) as line:
             yield line
         return
     options = {"unit": "row", "dynamic_ncols": True, "disable": not (is_shown and num_rows)}

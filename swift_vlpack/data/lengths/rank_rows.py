@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.core.comm import Comm
-from swift_vlpack.data.lengths.cache import SIZE, Sizes
+from swift_vlpack.data.lengths.length_file import SIZE, Sizes
 from swift_vlpack.data.rows.faults import Fault
 from swift_vlpack.data.rows.fusion import Row, RowSource, with_system
 from swift_vlpack.data.rows.samples import SampleError, SampleId

@@ -14,8 +14,8 @@ import numpy as np
 from swift_vlpack.core.account.reasons import REASONS, Reason, about
 from swift_vlpack.core.errors import DataError, VLPackError
 from swift_vlpack.core.words import counted
-from swift_vlpack.data.lengths.cache import AGREED, BY_HEADER, DIFFERS, IN_FULL, KEY, NO_KEY, SIZE, Keys
 from swift_vlpack.data.lengths.inputs import Encoders, Known
+from swift_vlpack.data.lengths.length_file import AGREED, BY_HEADER, DIFFERS, IN_FULL, KEY, NO_KEY, SIZE, Keys
 from swift_vlpack.data.lengths.rank_rows import Chunk, Positions, RankRows, Seen
 from swift_vlpack.data.lengths.sizes import RowSize, size_of
 from swift_vlpack.data.lengths.trust import kinds_of

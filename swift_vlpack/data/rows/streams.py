@@ -13,7 +13,7 @@ from swift_vlpack.core.epoch.shares import EVERYTHING, Share
 from swift_vlpack.data.rows.fusion import Row, Template, encode_row, tried
 from swift_vlpack.data.rows.randomness import RandomStream
 from swift_vlpack.data.rows.samples import Encoded, SampleError, SampleId
-from swift_vlpack.data.seam import check_worker, no_worker
+from swift_vlpack.data.seam.places import check_worker, no_worker
 
 _END: Any = object()
 

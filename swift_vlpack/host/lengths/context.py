@@ -54,20 +54,20 @@ _LOADING = ("swift.template.vision_utils", "qwen_vl_utils.vision_process")
 
 def context_of(template: Any, plugins: Iterable[str] = ()) -> str:
     """32 hexadecimal digits that are equal when all of it is; `plugins` are the files of `--external_plugins`."""
-    return _digest_of(facts_of(template, plugins), 16)
+    return _digest_of(dependencies_of(template, plugins), 16)
 
 
 def digests_of(template: Any, plugins: Iterable[str] = ()) -> dict[str, str]:
     """A digest of each part, so that ranks that differ can say in what."""
-    return {name: _digest_of(facts, 4) for name, facts in facts_of(template, plugins).items()}
+    return {name: _digest_of(part, 4) for name, part in dependencies_of(template, plugins).items()}
 
 
-def _digest_of(facts: Any, num_bytes: int) -> str:
-    text = json.dumps(facts, sort_keys=True, default=_plain)
+def _digest_of(value: Any, num_bytes: int) -> str:
+    text = json.dumps(value, sort_keys=True, default=_plain)
     return hashlib.blake2b(text.encode(), digest_size=num_bytes).hexdigest()
 
 
-def facts_of(template: Any, plugins: Iterable[str] = ()) -> dict[str, Any]:
+def dependencies_of(template: Any, plugins: Iterable[str] = ()) -> dict[str, Any]:
     """What a length depends on, by name."""
     processor = template.processor
     parts = {

@@ -21,9 +21,9 @@ from PIL import Image
 from swift.template import Template, vision_utils
 from swift.template import base as template_base
 
-from swift_vlpack.data.lengths.videos import without_frames
 from swift_vlpack.data.rows.media import url_of
 from swift_vlpack.data.rows.urls import Urls
+from swift_vlpack.data.seam.video_readers import without_frames
 
 _SHORT, _NUM_KNOWN = 64, 100_000  # characters of a text whose tokens are kept, and how many of them
 

@@ -59,7 +59,7 @@ def digest_of_files(files: Iterable[str]) -> str:
 
 def digest_of_functions(objects: Iterable[Any]) -> str:
     """Of all functions of the objects' classes as they are loaded: code that has no file, or was edited since."""
-    return _digest(repr(_facts(function.__code__)).encode() for each in objects for function in _functions(each))
+    return _digest(repr(_code_parts(function.__code__)).encode() for each in objects for function in _functions(each))
 
 
 @cache
@@ -106,14 +106,14 @@ def _inner(value: Any) -> Iterator[FunctionType]:
         yield from _inner(value.func)
 
 
-def _facts(code: CodeType) -> tuple[Any, ...]:
+def _code_parts(code: CodeType) -> tuple[Any, ...]:
     """Names and instructions; no line numbers, which a comment changes, and no addresses."""
     return code.co_code, code.co_names, code.co_varnames, [_constant(value) for value in code.co_consts]
 
 
 def _constant(value: Any) -> Any:
     if isinstance(value, CodeType):
-        return _facts(value)
+        return _code_parts(value)
     return sorted(map(repr, value)) if isinstance(value, frozenset) else value
 
 

@@ -31,7 +31,8 @@ from swift_vlpack.host.rows.row_numbers import NumberedPreprocess, Part, column
 logger = get_logger()
 
 PLACE = "vlpack_place"
-NUM_SHOWN = 20
+NUM_LOST_NAMED = 20
+"""Rows that the loader deleted and that the log numbers; `left_out.jsonl` has them all."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -220,7 +221,7 @@ def _reported_lost(one: _Loading, numbers: NDArray[np.int64] | None) -> list[int
         return None
     lost: list[int] = np.setdiff1d(np.arange(one.num_read), numbers).tolist()
     if lost:
-        shown = ", ".join(map(str, lost[:NUM_SHOWN])) + (", ..." if len(lost) > NUM_SHOWN else "")
+        shown = ", ".join(map(str, lost[:NUM_LOST_NAMED])) + (", ..." if len(lost) > NUM_LOST_NAMED else "")
         logger.warning(
             f"source {name}: ms-swift's loader or preprocess_func deleted {len(lost)} of {one.num_read} rows: {shown}"
         )

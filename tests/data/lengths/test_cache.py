@@ -10,17 +10,8 @@ import numpy as np
 import pytest
 
 from swift_vlpack.core.account.reasons import REASONS
-from swift_vlpack.data.lengths.cache import (
-    DIFFERS,
-    IN_FULL,
-    KEY,
-    MAGIC,
-    NO_KEY,
-    RECORD,
-    SIZE,
-    KnownSizes,
-    LengthCache,
-)  # fmt: skip
+from swift_vlpack.data.lengths.cache import KnownSizes, LengthCache
+from swift_vlpack.data.lengths.length_file import DIFFERS, IN_FULL, KEY, KEYED_SIZE, MAGIC, NO_KEY, SIZE
 from swift_vlpack.data.rows.faults import Fault
 from tests.images import photo
 from tests.rows import image_row, text_row
@@ -71,7 +62,7 @@ def test_of_two_records_with_one_key_the_later_counts(path):
 
 def test_keys_that_agree_in_one_half_are_told_apart():
     """LEN-6"""
-    known = KnownSizes(np.array([((7, 1), (10, 0, 0, 0, 0, 0, 0))], RECORD))
+    known = KnownSizes(np.array([((7, 1), (10, 0, 0, 0, 0, 0, 0))], KEYED_SIZE))
     is_known, _ = known.of(np.array([(7, 1), (7, 2), (8, 1), (0, 0)], KEY))
     assert is_known.tolist() == [True, False, False, False]
 

@@ -9,9 +9,10 @@ import pytest
 from swift_vlpack.core.comm import ALONE
 from swift_vlpack.core.errors import DataError
 from swift_vlpack.data.lengths import checks, trust
-from swift_vlpack.data.lengths.cache import AGREED, BY_HEADER, DIFFERS, SIZE, LengthCache
+from swift_vlpack.data.lengths.cache import LengthCache
 from swift_vlpack.data.lengths.found import Found
 from swift_vlpack.data.lengths.inputs import Encoders, Known
+from swift_vlpack.data.lengths.length_file import AGREED, BY_HEADER, DIFFERS, SIZE
 from swift_vlpack.data.lengths.measure import measure
 from swift_vlpack.data.lengths.rank_rows import RankRows
 from swift_vlpack.data.lengths.sizes import size_of

@@ -7,7 +7,7 @@ import pytest
 from swift.template import Template
 
 from swift_vlpack.data.lengths import checks
-from swift_vlpack.data.lengths.cache import SIZE
+from swift_vlpack.data.lengths.length_file import SIZE
 from swift_vlpack.host.lengths import headers
 from swift_vlpack.host.lengths.headers import HeaderImage, NoPixels
 from swift_vlpack.host.lengths.length_pass import with_lengths

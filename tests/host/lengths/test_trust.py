@@ -96,14 +96,14 @@ def test_one_row_of_a_kind_of_its_own_is_enough_to_find_a_lie(kind, template, tm
     larger = [image_row([photo(tmp_path, "long", 2000, 60)]), image_row([photo(tmp_path, "large", 900, 900)])]
     smaller = [image_row([photo(tmp_path, "small", 60, 60)])]
     rows = [*photos(tmp_path, 200), *larger, *smaller, image_row([path])]
-    lying_about(monkeypatch, lambda opened: (opened.size, opened.format, opened.mode) == _facts(path))
+    lying_about(monkeypatch, lambda opened: (opened.size, opened.format, opened.mode) == _form_of(path))
     said = warnings_of(monkeypatch)
     sizes = sizes_of(rows, template, tmp_path)
     assert "rows:203 has " in said[0]
     assert sizes.lengths[203] == outcome(template, rows[203]).length
 
 
-def _facts(path):
+def _form_of(path):
     from PIL import Image
 
     with Image.open(path) as opened:

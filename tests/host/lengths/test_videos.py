@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from swift_vlpack.data.lengths import videos
 from swift_vlpack.data.lengths.sizes import size_of
 from swift_vlpack.data.rows.fusion import RowSource
+from swift_vlpack.data.seam import video_readers
 from swift_vlpack.host.lengths.headers import pixel_free
 from swift_vlpack.host.lengths.length_pass import with_lengths
 from tests.host.lengths.support import warnings_of
@@ -52,7 +52,7 @@ def test_no_frame_but_the_first_is_decoded(tiny, paths, monkeypatch):
 def test_readers_are_as_before_afterwards(tiny, paths):
     """LEN-2"""
     reader = decord.VideoReader
-    with videos.without_frames():
+    with video_readers.without_frames():
         assert decord.VideoReader is not reader
     assert decord.VideoReader is reader
 
@@ -66,8 +66,8 @@ def test_videos_of_a_source_are_measured_and_checked_both_ways(tiny, paths, tmp_
     source = RowSource(name="clips", rows=rows)
     assert with_lengths(source, template, args, str(tmp_path / "one")).sizes.lengths.tolist() == right
     said = warnings_of(monkeypatch)
-    empty = videos.torch.empty
-    monkeypatch.setattr(videos.torch, "empty", lambda shape, **options: empty((shape[0], 64, 64, 3), **options))
+    empty = video_readers.torch.empty
+    monkeypatch.setattr(video_readers.torch, "empty", lambda shape, **options: empty((shape[0], 64, 64, 3), **options))
     assert with_lengths(source, template, args, str(tmp_path / "two")).sizes.lengths.tolist() == right
     assert "every row is encoded" in said[0]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from swift_vlpack.data.seam import VIDEO_READERS, Place, SeamMoved, found, replaced
+from swift_vlpack.data.seam.places import VIDEO_READERS, Place, SeamMoved, found, replaced
 
 logger = logging.getLogger(__name__)
 

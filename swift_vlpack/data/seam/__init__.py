@@ -1,0 +1,1 @@
+"""What of other packages is put out of the way for a time."""
