@@ -153,7 +153,7 @@ class _Buffer:
 
     def packs(self, dataset: Any, share: Share) -> Iterator[PackedSamples]:
         """Pack a share. One pack is kept back, so that what the end leaves out has a record to travel in."""
-        samples = dataset.encoded(share, start=self._num_read, also=self._held_ids())
+        samples = dataset.encoded(share, start=self._num_read, held=self._held_ids())
         self._encode_held_again(samples)
         if not self._is_at_end:
             for sample in samples:

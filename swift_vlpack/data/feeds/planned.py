@@ -199,12 +199,12 @@ class PlannedPackingDataset(PackingDataset):
         num_threads = min(len(address.samples), threads_per_worker())
         if num_threads > 1 and not self._draws_at_random:
             with RandomStream(*name) as stream, ThreadPoolExecutor(num_threads) as threads:
-                encoded = list(threads.map(self.dataset.tried, address.samples))
+                encoded = list(threads.map(self.dataset.sample_or_error, address.samples))
             self._draws_at_random = stream.has_drawn
             if not self._draws_at_random:
                 return encoded
         with RandomStream(*name):
-            return [self.dataset.tried(where) for where in address.samples]
+            return [self.dataset.sample_or_error(where) for where in address.samples]
 
     def _sample_id(self, position: int) -> SampleId:
         return self.dataset.sample_id(self.dataset.address(position))

@@ -77,7 +77,7 @@ def _short_ones(packs: PlannedPackingDataset) -> Iterator[Encoded | SampleError]
     usable = by_length[sizes.lengths[by_length] > 0]
     illustrated = usable[sizes.images[usable] > 0]
     for position in dict.fromkeys([*illustrated[:NUM_SAMPLES].tolist(), *usable[:NUM_SAMPLES].tolist()]):
-        yield packs.dataset.tried(packs.dataset.address(position))
+        yield packs.dataset.sample_or_error(packs.dataset.address(position))
 
 
 def forward_of(

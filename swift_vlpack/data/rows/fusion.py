@@ -179,17 +179,17 @@ class FusionCaptionDataset(Dataset[Encoded]):
         return encode_row(self.templates[address.source], row, source.sample_id(address.row_index), strict=self.strict)
 
     def encoded(
-        self, share: Share = EVERYTHING, *, start: int = 0, also: Collection[int] = ()
+        self, share: Share = EVERYTHING, *, start: int = 0, held: Collection[int] = ()
     ) -> Iterator[Encoded | SampleError]:
-        """The share's rows from the `start`-th on, after those `also` wanted: the sample, or why there is none."""
-        for position in chain(map(share.row, sorted(also)), range(share.row(start), len(self), share.num_shares)):
+        """The share's rows from the `start`-th on, after those `held` before: the sample, or why there is none."""
+        for position in chain(map(share.row, sorted(held)), range(share.row(start), len(self), share.num_shares)):
             with RandomStream(self.seed, self.epoch, position):
-                sample = self.tried(self.address(position))
+                sample = self.sample_or_error(self.address(position))
             yield sample
 
-    def tried(self, address: Address) -> Encoded | SampleError:
+    def sample_or_error(self, address: Address) -> Encoded | SampleError:
         """Encode one row, or say why it cannot be."""
-        return tried(self.encode, address)
+        return sample_or_error(self.encode, address)
 
     def correct(self, address: Address, sample: Encoded) -> None:
         """Remember the true size of a row where another one was planned, so that the next run plans with it."""
@@ -215,7 +215,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
     def _measured(self, number: int, source: RowSource) -> LengthIndex:
         sizes, faults = [], {}
         for index in tqdm(range(len(source.rows)), desc=f"Lengths of {source.name}", dynamic_ncols=True):
-            sample = self.tried(Address(number, index))
+            sample = self.sample_or_error(Address(number, index))
             if isinstance(sample, SampleError):
                 faults[index] = sample.fault
                 logger.warning("%s: cannot be encoded: %s", sample.sample_id, sample.detail)
@@ -306,7 +306,7 @@ def _limited_rows(source: RowSource, seed: int) -> NDArray[np.int64]:
     return np.sort(drawn[: source.num_used])
 
 
-def tried(encode: Callable[..., Encoded], *args: Any) -> Encoded | SampleError:
+def sample_or_error(encode: Callable[..., Encoded], *args: Any) -> Encoded | SampleError:
     """Encode, or say why that cannot be."""
     try:
         return encode(*args)

@@ -10,7 +10,7 @@ import dill  # type: ignore[import-untyped]
 from torch.utils.data import get_worker_info
 
 from swift_vlpack.core.epoch.shares import EVERYTHING, Share
-from swift_vlpack.data.rows.fusion import Row, Template, encode_row, tried
+from swift_vlpack.data.rows.fusion import Row, Template, encode_row, sample_or_error
 from swift_vlpack.data.rows.randomness import RandomStream
 from swift_vlpack.data.rows.samples import Encoded, SampleError, SampleId
 from swift_vlpack.data.seam.places import check_worker, no_worker
@@ -62,9 +62,9 @@ class StreamedRows:
         return first
 
     def encoded(
-        self, share: Share = EVERYTHING, *, start: int = 0, also: Collection[int] = ()
+        self, share: Share = EVERYTHING, *, start: int = 0, held: Collection[int] = ()
     ) -> Iterator[Encoded | SampleError]:
-        """The share's rows from the `start`-th on, after those `also` wanted: the sample, or why there is none.
+        """The share's rows from the `start`-th on, after those `held` before: the sample, or why there is none.
 
         Rows before `start` are read past, not encoded.
         """
@@ -75,9 +75,9 @@ class StreamedRows:
                 row = next(rows, _END)
             if row is _END:
                 return
-            if index >= start or index in also:
+            if index >= start or index in held:
                 with RandomStream(self.seed, self.epoch, self.name, share.row(index)):
-                    sample = tried(self._encode, row, SampleId(self.name, share.row(index)))
+                    sample = sample_or_error(self._encode, row, SampleId(self.name, share.row(index)))
                 yield sample
 
     def _rows(self, share: Share) -> Iterator[Row]:

@@ -117,7 +117,7 @@ def test_rows_before_the_start_are_read_past_but_for_those_wanted(template, monk
     """STREAM-9"""
     asked, encode = [], template.encode
     monkeypatch.setattr(template, "encode", lambda row, **kw: asked.append(row) or encode(row, **kw))
-    samples = list(StreamedRows(texts(20), template).encoded(Share(1, 2), start=6, also={2, 5}))
+    samples = list(StreamedRows(texts(20), template).encoded(Share(1, 2), start=6, held={2, 5}))
     assert [sample["sample_id"].row for sample in samples] == [5, 11, 13, 15, 17, 19]
     assert len(asked) == 6
 

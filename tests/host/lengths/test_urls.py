@@ -126,7 +126,7 @@ def test_loading_asks_a_dead_link_twice_and_not_again(template, web, asked, monk
     closed = refused()
     rows = rows_of(web, 2, [f"{closed}/{n}.jpg" for n in range(5)] + [web.url("gone.jpg")])
     data = FusionCaptionDataset([RowSource(name="rows", rows=rows)], reading_urls(template, urls_in_training()))
-    loaded = [data.tried(Address(0, index)) for index in range(len(rows))]
+    loaded = [data.sample_or_error(Address(0, index)) for index in range(len(rows))]
     failed = [one.reason for one in loaded if isinstance(one, SampleError)]
     assert failed == ["url_unreachable"] * 6
     assert loaded[0]["length"] == outcome(reading_urls(template, urls_in_training()), rows[0]).length
