@@ -3,6 +3,7 @@
 VLPackError
 |-- ConfigError        an option is unknown, impossible, or contradicts another one
 |-- DataError          an item, a length file or a source cannot be what it claims to be
+|-- SourceError        a source of documents cannot be read (text/streams/reading.py)
 |-- PlanError          a plan cannot be given the shape that was asked for
 |-- StrategyError      a strategy of one's own broke the rules (core/packing/registry.py)
 |-- BoundaryError      positions or tokens disagree with where samples start
@@ -28,6 +29,10 @@ class ConfigError(VLPackError, ValueError):
 
 class DataError(VLPackError, ValueError):
     """An item, a length file or a source cannot be what it claims to be."""
+
+
+class SourceError(VLPackError, OSError):
+    """A source of documents could not be read, however often it was tried."""
 
 
 class PlanError(VLPackError, ValueError):

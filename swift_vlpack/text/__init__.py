@@ -3,9 +3,18 @@
 from swift_vlpack.text.blocks import block_tokenize
 from swift_vlpack.text.collator import PackedCollator
 from swift_vlpack.text.report import block_report
+from swift_vlpack.text.streams.fixed import FixedBatches
+from swift_vlpack.text.streams.local import local_text
+from swift_vlpack.text.streams.stream import TextStream
+from swift_vlpack.text.vocabulary import ByteTokenizer, padded_vocab_size
 
 __all__ = [
+    "ByteTokenizer",
+    "FixedBatches",
     "PackedCollator",
+    "TextStream",
     "block_report",
     "block_tokenize",
+    "local_text",
+    "padded_vocab_size",
 ]

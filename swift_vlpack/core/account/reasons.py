@@ -22,6 +22,7 @@ class Kind(Enum):
     LOAD = "found when its pack is loaded"
     LOADER = "deleted by ms-swift's loader"
     DOCUMENT = "decided when documents become blocks"
+    BATCH = "decided when windows become batches"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,6 +134,14 @@ class Reason(str, Enum):
     EMPTY_DOCUMENT = (
         "empty_document",
         About(kind=Kind.DOCUMENT, meaning="a document that is null, or of which no token is made"),
+    )
+    INCOMPLETE_BATCH = (
+        "incomplete_batch",
+        About(
+            kind=Kind.BATCH,
+            meaning="in the last windows of a stream, too few for a batch, under `drop_last`",
+            remedy="set drop_last to False",
+        ),
     )
     ENCODE_FAILED = (
         "encode_failed",

@@ -101,6 +101,7 @@ def test_failures_are_what_an_encoding_finds_but_for_the_length():
         "longer_than_planned": Kind.LOAD,
         "deleted_by_loader": Kind.LOADER,
         **dict.fromkeys(("too_short", "too_long", "empty_document"), Kind.DOCUMENT),
+        "incomplete_batch": Kind.BATCH,
     }
 
 

@@ -1,0 +1,1 @@
+"""Streams of documents as windows and batches of fixed shape."""

@@ -1,0 +1,194 @@
+"""Batches of one shape, `(accumulation, batch, length)`, for compiled training steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swift_vlpack.core import envelope
+from swift_vlpack.core.account.reasons import Reason
+from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.text.rows import IGNORED
+from swift_vlpack.text.special import token_id
+from swift_vlpack.text.streams.prefetch import Prefetcher
+from swift_vlpack.text.streams.stream import TextStream, Window, plain
+
+KIND = "fixed batches"
+FixedBatch = dict[str, NDArray[Any]]
+
+
+class FixedBatches:
+    """Batches of the windows of a stream, each with the same shapes and dtypes; an iterator, and a context manager.
+
+    `input_ids`, `labels` (already shifted) and `segment_ids` are int32, `attention_mask` is bool.
+    """
+
+    def __init__(  # noqa: PLR0913 - shape, end, labels and prefetch
+        self,
+        stream: TextStream,
+        *,
+        batch_size: int,
+        accumulation: int = 1,
+        drop_last: bool = False,
+        mask_boundary_loss: bool = True,
+        train_on_eos: bool = True,
+        prefetch: int = 0,
+    ) -> None:
+        """The last batch is filled up with rows of padding, or dropped under `drop_last`; either is counted.
+
+        `mask_boundary_loss`: the first token of a document is no target. `train_on_eos=False`: nor is EOS. `prefetch`
+        batches are made ahead by a thread; the stream then belongs to it, and the state to ask for is this object's.
+        """
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("accumulation", accumulation, 1),
+            ("prefetch", prefetch, 0),
+        ):
+            if value < least:
+                raise ConfigError(f"{name} must be at least {least}, got {value}")
+        self.shape = (accumulation, batch_size, stream.options.seq_len)
+        self._maker = _Maker(stream, self.shape, drop_last, mask_boundary_loss, train_on_eos)
+        self._prefetch = prefetch
+        self._prefetcher: Prefetcher | None = None
+        self._consumed: dict[str, Any] | None = None
+        """With a thread: the state after the last batch that was handed out."""
+        self._is_behind = False
+        """Whether the stream was left ahead of that state by a thread that was closed."""
+
+    def __iter__(self) -> Iterator[FixedBatch]:
+        return self
+
+    def __next__(self) -> FixedBatch:
+        if self._is_behind:
+            self._maker.load(plain(self._consumed)["state"])
+            self._is_behind = False
+        if not self._prefetch:
+            return self._maker.next()
+        if self._prefetcher is None:
+            self._consumed = self._maker.snapshot()
+            self._prefetcher = Prefetcher(self._maker.next_with_snapshot, self._prefetch)
+        try:
+            batch, self._consumed = self._prefetcher.next()
+        except StopIteration as end:
+            self._consumed = end.value
+            raise StopIteration from None
+        made: FixedBatch = batch
+        return made
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Of the stream, and `batches`, `padding_rows` and what was dropped, up to the last batch handed out."""
+        state = self._state()["state"]
+        return {**state["stream"]["state"]["counts"], **state["counts"]}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was consumed, as JSON, never what was only made ahead."""
+        state: dict[str, Any] = plain(self._state())
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on behind the batch at which the state was taken; another batch size may."""
+        saved = envelope.unseal(state, KIND, {}, shape=_STATE)
+        self.close()
+        self._is_behind, self._consumed = False, None
+        self._maker.load(saved)
+
+    def close(self) -> None:
+        """End the thread. Iterating again goes on behind the last batch that was handed out."""
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+            self._prefetcher = None
+            self._is_behind = True  # a source that fails must not keep anybody from closing
+
+    def __enter__(self) -> FixedBatches:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _state(self) -> dict[str, Any]:
+        return self._maker.snapshot() if self._consumed is None else self._consumed
+
+
+class _Maker:
+    """Makes the batches; knows nothing of threads."""
+
+    def __init__(
+        self,
+        stream: TextStream,
+        shape: tuple[int, int, int],
+        drop_last: bool,
+        mask_boundary_loss: bool,
+        train_on_eos: bool,
+    ) -> None:
+        self._stream = stream
+        self._shape = shape
+        self._drop_last = drop_last
+        self._mask_boundary_loss = mask_boundary_loss
+        self._untrained = None if train_on_eos else token_id(stream.tokenizer, "eos")
+        self._counts: Counter[str] = Counter()
+
+    def next(self) -> FixedBatch:
+        """The next batch; `StopIteration` at the end."""
+        size = self._shape[0] * self._shape[1]
+        windows: list[Window] = []
+        for window in self._stream:
+            windows.append(window)
+            if len(windows) == size:
+                break
+        if not windows or (len(windows) < size and self._drop_last):
+            self._drop(windows)
+            raise StopIteration
+        self._counts.update(batches=1, padding_rows=size - len(windows))
+        return self._batch(windows)
+
+    def next_with_snapshot(self) -> tuple[FixedBatch, dict[str, Any]]:
+        """The same with the state behind it; at the end the state is the exception's value."""
+        try:
+            return self.next(), self.snapshot()
+        except StopIteration:
+            raise StopIteration(self.snapshot()) from None
+
+    def snapshot(self) -> dict[str, Any]:
+        """The state, quick to take; `plain` makes it JSON."""
+        state = {"stream": self._stream.snapshot(), "counts": dict(self._counts)}
+        return envelope.seal(KIND, {}, state)
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Go on from a state."""
+        self._stream.load_state_dict(saved["stream"])
+        self._counts = Counter(saved["counts"])
+
+    def _drop(self, windows: list[Window]) -> None:
+        if windows:
+            num_tokens = int(sum((window.segment_ids != 0).sum() for window in windows))
+            name = Reason.INCOMPLETE_BATCH.value
+            self._counts.update({f"{name}_rows": len(windows), f"{name}_tokens": num_tokens})
+
+    def _batch(self, windows: list[Window]) -> FixedBatch:
+        num_rows, seq_len = self._shape[0] * self._shape[1], self._shape[2]
+        tokens = np.full((num_rows, seq_len + 1), self._stream.pad_token_id, dtype=np.int32)
+        segments = np.zeros((num_rows, seq_len + 1), dtype=np.int32)
+        for row, window in enumerate(windows):
+            tokens[row], segments[row] = window
+        inputs, behind = segments[:, :-1], segments[:, 1:]
+        labels = tokens[:, 1:].copy()
+        labels[behind == 0] = IGNORED
+        if self._mask_boundary_loss:
+            labels[behind != inputs] = IGNORED
+        if self._untrained is not None:
+            labels[labels == self._untrained] = IGNORED
+        fields = {
+            "input_ids": tokens[:, :-1],
+            "labels": labels,
+            "attention_mask": inputs != 0,
+            "segment_ids": inputs,
+        }
+        return {name: np.ascontiguousarray(field).reshape(self._shape) for name, field in fields.items()}
+
+
+_STATE = {"stream": envelope.Named(None), "counts": envelope.Named(envelope.Whole())}

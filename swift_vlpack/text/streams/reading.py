@@ -1,0 +1,141 @@
+"""Documents of a source, epoch after epoch, shuffled within a buffer, and read again where that failed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from swift_vlpack.core.errors import ConfigError, DataError, SourceError, VLPackError
+from swift_vlpack.core.shuffle import sort_keys
+from swift_vlpack.text.streams.sources import Document, Source
+
+logger = logging.getLogger(__name__)
+
+_KEYS_AT_A_TIME = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadOptions:
+    """How a source is read."""
+
+    shuffle_buffer_size: int = 0
+    """Documents to draw the next one from; 0 or 1 keeps their order."""
+    seed: int = 0
+    repeat: bool = False
+    """Begin anew at the end, for ever."""
+    max_retries: int = 3
+    """How often a read that failed is tried again."""
+    retry_delay_sec: float = 1.0
+    """Wait before the first retry; twice as long before each further one."""
+
+    def __post_init__(self) -> None:
+        for name in ("shuffle_buffer_size", "max_retries", "retry_delay_sec"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
+
+
+class Documents:
+    """The documents in the order in which they are used; `sleep` waits between retries."""
+
+    def __init__(self, source: Source, options: ReadOptions, sleep: Callable[[float], object]) -> None:
+        self._source = source
+        self._options = options
+        self._sleep = sleep
+        self._held: list[Document] = []
+        self._keys: tuple[int, int, list[int]] = (-1, -1, [])
+        self._is_started = False
+        self.epoch = 0
+        self._num_read = self._num_drawn = 0  # of the epoch
+        self._is_read_out = False
+        """The source has no more documents in this epoch; the buffer may."""
+
+    def read(self) -> Document | None:
+        """The next document; None when there is none left."""
+        while True:
+            self._fill()
+            if self._held:
+                self._num_drawn += 1
+                return self._held.pop(self._drawn(len(self._held)))
+            if not self._options.repeat:
+                return None
+            if not self._num_read:
+                raise DataError(f"{self._source.name}: an epoch without a document cannot be repeated")
+            self._begin(self.epoch + 1)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Where it stands: what the source can fetch again is held by address."""
+        return {
+            "epoch": self.epoch,
+            "source": self._source.state() if self._is_started else None,
+            "num_read": self._num_read,
+            "num_drawn": self._num_drawn,
+            "is_read_out": self._is_read_out,
+            "held": [[one.address, None if self._source.can_fetch else one.text] for one in self._held],
+        }
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Stand there again."""
+        self._is_started = saved["source"] is not None
+        if self._is_started:
+            self._retried(lambda: self._source.load(saved["source"]))
+        self.epoch, self._num_read, self._num_drawn = saved["epoch"], saved["num_read"], saved["num_drawn"]
+        self._is_read_out = saved["is_read_out"]
+        self._held = [
+            Document(self.fetch(address) if text is None else text, address) for address, text in saved["held"]
+        ]
+
+    def fetch(self, address: Any) -> str | None:
+        """A document by its address, where the source can."""
+        return self._retried(lambda: self._source.fetch(address)) if self._source.can_fetch else None
+
+    def _begin(self, epoch: int) -> None:
+        self.epoch, self._num_read, self._num_drawn, self._is_read_out = epoch, 0, 0, False
+        self._is_started = True
+        self._retried(lambda: self._source.start(epoch))
+
+    def _fill(self) -> None:
+        if not self._is_started:
+            self._begin(self.epoch)
+        while not self._is_read_out and len(self._held) < max(1, self._options.shuffle_buffer_size):
+            place = self._source.state()  # an iterator that has raised is at its end, and may have skipped a row
+            document = self._retried(self._source.read, partial(self._source.load, place))
+            if document is None:
+                self._is_read_out = True
+            else:
+                self._held.append(document)
+                self._num_read += 1
+
+    def _drawn(self, num_held: int) -> int:
+        """Which of the held documents is next: a function of seed, epoch and how many came before."""
+        if self._options.shuffle_buffer_size < 2:
+            return 0
+        chunk, at = divmod(self._num_drawn, _KEYS_AT_A_TIME)
+        if self._keys[:2] != (self.epoch, chunk):
+            keys = sort_keys(_KEYS_AT_A_TIME, self._options.seed, "documents", self.epoch, chunk).tolist()
+            self._keys = (self.epoch, chunk, keys)
+        return self._keys[2][at] % num_held
+
+    def _retried(self, action: Callable[[], Any], recover: Callable[[], Any] = lambda: None) -> Any:
+        """Do it; where it fails, wait, recover and try again, a few times."""
+        for attempt in range(self._options.max_retries + 1):
+            try:
+                if attempt:
+                    recover()
+                return action()
+            except VLPackError:  # noqa: PERF203 - an attempt more is what the loop is for
+                raise
+            except Exception as error:
+                self._wait_or_give_up(attempt, error)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _wait_or_give_up(self, attempt: int, error: Exception) -> None:
+        where = f"{self._source.name}: document {self._num_read} of epoch {self.epoch}"
+        said = f"{type(error).__name__}: {error}"
+        if attempt == self._options.max_retries:
+            raise SourceError(f"{where} cannot be read, after {attempt + 1} attempts ({said})") from error
+        delay = self._options.retry_delay_sec * 2**attempt
+        logger.warning("%s: %s; trying again in %.1f s", where, said, delay)
+        self._sleep(delay)

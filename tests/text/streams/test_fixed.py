@@ -1,0 +1,577 @@
+"""Windows and batches of one shape: literal cases, conservation, resume at every batch, threads that end."""
+
+import gc
+import json
+import random
+import threading
+import time
+import traceback
+from collections import Counter
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from swift_vlpack.core.errors import ConfigError, DataError, SourceError, StateMismatch
+from swift_vlpack.text import FixedBatches, TextStream, local_text
+from tests.text.vocabularies import BOS, EOS, PAD, corpus, text, words
+
+DTYPES = {"input_ids": "int32", "labels": "int32", "attention_mask": "bool", "segment_ids": "int32"}
+BARE = {"add_bos": False, "add_eos": False}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return words()
+
+
+@pytest.fixture
+def stream(tokenizer):
+    return lambda source, **options: TextStream(source, **{"tokenizer": tokenizer, "seq_len": 7, **options})
+
+
+def same(one, other):
+    return len(one) == len(other) and all(
+        set(a) == set(b) and all(np.array_equal(a[name], b[name]) for name in a)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def documents_in(windows):
+    """Their tokens, document by document as far as windows know them."""
+    for window in windows:
+        for number in range(1, window.segment_ids.max() + 1):
+            yield tuple(window.tokens[window.segment_ids == number].tolist())
+
+
+def test_sequential_windows_by_hand(stream):
+    """TEXT-20"""
+    windows = list(stream([text(0, 1), text(2), text(*range(3, 9))], seq_len=4))
+    assert [window.tokens.tolist() for window in windows] == [
+        [BOS, 4, 5, EOS, BOS], [6, EOS, BOS, 7, 8], [9, 10, 11, 12, EOS],
+    ]  # fmt: skip
+    assert [window.segment_ids.tolist() for window in windows] == [
+        [1, 1, 1, 1, 2], [1, 1, 2, 2, 2], [1, 1, 1, 1, 1],
+    ]  # fmt: skip
+
+
+def test_bins_by_hand(stream):
+    """TEXT-21"""
+    source = [text(*range(4)), text(*range(3)), text(9), text(8)]
+    windows = list(stream(source, seq_len=4, packing_mode="bin", packing_buffer_docs=4, **BARE))
+    assert sorted(window.tokens.tolist() for window in windows) == [[4, 5, 6, 7, 12], [4, 5, 6, 13, PAD]] or sorted(
+        window.tokens.tolist() for window in windows
+    ) == [[4, 5, 6, 7, 13], [4, 5, 6, 12, PAD]]
+    capped = list(stream(source, seq_len=4, packing_mode="bin", packing_max_docs_per_bin=1, **BARE))
+    assert len(capped) == 4
+    assert all(set(window.segment_ids.tolist()) <= {0, 1} for window in capped)
+
+
+def test_a_batch_by_hand(stream):
+    """TEXT-22 TEXT-23"""
+    source = [text(0, 1), text(2)]
+    made = list(FixedBatches(stream(source, seq_len=4), batch_size=1, accumulation=2))
+    assert {name: field.tolist() for name, field in made[0].items()} == {
+        "input_ids": [[[BOS, 4, 5, EOS]], [[6, EOS, PAD, PAD]]],
+        "labels": [[[4, 5, EOS, -100]], [[EOS, -100, -100, -100]]],
+        "attention_mask": [[[True] * 4], [[True, True, False, False]]],
+        "segment_ids": [[[1, 1, 1, 1]], [[1, 1, 0, 0]]],
+    }
+    options = {"mask_boundary_loss": False, "train_on_eos": False}
+    (other,) = FixedBatches(stream(source, seq_len=4), batch_size=2, **options)
+    assert other["labels"].tolist() == [[[4, 5, -100, BOS], [-100, -100, -100, -100]]]
+
+
+@pytest.mark.parametrize("mode", ["sequential", "bin"])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_every_batch_has_one_shape_and_the_last_one_is_counted(stream, mode, drop_last):
+    """TEXT-22 TEXT-23"""
+    for seed in range(6):
+        batches = FixedBatches(
+            stream(corpus(seed, 50), packing_mode=mode), batch_size=3, accumulation=2, drop_last=drop_last
+        )
+        made = list(batches)
+        for batch in made:
+            assert {name: str(field.dtype) for name, field in batch.items()} == DTYPES
+            assert {field.shape for field in batch.values()} == {(2, 3, 7)}
+            segments = batch["segment_ids"]
+            assert ((segments != 0) == batch["attention_mask"]).all()
+            steps = np.diff(segments, axis=-1)
+            assert (((steps == 0) | (steps == 1)) | (segments[..., 1:] == 0)).all(), "rising within a row"
+            assert (batch["labels"][segments == 0] == -100).all()
+        counts, size = batches.counts, 6
+        dropped = counts.get("incomplete_batch_rows", 0)
+        assert counts["batches"] == len(made)
+        assert counts["windows"] + counts["padding_rows"] == len(made) * size + dropped
+        assert (dropped == 0) if not drop_last else (counts["padding_rows"] == 0)
+        num_real = counts["windows"] * 8 - counts["padding_tokens"]
+        assert counts["tokens"] == num_real
+        assert next(batches, None) is None, "the end stays the end"
+
+
+def test_dropped_tokens_by_hand(stream):
+    """TEXT-23"""
+    batches = FixedBatches(stream([text(*range(11))], seq_len=3, **BARE), batch_size=2, drop_last=True)
+    assert len(list(batches)) == 1
+    assert (batches.counts["incomplete_batch_rows"], batches.counts["incomplete_batch_tokens"]) == (1, 3)
+
+
+@pytest.mark.parametrize("mode", ["sequential", "bin"])
+@pytest.mark.parametrize("shuffle", [0, 9])
+def test_every_token_is_in_exactly_one_window(stream, tokenizer, mode, shuffle):
+    """TEXT-20 TEXT-21 TEXT-29"""
+    for seed in range(8):
+        source = corpus(seed, 60, longest=30)
+        wanted = [[BOS, *tokenizer(one)["input_ids"], EOS] for one in source]
+        made = stream(source, packing_mode=mode, shuffle_buffer_size=shuffle, seed=seed, packing_buffer_docs=16)
+        windows = list(made)
+        flat = [token for window in windows for token in window.tokens[window.segment_ids != 0].tolist()]
+        assert Counter(flat) == Counter(token for tokens in wanted for token in tokens)
+        assert made.counts["tokens"] == len(flat)
+        if mode == "sequential":
+            assert all((window.segment_ids != 0).all() for window in windows[:-1]), "only the last one is padded"
+            assert (flat == [token for tokens in wanted for token in tokens]) == (shuffle == 0)
+        else:
+            whole = Counter(tuple(tokens) for tokens in wanted if len(tokens) <= 8)
+            assert whole - Counter(documents_in(windows)) == Counter(), "what fits into a window is not cut"
+
+
+# -- sources ----------------------------------------------------------------------------------------------------------
+
+
+def files(folder, source):
+    lines = [f"{one}\n" for one in source if one]
+    (folder / "a.txt").write_text("".join(lines[:20]))
+    (folder / "b.txt").write_text("".join(lines[20:]).rstrip("\n"))  # no newline at the end
+    return [folder / "a.txt", folder / "b.txt"]
+
+
+def sized(source):
+    from datasets import Dataset
+
+    return Dataset.from_dict({"text": source})
+
+
+def streaming(source):
+    return sized(source).to_iterable_dataset(num_shards=3)
+
+
+def generated(source):
+    from datasets import IterableDataset
+
+    return IterableDataset.from_generator(_rows, gen_kwargs={"source": source})
+
+
+def _rows(source):
+    for one in source:
+        yield {"text": one}
+
+
+def _upper(row):
+    return {"text": row["text"] + " w499"}
+
+
+SOURCES = {
+    "lines": lambda folder, source: local_text(files(folder, source)),
+    "list": lambda folder, source: source,
+    "rows": lambda folder, source: [{"text": one} for one in source],
+    "function": lambda folder, source: lambda: iter(source),
+    "dataset": lambda folder, source: sized(source),
+    "streaming": lambda folder, source: streaming(source),
+    "generated": lambda folder, source: generated(source),
+    "mapped": lambda folder, source: streaming(source).map(_upper).filter(lambda row: "w7" not in row["text"]),
+    "shuffled": lambda folder, source: streaming(source).shuffle(seed=3, buffer_size=10),
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"packing_mode": "sequential"},
+        {"packing_mode": "bin", "packing_buffer_docs": 8, "packing_strategy": "exact"},
+        {"packing_mode": "bin", "shuffle_buffer_size": 7, "packing_max_docs_per_bin": 2},
+        {"packing_mode": "sequential", "shuffle_buffer_size": 5, "repeat": True, "max_doc_tokens": 9},
+    ],
+    ids=["sequential", "bin", "shuffled bin", "repeated"],
+)
+def test_resume_at_every_batch_has_the_same_future(stream, kind, options, tmp_path):
+    """TEXT-26"""
+    source = [one for one in corpus(4, 40, longest=25) if one]
+
+    def fresh():
+        (tmp_path / "files").mkdir(exist_ok=True)
+        return FixedBatches(stream(SOURCES[kind](tmp_path / "files", source), **options), batch_size=2, accumulation=2)
+
+    one = fresh()
+    states, made = [json.dumps(one.state_dict())], []
+    for batch in islice(one, 25):
+        made.append(batch)
+        states.append(json.dumps(one.state_dict()))
+    assert len(made) > 5
+    for number in (*range(0, len(made), 4), len(made) - 1, len(made)):
+        again = fresh()
+        again.load_state_dict(json.loads(states[number]))
+        assert json.dumps(again.state_dict()) == states[number], "loading changes nothing"
+        assert same(list(islice(again, 25 - number)), made[number:])
+        assert again.counts == one.counts
+
+
+def test_a_state_holds_addresses_where_the_source_can_seek(stream, tmp_path):
+    """TEXT-26"""
+    source = [text(*range(50, 90))] * 30
+    options = {"packing_mode": "bin", "shuffle_buffer_size": 10, "packing_buffer_docs": 16, "seq_len": 63}
+    sizes = {}
+    for name, given in (("files", local_text(files(tmp_path, source))), ("function", lambda: iter(source))):
+        one = stream(given, **options)
+        next(one)
+        sizes[name] = len(json.dumps(one.state_dict()))
+    assert sizes["files"] < sizes["function"] / 3
+
+
+def test_resuming_a_seekable_source_reads_nothing_again(stream, tmp_path):
+    """TEXT-26"""
+
+    class Watched(list):
+        asked = 0
+
+        def __getitem__(self, index):
+            self.asked += 1
+            return super().__getitem__(index)
+
+    rows = Watched(corpus(1, 2000))
+    one = stream(rows)
+    for _ in islice(one, 500):
+        pass
+    state = one.state_dict()
+    rows.asked = 0
+    again = stream(rows)
+    again.load_state_dict(state)
+    next(again)
+    assert rows.asked < 10
+
+    class Rows:
+        """A streaming data set that counts what is read of it."""
+
+        asked = 0
+
+        def __init__(self):
+            self.at = 0
+
+        def __iter__(self):
+            while self.at < 2000:
+                type(self).asked += 1
+                self.at += 1
+                yield {"text": rows[self.at - 1]}
+
+        def state_dict(self):
+            return {"at": self.at}
+
+        def load_state_dict(self, state):
+            self.at = state["at"]
+
+    one = stream(Rows())
+    for _ in islice(one, 500):
+        pass
+    Rows.asked, again = 0, stream(Rows())
+    again.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    assert same([{"tokens": next(again).tokens}], [{"tokens": next(one).tokens}])
+    assert Rows.asked < 10
+
+
+def test_a_data_set_whose_own_state_forgets_rows_is_read_again(stream, caplog):
+    """TEXT-26: as that of datasets 4.8 does behind `map` and `filter`, where it goes on at the next chunk of rows."""
+    source = [text(number, number + 1) for number in range(30)]
+    one = stream(streaming(source).map(_upper))
+    wanted = [next(one) for _ in range(3)]
+    state = json.loads(json.dumps(one.state_dict()))
+    wanted = [window.tokens.tolist() for window in one]
+    again = stream(streaming(source).map(_upper))
+    again.load_state_dict(state)
+    assert "leads elsewhere" in caplog.text
+    assert [window.tokens.tolist() for window in again] == wanted
+
+
+@pytest.mark.parametrize("kind", ["function", "streaming"])
+def test_a_stream_that_has_changed_is_refused(stream, kind):
+    """TEXT-26"""
+    source = [text(number) for number in range(30)]
+    one = stream(SOURCES[kind](None, source))
+    for _ in islice(one, 4):
+        pass
+    source[one.counts["documents"] - 1] = "w400"
+    with pytest.raises(DataError, match=r"row \d+ of epoch 0 is not what it was"):
+        stream(SOURCES[kind](None, source)).load_state_dict(one.state_dict())
+    del source[3:]
+    with pytest.raises(DataError, match="is not what it was"):
+        stream(SOURCES[kind](None, source)).load_state_dict(one.state_dict())
+
+
+def test_a_state_of_something_else_is_refused_by_name(stream, tokenizer, tmp_path):
+    """TEXT-26"""
+    path = tmp_path / "a.txt"
+    path.write_text("w1 w2\nw3\n" * 9)
+    one = stream(path)
+    next(one)
+    state = json.loads(json.dumps(one.state_dict()))
+    for options, field in (
+        ({"seq_len": 8}, "seq_len"), ({"packing_mode": "bin"}, "packing_mode"), ({"seed": 1}, "seed"),
+        ({"tokenizer": "byte"}, "tokenizer"),
+    ):  # fmt: skip
+        with pytest.raises(StateMismatch, match=field):
+            stream(path, **options).load_state_dict(state)
+    path.write_text("w1 w2\nw3\n" * 10)
+    with pytest.raises(StateMismatch, match="source"):
+        stream(path).load_state_dict(state)
+    with pytest.raises(StateMismatch, match="not a text stream state"):
+        stream(path).load_state_dict(FixedBatches(stream(path), batch_size=1).state_dict())
+    with pytest.raises(StateMismatch, match="damaged"):
+        stream(path).load_state_dict({**stream(path).state_dict(), "state": {"documents": 3}})
+
+
+def test_another_batch_size_goes_on_at_the_same_window(stream):
+    """TEXT-26"""
+    source = corpus(2, 60)
+    rows = [row for batch in FixedBatches(stream(source), batch_size=1) for row in batch["input_ids"].reshape(-1, 7)]
+    one = FixedBatches(stream(source), batch_size=4)
+    next(one), next(one)
+    again = FixedBatches(stream(source), batch_size=2, accumulation=3)
+    again.load_state_dict(one.state_dict())
+    assert next(again)["input_ids"].reshape(-1, 7).tolist() == [row.tolist() for row in rows[8:14]]
+
+
+def test_local_text_by_line_and_by_paragraph(tmp_path):
+    """TEXT-24"""
+    path = tmp_path / "a.txt"
+    path.write_bytes("\ufeffone\r\ntwo\n\n \nthree é\r\nfour".encode())
+
+    def texts(document):
+        source = local_text([path, path], document=document)
+        source.start(0)
+        found = []
+        while (one := source.read()) is not None:
+            found.append(one)
+        assert [source.fetch(one.address) for one in found] == [one.text for one in found]
+        return [one.text for one in found]
+
+    assert texts("line") == ["one", "two", "three é", "four"] * 2
+    assert texts("paragraph") == ["one\ntwo", "three é\nfour"] * 2
+
+
+def test_sources_that_cannot_be_are_refused(stream, tmp_path):
+    """TEXT-24"""
+    for source, said in (
+        (tmp_path / "none.txt", "no such text file"),
+        ({"train": []}, "several data sets"),
+        (iter(["a"]), "can be read once"),
+        (3, "no source of documents"),
+    ):
+        with pytest.raises(DataError, match=said):
+            stream(source)
+    with pytest.raises(ConfigError, match="document must be"):
+        local_text(__file__, document="page")
+    with pytest.raises(DataError, match="row 0 has no 'content'; it has text"):
+        next(stream([{"text": "w1"}], text_key="content"))
+    with pytest.raises(DataError, match="row 1 of epoch 0: text must be a text, got int"):
+        list(stream(lambda: iter([{"text": "w1"}, {"text": 4}])))
+    (tmp_path / "latin.txt").write_bytes("w1\né".encode("latin-1"))
+    with pytest.raises(DataError, match=r"latin.txt: the document at byte 3 is no UTF-8"):
+        list(stream(tmp_path / "latin.txt"))
+
+
+def test_text_key_and_rows_without_text(stream):
+    """TEXT-24"""
+    one = stream([{"content": text(1)}, {"content": None}, {"content": ""}], text_key="content", add_eos=False)
+    assert [window.tokens.tolist() for window in one] == [[BOS, 5, BOS, PAD, PAD, PAD, PAD, PAD]]
+    assert one.counts["empty_documents"] == 1
+    assert list(stream([], seq_len=3)) == []
+
+
+def test_repeat_and_shuffle(stream):
+    """TEXT-29"""
+    source = [text(number) for number in range(20)]
+
+    def drawn(num_documents, **options):
+        one = stream(source, seq_len=1, repeat=True, add_bos=False, **options)
+        return [int(window.tokens[0]) - 4 for window in islice(one, num_documents)]
+
+    assert drawn(45) == [*range(20), *range(20), *range(5)]
+    shuffled = drawn(40, shuffle_buffer_size=6, seed=1)
+    assert sorted(shuffled[:20]) == sorted(shuffled[20:]) == list(range(20))
+    assert shuffled[:20] != list(range(20))
+    assert shuffled[:20] != shuffled[20:]
+    assert all(number < at + 6 for at, number in enumerate(shuffled[:20])), "from a buffer of 6"
+    assert drawn(40, shuffle_buffer_size=6, seed=1) == shuffled != drawn(40, shuffle_buffer_size=6, seed=2)
+    assert drawn(20, shuffle_buffer_size=1) == list(range(20))
+
+
+@pytest.mark.parametrize(
+    ("source", "said"), [([], "without a document"), ([None, None], "no document of a whole epoch")]
+)
+def test_repeating_nothing_ends(stream, source, said):
+    """TEXT-29"""
+    with pytest.raises(DataError, match=said):
+        next(stream(source, repeat=True))
+
+
+def test_options_that_cannot_be_are_refused(stream):
+    """TEXT-20 TEXT-21"""
+    for options, said in (
+        ({"seq_len": 0}, "seq_len must be at least 1"),
+        ({"packing_mode": "wrapped"}, "packing_mode must be 'sequential' or 'bin'"),
+        ({"packing_mode": "bin", "packing_strategy": "magic"}, "packing_strategy must be one of"),
+        ({"packing_mode": "bin", "packing_strategy": "binpack", "packing_max_docs_per_bin": 2}, "knows no cap"),
+        ({"packing_buffer_docs": 0}, "packing_buffer_docs must be at least 1"),
+        ({"max_retries": -1}, "max_retries must be at least 0"),
+        ({"tokenizer": "bert"}, "tokenizer must be"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            stream(["w1"], **options)
+    for options in ({"batch_size": 0}, {"batch_size": 1, "accumulation": 0}, {"batch_size": 1, "prefetch": -1}):
+        with pytest.raises(ConfigError, match="must be at least"):
+            FixedBatches(stream(["w1"]), **options)
+
+
+# -- errors and threads -----------------------------------------------------------------------------------------------
+
+
+class Flaky:
+    """A streaming data set that fails at some rows so often, as a network does; its iterator is then at its end."""
+
+    def __init__(self, rows, failures):
+        self.rows, self.failures, self.at = rows, failures, 0
+
+    def __iter__(self):
+        while self.at < len(self.rows):
+            at = self.at
+            self.at += 1  # moved on before it fails, as a data set that maps does
+            if self.failures.get(at, 0):
+                self.failures[at] -= 1
+                raise ConnectionError(f"row {at} did not come")
+            yield {"text": self.rows[at]}
+
+    def __deepcopy__(self, memo):
+        return Flaky(self.rows, self.failures)
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("failures", [{0: 2}, {7: 3}, {0: 1, 1: 1, 19: 2}])
+def test_a_read_that_fails_is_tried_again_with_growing_delays(stream, failures, caplog):
+    """TEXT-25"""
+    source, slept = [text(number) for number in range(20)], []
+    wanted = [window.tokens.tolist() for window in stream(source)]
+    one = stream(Flaky(source, dict(failures)), retry_delay_sec=0.5, sleep=slept.append)
+    assert [window.tokens.tolist() for window in one] == wanted, "no row is lost, none comes twice"
+    assert slept == [0.5 * 2**attempt for times in failures.values() for attempt in range(times)]
+    assert caplog.text.count("did not come; trying again in") == len(slept)
+
+
+def test_what_stays_broken_is_raised_with_source_and_position(stream):
+    """TEXT-25"""
+    slept = []
+    one = stream(Flaky([text(1)] * 9, {5: 99}), max_retries=2, sleep=slept.append, seq_len=1)
+    with pytest.raises(
+        SourceError, match=r"Flaky: document 5 of epoch 0 cannot be read, after 3 attempts \(Conn"
+    ) as error:
+        list(one)
+    assert isinstance(error.value.__cause__, ConnectionError)
+    assert slept == [1.0, 2.0]
+    never = stream(Flaky([text(1)], {0: 1}), max_retries=0, sleep=slept.append)
+    with pytest.raises(SourceError, match="after 1 attempts"):
+        next(never)
+
+
+def test_a_file_that_is_gone_is_named(stream, tmp_path):
+    """TEXT-25"""
+    path = tmp_path / "gone.txt"
+    path.write_text("w1\n" * 99)
+    one = stream(path, max_retries=1, sleep=lambda seconds: None)
+    path.unlink()
+    with pytest.raises(SourceError, match=r"gone.txt: document 0 of epoch 0"):
+        next(one)
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "vlpack-prefetch"]
+
+
+def ended(thread_list):
+    for thread in thread_list:
+        thread.join(20)
+    return not any(thread.is_alive() for thread in thread_list)
+
+
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_prefetched_batches_and_states_are_those_without(stream, prefetch):
+    """TEXT-27"""
+    source, rng = corpus(6, 80), random.Random(0)
+    options = {"shuffle_buffer_size": 4, "packing_mode": "bin", "packing_buffer_docs": 8}
+    plain = FixedBatches(stream(source, **options), batch_size=2)
+    ahead = FixedBatches(stream(source, **options), batch_size=2, prefetch=prefetch)
+    made = []
+    assert ahead.state_dict() == plain.state_dict()
+    for batch in ahead:
+        made.append(batch)
+        assert same([batch], [next(plain)])
+        if rng.random() < 0.5:
+            time.sleep(0.002)  # lets the thread run ahead
+        assert json.dumps(ahead.state_dict()) == json.dumps(plain.state_dict()), "of what was consumed"
+        assert ahead.counts == plain.counts
+    assert next(plain, None) is None
+    assert ahead.state_dict() == plain.state_dict()
+    assert ended(threads())
+
+
+def test_closing_early_leaves_no_thread_and_going_on_misses_nothing(stream):
+    """TEXT-27"""
+    source = corpus(6, 80)
+    wanted = list(FixedBatches(stream(source), batch_size=2))
+    with FixedBatches(stream(source), batch_size=2, prefetch=3) as batches:
+        made = [next(batches), next(batches)]
+        assert len(threads()) == 1
+    assert threads() == []
+    made += [next(batches)]
+    state = batches.state_dict()
+    batches.close()
+    batches.close()
+    assert batches.state_dict() == state
+    assert same([*made, *batches], wanted)
+    batches.load_state_dict(state)
+    assert same(list(batches), wanted[3:])
+    batches.close()
+    assert threads() == []
+
+
+def test_a_forgotten_one_ends_its_thread_too(stream):
+    """TEXT-27"""
+    batches = FixedBatches(stream(corpus(6, 80), repeat=True), batch_size=2, prefetch=2)
+    next(batches)
+    alive = threads()
+    assert len(alive) == 1
+    del batches
+    gc.collect()
+    assert ended(alive)
+
+
+def test_an_error_in_the_thread_reaches_the_consumer_with_its_traceback(stream):
+    """TEXT-27 TEXT-25"""
+    options = {"seq_len": 1, "add_bos": False, "max_retries": 0}
+    batches = FixedBatches(stream(Flaky([text(1)] * 9, {5: 1}), **options), batch_size=2, prefetch=4)
+    made = [next(batches), next(batches)]
+    state = batches.state_dict()
+    for _ in range(2):  # it stays
+        with pytest.raises(SourceError, match="document 5") as error:
+            next(batches)
+    frames = [frame.name for frame in traceback.extract_tb(error.value.__traceback__)]
+    assert "run" in frames
+    assert "_wait_or_give_up" in frames
+    assert batches.state_dict() == state
+    batches.close()
+    assert threads() == []
+    made += list(batches)  # the row has come back by now
+    assert len(made) == 5
