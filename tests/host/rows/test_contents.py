@@ -52,19 +52,21 @@ def rows(tmp_path_factory):
     return [text_row(), *[image_row([path]) for path in paths], image_row(paths[:2])]
 
 
-def contents(template, rows):
-    return [encode_row(template, row, SampleId("rows", n))["contents"] for n, row in enumerate(rows)]
+def sizes(template, rows):
+    """Length, and what else there is, of every row."""
+    samples = [encode_row(template, row, SampleId("rows", n)) for n, row in enumerate(rows)]
+    return [(sample["length"], sample["contents"]) for sample in samples]
 
 
 @pytest.mark.parametrize("family", PATCHES)
 def test_images_and_patches_are_counted_in_every_family(template_of, rows, family):
     """DATA-18: from the pixels, and from headers alone, where the processor can do without pixels."""
     template = template_of(family)
-    found = contents(template, rows)
-    assert [held.images for held in found] == IMAGES
-    assert [held.patches for held in found] == PATCHES[family]
+    found = sizes(template, rows)
+    assert [held.images for _, held in found] == IMAGES
+    assert [held.patches for _, held in found] == PATCHES[family]
     if family != "gemma3_vision":  # makes arrays of its pixels, so that its rows are encoded in full
-        assert contents(pixel_free(template), rows) == found
+        assert sizes(pixel_free(template), rows) == found
 
 
 @pytest.mark.parametrize("family", ["internvl", "gemma3_vision"])
@@ -77,14 +79,14 @@ def test_length_pass_remembers_what_rows_hold(template_of, rows, family, tmp_pat
 
 @pytest.mark.parametrize("mode", ["plan", "buffer"])
 @pytest.mark.parametrize(
-    ("family", "cap", "sizes"),
+    ("family", "cap", "num_samples"),
     [
         ("internvl", {"packing_max_images": 2}, [1, 2]),
         ("internvl", {"packing_max_patches": 2048}, [1, 2]),
         ("gemma3_vision", {"packing_max_images": 1}, [1, 1, 1]),
     ],
 )
-def test_caps_hold_in_a_family_without_grids(template_of, rows, family, cap, sizes, mode):
+def test_caps_hold_in_a_family_without_grids(template_of, rows, family, cap, num_samples, mode):
     """DATA-18 PACK-3: three rows of one square image each, with room for the tokens of all."""
     template = template_of(family)
     options = {"packing_length": 8192, "packing_strategy": "exact", "packing_drop_last": False, **cap}
@@ -94,5 +96,5 @@ def test_caps_hold_in_a_family_without_grids(template_of, rows, family, cap, siz
     )
     made = [packs[n] for n in range(len(packs))] if mode == "plan" else list(packs)
     template.packing = template.padding_free = False
-    assert sorted(len(pack) for pack in made) == sizes
-    assert sorted(pack.record.num_images for pack in made) == sizes
+    assert sorted(len(pack) for pack in made) == num_samples
+    assert sorted(pack.record.num_images for pack in made) == num_samples
