@@ -39,7 +39,7 @@ _NEED_TORCH = {
     "PackingDataset": "swift_vlpack.data.feeds.dataset",
     "RowSource": "swift_vlpack.data.rows.fusion",
     "prepare_model": "swift_vlpack.data.model.prepare",
-    "prove": "swift_vlpack.data.model.proof",
+    "prove": "swift_vlpack.data.proof.prove",
 }
 
 

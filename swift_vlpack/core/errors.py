@@ -11,7 +11,7 @@ VLPackError
 |-- StateMismatch      a saved state belongs to other data, another config or another version
 |-- SampleError        a row cannot be encoded (data/rows/samples.py); becomes a counted reason
 |-- TooManyFailures    so many rows in a row that the data must be broken (data/rows/samples.py)
-|-- IsolationError     samples of a pack see each other, or the proof cannot be made (data/model/isolation.py)
+|-- IsolationError     samples of a pack see each other, or the proof cannot be made (data/proof/isolation.py)
 |-- RanksDiffer        the ranks would train on different data (host/ranks.py)
 |-- StateNotSaved      the state of the data cannot be written into a checkpoint (host/training/state.py)
 |-- WorkerDied         a dataloader worker was killed, or left (host/training/loader.py)

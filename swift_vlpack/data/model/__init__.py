@@ -1,1 +1,1 @@
-"""What packing asks of a model: attention that knows boundaries, one row of a pack, and the proof."""
+"""What packing asks of a model: attention that knows boundaries, and one row of a pack."""

@@ -17,9 +17,9 @@ from swift.utils import get_logger, to_device
 from swift_vlpack.core.errors import ConfigError, VLPackError
 from swift_vlpack.data.lengths.sizes import num_supervised
 from swift_vlpack.data.model.collate import layout
-from swift_vlpack.data.model.isolation import untouched
-from swift_vlpack.data.model.proof import short_samples
 from swift_vlpack.data.model.row_loss import TOLERANCE, Losses, MeanOfStep, with_fewer_targets
+from swift_vlpack.data.proof.choose_samples import short_samples
+from swift_vlpack.data.proof.reference import untouched
 from swift_vlpack.data.rows.samples import Encoded
 
 logger = get_logger()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from swift_vlpack.data.model.proof import prove
+from swift_vlpack.data.proof.prove import prove
 
 
 def prove_isolation(trainer: Any) -> str:

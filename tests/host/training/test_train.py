@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from swift_vlpack.core.errors import ConfigError
-from swift_vlpack.data.model.isolation import IsolationError
+from swift_vlpack.data.proof.isolation import IsolationError
 from tests.host.runs import argv, epoch_report, log_lines, packed_argv, train
 from tests.images import BROKEN, GOOD, make
 from tests.rows import image_row, mixed_rows, text_row, write_jsonl

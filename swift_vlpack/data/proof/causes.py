@@ -1,0 +1,200 @@
+"""The likeliest cause of a failed proof, from what the evidence shows. Pure: evidence in, a sentence out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+NO_BOUNDARIES = ("sdpa", "eager", "flex_attention")
+EMBEDDINGS = -1
+"""The number of the layer, where what enters the first one differs already."""
+_STATEFUL = ("linear", "mamba", "conv", "recurrent")
+_FEW = 8
+"""Tokens at a boundary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """One sample of the row: where it differs from what it gives alone."""
+
+    num_tokens: int
+    has_media: bool
+    first: int | None
+    """The first of its tokens that differs, and the last; none where none does."""
+    last: int | None
+
+    @property
+    def differs(self) -> bool:
+        """Whether any token does."""
+        return self.first is not None
+
+    @property
+    def is_edge(self) -> bool:
+        """Whether only a few tokens at its start or end differ."""
+        if self.first is None or self.last is None or self.num_tokens <= 2 * _FEW:
+            return self.first is not None and self.first == self.last
+        return self.last < _FEW or self.first >= self.num_tokens - _FEW
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What is known of a row that is not its samples alone."""
+
+    attention: str
+    profiles: tuple[Profile, ...] = ()
+    moved: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    """(changed, moved): the tokens of the first were replaced, and so many of the second moved."""
+    moved_by_media: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    """The same for media."""
+    given: tuple[int, int] | None = None
+    """(sample, other): the sample gives what it gives alone with the media of the other."""
+    layer: int | None = None
+    """Where the difference begins."""
+    layer_type: str = ""
+    is_only_in_training: bool = False
+    window: int | None = None
+    rope_type: str = "default"
+    model_types: tuple[str, ...] = field(default=())
+    """Kinds of its layers, as its config names them."""
+
+
+def cause_of(evidence: Evidence) -> str:
+    """One sentence, and what to do where that is known."""
+    if evidence.attention in NO_BOUNDARIES:
+        name = evidence.attention
+        return f"attention {name} knows no boundaries; leave attn_impl unset, so that packing chooses its own"
+    has_moved = evidence.moved or (evidence.moved_by_media and evidence.given is None)
+    cause = _of_moved(evidence) if has_moved else _of_differing(evidence)
+    if evidence.is_only_in_training:
+        return f"in training mode, not in evaluation, {cause}"
+    return cause
+
+
+def of_linear_attention(kind: str = "linear attention") -> str:
+    """A state that goes on over boundaries."""
+    return (
+        f"the model has {kind}, whose state must restart with every sample; install the kernels that do "
+        "it (flash-linear-attention, causal-conv1d), or train without packing"
+    )
+
+
+def is_stateful(layer_type: str) -> bool:
+    """Whether a kind of layer carries a state from token to token."""
+    return any(word in layer_type for word in _STATEFUL)
+
+
+def facts_of(config: Any) -> dict[str, Any]:
+    """What a model's config says that matters to a cause."""
+    text = getattr(config, "text_config", config)
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    rope = next((one for one in rope.values() if isinstance(one, dict)), rope)
+    window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None)
+    return {
+        "window": window if isinstance(window, int) and getattr(text, "use_sliding_window", True) else None,
+        "rope_type": str(rope.get("rope_type") or rope.get("type") or "default"),
+        "model_types": tuple(getattr(text, "layer_types", None) or ()),
+    }
+
+
+def _of_moved(evidence: Evidence) -> str:
+    if is_stateful(evidence.layer_type):
+        return of_linear_attention(evidence.layer_type.replace("_", " "))
+    if not evidence.moved and evidence.layer not in (None, EMBEDDINGS):
+        return (
+            f"media of one sample reach another in layer {evidence.layer}, not before it: what the vision tower adds "
+            "to deeper layers (deepstack) is at the wrong tokens"
+        )
+    if not evidence.moved:
+        return (
+            "images, videos or sounds of one sample reach another: their features are put at the tokens of another "
+            "sample, or the vision tower mixes them"
+        )
+    if any(moved < changed for changed, moved in evidence.moved):
+        return (
+            "samples before a changed one moved too, so attention is not causal over the row and knows no boundaries: "
+            "a mask that a hook or the model replaces, or no mask at all"
+        )
+    crossed = {moved for changed, moved in evidence.moved if moved == changed + 1}
+    boundaries = set(range(1, len(evidence.profiles)))
+    far = {(changed, moved) for changed, moved in evidence.moved if moved > changed + 1}
+    few = [of <= min(_FEW, evidence.profiles[moved].num_tokens // 2) for (_, moved), of in evidence.moved.items()]
+    is_edge = any(few) or any(profile.is_edge for profile in evidence.profiles)
+    if crossed and is_edge and len(crossed) < max(2, len(boundaries)):
+        return (
+            f"a boundary is shifted: where sample {min(crossed) + 1} of the row starts a few tokens belong to "
+            "another sample than they should (wrong cu_seq_lens)"
+        )
+    if crossed and not far and len(crossed) < len(boundaries):
+        numbers = ", ".join(str(number + 1) for number in sorted(crossed))
+        return f"the boundary before sample {numbers} of the row is lost, while others hold (wrong cu_seq_lens)"
+    if any(map(is_stateful, evidence.model_types)):
+        return of_linear_attention()
+    return (
+        "samples behind a changed one moved and none before it, so the mask is causal and has no boundaries: a mask or "
+        "a cache hides the boundaries from the attention function (a hook that replaces the model's inputs, or a model "
+        "that does not hand cu_seq_lens on); train without packing, or report the model"
+    )
+
+
+def _of_differing(evidence: Evidence) -> str:
+    """Nothing moved, but packed is not alone."""
+    differing = [profile for profile in evidence.profiles if profile.differs]
+    with_media = [profile for profile in evidence.profiles if profile.has_media]
+    is_all_media = len(with_media) == len(evidence.profiles)
+    is_of_media = evidence.layer == EMBEDDINGS or evidence.given or not is_all_media
+    if differing and is_of_media and all(profile.has_media for profile in differing):
+        return _of_media(evidence)
+    if evidence.rope_type in ("dynamic", "longrope", "su"):
+        return (
+            f"the model's RoPE is {evidence.rope_type}, which takes its frequencies by the longest sample of the row; "
+            "set packing_length to the length up to which it does not"
+        )
+    if is_stateful(evidence.layer_type):
+        return of_linear_attention(evidence.layer_type.replace("_", " "))
+    if differing and all(profile.is_edge for profile in differing):
+        return "a boundary is shifted: only a few tokens where samples meet differ (wrong cu_seq_lens)"
+    if differing and not evidence.profiles[0].differs:
+        return "positions are not restarted at the boundaries, or are those of the whole row: all but the first differ"
+    return _of_attention(evidence, differing)
+
+
+def _of_media(evidence: Evidence) -> str:
+    if evidence.given is not None:
+        one, other = (number + 1 for number in evidence.given)
+        return (
+            f"media are in the wrong order: sample {one} of the row gives what it gives with the images, videos or "
+            f"sounds of sample {other}"
+        )
+    if evidence.layer == EMBEDDINGS:
+        return (
+            "only samples with media differ, before the first layer: images or videos in the wrong order, their grids "
+            "exchanged, or their features at the wrong tokens"
+        )
+    if evidence.layer:
+        return (
+            f"only samples with media differ, from layer {evidence.layer} on: what the vision tower adds to deeper "
+            "layers (deepstack) is at the wrong tokens"
+        )
+    return (
+        "only samples with media differ, from the first layer on: positions of images or videos (grids exchanged, or "
+        "positions made of the whole row), what is added behind the first layer (deepstack), or a mask that joins "
+        "the tokens of an image"
+    )
+
+
+def _of_attention(evidence: Evidence, differing: list[Profile]) -> str:
+    asked = f"attention {evidence.attention} does not do what the model asks of attention"
+    starts = {profile.first for profile in differing}
+    if evidence.window and starts and min(start or 0 for start in starts) >= evidence.window - 1:
+        return f"{asked}: samples differ from token {min(starts, key=lambda at: at or 0)} on, and its window is " + (
+            f"{evidence.window} tokens (sliding window or chunks ignored)"
+        )
+    if starts == {0}:
+        return f"{asked}: samples differ from their first token on, which sees only itself (sinks, or values changed)"
+    if starts and 0 not in starts:
+        return (
+            f"{asked}: samples differ from their second token on, where weights begin to matter (scaling, soft cap, "
+            "or a mask of the model's own)"
+        )
+    return f"{asked} (sinks, soft cap, scaling, window, a mask of the model's own)"

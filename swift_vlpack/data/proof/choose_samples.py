@@ -1,0 +1,139 @@
+"""Which real samples the proof looks at. All that it asks the packs for is here; the same answer on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swift_vlpack.core.errors import DataError
+from swift_vlpack.data.feeds.dataset import PackingDataset
+from swift_vlpack.data.feeds.planned import PlannedPackingDataset
+from swift_vlpack.data.proof.changes import kinds_of_media
+from swift_vlpack.data.rows.contents import contents_of
+from swift_vlpack.data.rows.media import media
+from swift_vlpack.data.rows.randomness import RandomStream
+from swift_vlpack.data.rows.samples import Address, Encoded, SampleError
+
+FEWEST = 4
+"""Samples of the pack that is asked everything: some mistakes need more than three to show."""
+NUM_STREAMED = 64
+"""Rows of a stream that are looked at."""
+_FIRST, _SPREAD, _LOOKED_AT = 6, 18, 250
+"""Rows of a kind that are tried: the shortest, then some all over its lengths, as broken rows are often short.
+Rows that are looked at for media that the lengths do not count."""
+
+
+def chosen_samples(packs: PackingDataset, is_usable: Callable[[Encoded], bool]) -> list[Encoded]:
+    """A few short samples, of every kind there is: an image, several, a video, text. Unusable ones are passed by."""
+    kinds = [filter(is_usable, kind) for kind in candidates_from(packs)]
+    chosen: list[Encoded] = []
+    wanted = len(kinds)
+    while kinds and len(chosen) < wanted:
+        found = [next(kind, None) for kind in kinds]
+        kinds = [kind for kind, sample in zip(kinds, found, strict=True) if sample is not None]
+        chosen += [sample for sample in found if sample is not None][: wanted - len(chosen)]
+        wanted = max(FEWEST, len(chosen))
+    return chosen and [chosen[at % len(chosen)] for at in range(max(2, len(chosen)))]
+
+
+def short_samples(packs: PackingDataset) -> list[Encoded]:
+    """A few short real samples, with and without images where there are both; the same ones on every rank."""
+    by_length = sorted((sample for kind in candidates_from(packs) for sample in islice(kind, 3)), key=_length)
+    if not by_length:
+        raise DataError("not one row could be encoded; the log has the reasons")
+    with_images = [sample for sample in by_length if contents_of(sample).images][:2]
+    text_only = [sample for sample in by_length if not contents_of(sample).images]
+    few = [*with_images, *text_only, *by_length[len(with_images) :]][:3]
+    return few if len(few) > 1 else few * 2
+
+
+def candidates_from(packs: PackingDataset) -> list[Iterator[Encoded]]:
+    """The samples of each kind that the epoch has, short ones first, encoded as they are asked for."""
+    if not isinstance(packs, PlannedPackingDataset):
+        samples = sorted(_streamed(packs), key=_length)
+        return [iter(kind) for kind in _grouped(samples, _kind_of_sample)]
+    sizes = packs.dataset.scheduled_sizes()
+    by_length = np.argsort(sizes.lengths, kind="stable")
+    by_length = by_length[sizes.lengths[by_length] > 0]
+    images, patches = sizes.images[by_length], sizes.patches[by_length]
+    counted = [images == 1, images > 1, (images == 0) & (patches > 0)]
+    kinds = [by_length[is_kind].tolist() for is_kind in counted]
+    others = by_length[(images == 0) & (patches == 0)]
+    kinds += _grouped(_spread(others, _LOOKED_AT), lambda position: _kind_of_row(packs, position))
+    return [_encoded(packs, map(packs.dataset.address, _spread(np.array(kind), _SPREAD))) for kind in kinds if kind]
+
+
+def rows_of_plan(packs: PackingDataset) -> list[list[Encoded]]:
+    """The row with the most samples, and that of the longest one; of a stream, a row as full as its first rows make."""
+    if not isinstance(packs, PlannedPackingDataset):
+        return [row] if (row := _filled(_streamed(packs), packs.config.packing_length)) else []
+    plan = packs.plan
+    if not len(plan):
+        return []
+    pack_of = np.repeat(np.arange(len(plan)), plan.num_samples_per_pack)
+    longest = int(pack_of[int(np.argmax(plan.lengths[plan.members]))])
+    numbers = dict.fromkeys([int(np.argmax(plan.num_samples_per_pack)), longest])
+    rows = [list(_encoded(packs, packs.address(number).samples)) for number in numbers]
+    return [row for row in rows if row]
+
+
+def tokens_of_epoch(packs: PackingDataset) -> int:
+    """That each rank trains in an epoch; 0 where nobody knows."""
+    if not isinstance(packs, PlannedPackingDataset):
+        return 0
+    return int(packs.plan.num_tokens_per_pack.sum()) // packs.num_ranks
+
+
+def _encoded(packs: Any, addresses: Iterable[Address]) -> Iterator[Encoded]:
+    """Those that can be encoded; what a template draws at random depends on the row alone."""
+    for address in addresses:
+        with RandomStream("proof", *address):
+            sample = packs.dataset.sample_or_error(address)
+        if not isinstance(sample, SampleError):
+            yield sample
+
+
+def _streamed(packs: PackingDataset) -> list[Encoded]:
+    read = (sample for sample in packs.dataset.encoded() if not isinstance(sample, SampleError))
+    return list(islice(read, NUM_STREAMED))
+
+
+def _filled(samples: Sequence[Encoded], capacity: int) -> list[Encoded]:
+    row: list[Encoded] = []
+    for sample in samples:
+        if sum(map(_length, row)) + _length(sample) <= capacity:
+            row.append(sample)
+    return row
+
+
+def _spread(positions: NDArray[np.int64], num: int) -> list[int]:
+    """The first ones, then some all over."""
+    over = np.linspace(0, max(0, len(positions) - 1), num=min(num, len(positions))).astype(np.int64)
+    return list(dict.fromkeys([*positions[:_FIRST].tolist(), *positions[over].tolist()]))
+
+
+def _grouped(items: Iterable[Any], kind_of: Callable[[Any], Hashable]) -> list[list[Any]]:
+    groups: dict[Hashable, list[Any]] = {}
+    for item in items:
+        groups.setdefault(kind_of(item), []).append(item)
+    return list(groups.values())
+
+
+def _kind_of_sample(sample: Encoded) -> Hashable:
+    return min(contents_of(sample).images, 2), kinds_of_media(sample)
+
+
+def _kind_of_row(packs: Any, position: int) -> Hashable:
+    """For families whose images nobody counts."""
+    address = packs.dataset.address(position)
+    row = packs.dataset.sources[address.source].rows[address.row_index]
+    kinds = [medium.kind for medium in media(row)]
+    return frozenset(kinds), len(kinds) > 1
+
+
+def _length(sample: Encoded) -> int:
+    return int(sample["length"])

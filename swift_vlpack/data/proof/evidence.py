@@ -1,0 +1,171 @@
+"""What a failed proof looks at to name its cause: who moved whom, which tokens, which layer. Only on failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from swift_vlpack.data.model import attention
+from swift_vlpack.data.proof.causes import EMBEDDINGS, Evidence, Profile, facts_of
+from swift_vlpack.data.proof.changes import can_be_replaced, kinds_of_media, media_of, replaced, with_other_media
+from swift_vlpack.data.proof.measure import Limits, gap, gap_by_token
+from swift_vlpack.data.proof.reference import own_attention, repeatable_training, untouched
+from swift_vlpack.data.proof.subject import Subject
+from swift_vlpack.data.rows.samples import Encoded
+
+_VISION = ("visual", "vision", "audio", "image")
+
+
+def evidence_of(subject: Subject, row: Sequence[Encoded], limits: Limits) -> Evidence:
+    """Look at a row that failed, sample by sample and layer by layer."""
+    facts = facts_of(subject.model.config)
+    with untouched(subject.model):
+        in_evaluation = _profiles(subject, row, limits)
+        with repeatable_training(subject.model):
+            profiles = _profiles(subject, row, limits)
+            moved = _moved(subject, row, limits, lambda sample: _with_other_tokens(subject, sample))
+            by_media = _moved(subject, row, limits, lambda one: with_other_media(one) if kinds_of_media(one) else None)
+            worst = next((at for at, profile in enumerate(profiles) if profile.differs), None)
+            layer = None if worst is None else first_layer(subject, row, worst, limits)
+            given = _given(subject, row, profiles, limits)
+    return Evidence(
+        attention=attention.name_of(subject.model.config),
+        profiles=tuple(profiles),
+        moved=moved,
+        moved_by_media=by_media,
+        given=given,
+        layer=layer,
+        layer_type=_type_of(layer, facts["model_types"]),
+        is_only_in_training=any(p.differs for p in profiles) and not any(p.differs for p in in_evaluation),
+        **facts,
+    )
+
+
+def where(row: Sequence[Encoded], evidence: Evidence) -> str:
+    """The sample, its tokens and the layer, in words."""
+    found = next(((at, one) for at, one in enumerate(evidence.profiles) if one.differs), None)
+    if found is None:
+        return ""
+    at, profile = found
+    name = row[at].get("sample_id", "")
+    layer = {None: "", EMBEDDINGS: ", before the first layer"}.get(evidence.layer, f", first in layer {evidence.layer}")
+    return (
+        f"{name or 'sample'}, number {at + 1} of {len(row)} in its row, differs from token {profile.first} to "
+        f"{profile.last} of {profile.num_tokens}{layer}"
+    )
+
+
+def first_layer(subject: Subject, row: Sequence[Encoded], sample: int, limits: Limits) -> int | None:
+    """The first layer after which a sample's hidden states in the row are not those that it has alone."""
+    layers = decoder_layers(subject.model)
+    start = sum(int(one["length"]) for one in row[:sample])
+    own = slice(start, start + int(row[sample]["length"]))
+    with hidden_states(layers) as packed:
+        subject.run(row, packed=True)
+    with own_attention(subject.model), hidden_states(layers) as alone:
+        ran = subject.run([row[sample]], packed=False)
+    num_tokens = len(ran.logits[0])
+    for number, (here, there) in enumerate(zip(packed, alone, strict=False), start=EMBEDDINGS):
+        one, other = here.reshape(-1, here.shape[-1])[own].float(), there.reshape(-1, there.shape[-1]).float()
+        if len(one) != num_tokens or len(other) != num_tokens:
+            return None
+        if not float((one - other).abs().max()) <= limits.relative * max(1e-6, float(other.abs().max())):
+            return number
+    return None
+
+
+def decoder_layers(model: Any) -> Sequence[torch.nn.Module]:
+    """The layers of the language model: the longest list of modules that is not the vision tower's."""
+    lists: list[Sequence[torch.nn.Module]] = [
+        list(module)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.ModuleList) and not any(part in name for part in _VISION)
+    ]
+    return max(lists, key=len, default=())
+
+
+@contextmanager
+def hidden_states(layers: Sequence[torch.nn.Module]) -> Iterator[list[torch.Tensor]]:
+    """What enters the first layer, then what leaves each."""
+    seen: list[torch.Tensor] = []
+
+    def enters(module: Any, args: Any, kwargs: Any) -> None:
+        seen.append((args[0] if args else kwargs["hidden_states"]).detach())
+
+    def leaves(module: Any, args: Any, output: Any) -> None:
+        seen.append((output[0] if isinstance(output, tuple) else output).detach())
+
+    handles = [layers[0].register_forward_pre_hook(enters, with_kwargs=True)] if len(layers) else []
+    handles += [layer.register_forward_hook(leaves) for layer in layers]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _profiles(subject: Subject, row: Sequence[Encoded], limits: Limits) -> list[Profile]:
+    packed = subject.run(row, packed=True).logits
+    profiles = []
+    with own_attention(subject.model):
+        for logits, sample in zip(packed, row, strict=True):
+            by_token = gap_by_token(logits, subject.run([sample], packed=False).logits[0])
+            wrong = torch.nonzero(~(by_token <= limits.alone)).flatten().tolist()
+            first, last = (wrong[0], wrong[-1]) if wrong else (None, None)
+            profiles.append(Profile(len(logits), bool(kinds_of_media(sample)), first, last))
+    return profiles
+
+
+def _moved(
+    subject: Subject, row: Sequence[Encoded], limits: Limits, change: Callable[[Encoded], Encoded | None]
+) -> dict[tuple[int, int], int]:
+    """Change one sample after the other; which others moved, and how many of their tokens."""
+    before = subject.run(row, packed=True).logits
+    pairs = {}
+    for changed, sample in enumerate(row):
+        if (other := change(sample)) is None:
+            continue
+        after = subject.run([*row[:changed], other, *row[changed + 1 :]], packed=True).logits
+        for moved, (one, two) in enumerate(zip(before, after, strict=True)):
+            num_tokens = int((~(gap_by_token(one, two) <= limits.moved)).sum())
+            if moved != changed and num_tokens:
+                pairs[changed, moved] = num_tokens
+    return pairs
+
+
+def _with_other_tokens(subject: Subject, sample: Encoded) -> Encoded | None:
+    return replaced(sample, subject.is_ordinary) if can_be_replaced(sample, subject.is_ordinary) else None
+
+
+def _given(
+    subject: Subject, row: Sequence[Encoded], profiles: Sequence[Profile], limits: Limits
+) -> tuple[int, int] | None:
+    """A sample that gives what it gives with the media of another one."""
+    packed = subject.run(row, packed=True).logits
+    suspects = [at for at, profile in enumerate(profiles) if profile.differs and profile.has_media]
+    with own_attention(subject.model):
+        for at in suspects:
+            for other, sample in enumerate(row):
+                if other == at or not _fits(row[at], sample):
+                    continue
+                alone = subject.run([{**row[at], **media_of(sample)}], packed=False).logits[0]
+                if gap(packed[at], alone) <= limits.alone:
+                    return at, other
+    return None
+
+
+def _fits(sample: Encoded, other: Encoded) -> bool:
+    """Whether media of another sample have the same form."""
+    own, others = media_of(sample), media_of(other)
+    return (
+        bool(own)
+        and own.keys() == others.keys()
+        and all(getattr(own[name], "shape", None) == getattr(others[name], "shape", ()) for name in own)
+    )
+
+
+def _type_of(layer: int | None, types: Sequence[str]) -> str:
+    return types[layer] if layer is not None and 0 <= layer < len(types) else ""

@@ -1,0 +1,187 @@
+"""The proof that a packed sample is trained as it is alone, on the model as it will train.
+
+Measured against the model's own truth: its own attention, each sample alone, collated by the host as without packing.
+(a) Tokens of some samples are replaced, then media: their own logits must move, those of the others must not.
+(b) Packed must equal alone, in logits, labels, loss weights and in the gradient of a small set of parameters.
+(c) Whole rows of the plan must equal their samples alone, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from swift_vlpack.core.errors import BoundaryError, VLPackError
+from swift_vlpack.core.words import counted
+from swift_vlpack.data.model import attention
+from swift_vlpack.data.proof.causes import cause_of, of_linear_attention
+from swift_vlpack.data.proof.changes import kinds_of_media, with_other_media
+from swift_vlpack.data.proof.evidence import evidence_of, where
+from swift_vlpack.data.proof.measure import Measured, measured, worst
+from swift_vlpack.data.proof.subject import Subject
+from swift_vlpack.data.rows.samples import Encoded
+
+
+class IsolationError(VLPackError):
+    """Samples of a pack see each other, or the proof cannot be made; names the cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What was measured, in units of the logits."""
+
+    num_samples: int
+    moved: float
+    """Most that a logit moved when another sample of the pack changed."""
+    alone: float
+    """Most that a logit differs between packed and the model's own, alone."""
+    gradient: float | None
+    """Most that the gradient of a part of the model differs, as a share; none where no rank has a whole one."""
+    largest_logit: float
+    num_more: int = 0
+    """Samples in rows of the plan."""
+    num_rows_left_out: int = 0
+    """Rows of the plan that would have taken too long."""
+
+    def line(self, attention: str) -> str:
+        """The line that the log shows."""
+        gradient = "not compared, parameters are sharded" if self.gradient is None else f"within {self.gradient:.1e}"
+        more = f"; so do {counted(self.num_more, 'sample')} in rows of the plan" if self.num_more else ""
+        left = f"; {counted(self.num_rows_left_out, 'long row')} of the plan left out" if self.num_rows_left_out else ""
+        return (
+            f"isolation verified: max difference {self.moved} over {self.num_samples} samples, attention {attention} "
+            f"(packed equals the model's own attention within {self.alone:.1e} of logits up to "
+            f"{self.largest_logit:.1f}, gradients {gradient}{more}{left})"
+        )
+
+
+class Finding(NamedTuple):
+    """What is wrong, in numbers, and the row to look at for its cause; none where the numbers say it all."""
+
+    said: str
+    row: Sequence[Encoded] | None = None
+    cause: str = ""
+
+
+def proved(
+    subject: Subject, samples: Sequence[Encoded], rows: Sequence[Sequence[Encoded]] = (), tokens_of_epoch: int = 0
+) -> Proof:
+    """Prove it on these samples, in one pack with twins of those with media, and on rows of the plan.
+
+    Raises `IsolationError` with the likeliest cause.
+    """
+    name = attention.name_of(subject.model.config)
+    try:
+        of = measured(subject, with_twins(samples), rows, tokens_of_epoch)
+        finding = finding_in(of)
+        if finding is None:
+            return proof_from(of)
+        cause, seen = finding.cause, ""
+        if finding.row is not None:
+            evidence = evidence_of(subject, finding.row, of.limits)
+            cause, seen = cause_of(evidence), where(finding.row, evidence)
+    except BoundaryError as error:
+        finding, cause, seen = Finding(str(error)), "positions are not restarted at the boundaries", ""
+    except ImportError as error:
+        finding, cause, seen = Finding(str(error)), of_linear_attention(), ""
+    details = "; ".join(filter(None, (finding.said, seen)))
+    raise IsolationError(f"isolation could not be verified with attention {name}: {cause}. ({details})")
+
+
+def proof_from(of: Measured) -> Proof:
+    """The numbers of a proof that holds."""
+    gaps = [*of.gaps, *(gap for _, gaps in of.rows for gap in gaps)]
+    return Proof(
+        num_samples=len(of.samples),
+        moved=worst([*of.moves, *of.moves_by_media]),
+        alone=worst(gaps),
+        gradient=worst(list(of.gradient.values())) if of.gradient else None,
+        largest_logit=of.largest_logit,
+        num_more=sum(len(row) for row, _ in of.rows),
+        num_rows_left_out=of.num_rows_left_out,
+    )
+
+
+def finding_in(of: Measured) -> Finding | None:
+    """The first thing that is wrong; none where the proof holds. `not <=` and `not >`, so that NaN is wrong, too."""
+    limits, said = of.limits, f"(largest logit {of.largest_logit:.3g}, {of.dtype})"
+    if not all(bool(torch.isfinite(logits).all()) for logits in of.alone):
+        return Finding(f"logits are nan or infinite {said}", cause="the model itself gives them, without packing, too")
+    if of.targets:
+        return Finding(of.targets, cause="labels or loss weights of the row are not those of its samples")
+    if not of.repeated <= limits.moved:
+        return Finding(
+            f"the same row gave logits that differ by {of.repeated:.3g} when it was run again {said}",
+            cause="something stays in the model from one forward to the next (a cache, a state), or it draws at random "
+            "what no dropout rate of its own switches off",
+        )
+    if not (moved := worst(of.moves)) <= limits.moved:
+        return Finding(
+            "samples of a pack see each other: replacing the tokens of one moved the logits of another by "
+            f"{moved:.3g} {said}",
+            of.samples,
+        )
+    if not (moved := worst(of.moves_by_media)) <= limits.moved:
+        return Finding(
+            f"samples of a pack see each other: replacing the media of one moved the logits of another by {moved:.3g} "
+            f"{said}",
+            of.samples,
+        )
+    for row, gaps in [(of.samples, of.gaps), *of.rows]:
+        if not (alone := worst(gaps)) <= limits.alone:
+            return Finding(
+                f"a packed sample does not give what the model's own attention gives it alone: logits differ by "
+                f"{alone:.3g} {said}",
+                row,
+            )
+    return _blindness(of, said) or _gradient(of)
+
+
+def with_twins(samples: Sequence[Encoded]) -> list[Encoded]:
+    """The samples, and behind them one more for each kind of media: the same tokens, other pixels.
+
+    So that whoever hands the images of one sample to another is noticed, also where all have the same size.
+    """
+    twins, seen = [], set[frozenset[str]]()
+    for sample in samples:
+        kinds = kinds_of_media(sample)
+        if kinds and kinds not in seen:
+            seen.add(kinds)
+            twins.append(with_other_media(sample))
+    return [*samples, *twins]
+
+
+def _blindness(of: Measured, said: str) -> Finding | None:
+    """A model that does not look at what was changed would pass everything else."""
+    blind = [at for at, moved in enumerate(of.own) if not moved > 2 * of.limits.moved]
+    if blind:
+        return Finding(
+            f"replacing the tokens of {_name(of, blind[0])} did not move its own logits {said}",
+            cause="the model does not look at its tokens, so nothing can be seen by changing them",
+        )
+    blind = [at for at, moved in of.own_media.items() if not moved > 2 * of.limits.moved]
+    if blind:
+        return Finding(
+            f"replacing or exchanging the media of {_name(of, blind[0])} did not move its logits {said}",
+            cause="media do not reach the model, so nobody can see whether they reach the right sample",
+        )
+    return None
+
+
+def _gradient(of: Measured) -> Finding | None:
+    wrong = {part: off for part, off in of.gradient.items() if not off <= of.limits.gradient}
+    if not wrong:
+        return None
+    part = max(wrong, key=wrong.__getitem__)
+    return Finding(
+        f"the gradient of the {part} part is off by {wrong[part]:.3g} of its length, while logits and labels are equal",
+        cause="the backward of a pack is not that of its samples one by one: a function with a backward of its own "
+        "(the attention, a fused kernel), or something that is detached",
+    )
+
+
+def _name(of: Measured, at: int) -> str:
+    return str(of.samples[at].get("sample_id", f"sample {at + 1}"))

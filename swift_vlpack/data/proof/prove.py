@@ -1,0 +1,56 @@
+"""The isolation proof on a model, its template and real packs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from swift_vlpack.core.errors import DataError, VLPackError
+from swift_vlpack.data.feeds.dataset import PackingDataset
+from swift_vlpack.data.lengths.sizes import num_supervised
+from swift_vlpack.data.model import attention
+from swift_vlpack.data.model.prepare import unwrapped
+from swift_vlpack.data.proof.changes import can_be_replaced
+from swift_vlpack.data.proof.choose_samples import chosen_samples, rows_of_plan, tokens_of_epoch
+from swift_vlpack.data.proof.isolation import IsolationError, proved
+from swift_vlpack.data.proof.subject import Subject, TemplateRows
+
+
+def prove(
+    model: Any,
+    template: Any,
+    packs: PackingDataset,
+    *,
+    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> str:
+    """Prove on real samples of `packs` that the model trains them in a pack as it does alone; the line that says so.
+
+    Raises `IsolationError` with the likeliest cause. The model may be wrapped (all ranks then have to call it); it is
+    left as it was. `forward_context` is what the trainer runs a forward in, autocast for one.
+    """
+    subject = Subject(unwrapped(model), TemplateRows(template), is_ordinary_token(template.tokenizer), forward_context)
+    samples = chosen_samples(
+        packs, lambda sample: num_supervised(sample) > 0 and can_be_replaced(sample, subject.is_ordinary)
+    )
+    if not samples:
+        raise DataError(
+            "the isolation proof found no row that it can use (one that can be encoded, has a label and two different "
+            "tokens of text); the log has the reasons of those that cannot be encoded"
+        )
+    try:
+        proof = proved(subject, samples, rows_of_plan(packs), tokens_of_epoch(packs))
+    except VLPackError:
+        raise
+    except Exception as error:
+        raise IsolationError(
+            f"the isolation proof could not be run ({type(error).__name__}: {error}); mend that, or set "
+            "packing_verify=false to train without a proof"
+        ) from error
+    return proof.line(attention.name_of(subject.model.config))
+
+
+def is_ordinary_token(tokenizer: Any) -> Callable[[int], bool]:
+    """Tokens of text, which may be exchanged without moving images or turns."""
+    special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+    return lambda token: token not in special

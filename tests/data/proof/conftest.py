@@ -1,0 +1,94 @@
+"""Tiny real models as they train, and samples for them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from swift_vlpack.data.model import attention
+from swift_vlpack.data.rows.fusion import encode_row
+from swift_vlpack.data.rows.samples import SampleId
+from tests.conftest import Tiny
+from tests.data.proof.subjects import template_subject
+from tests.images import photo
+from tests.rows import image_row, text_row
+
+
+@pytest.fixture(scope="session")
+def small(small_folder):
+    """A family with its template, by ms-swift's own loading, with our attention and a small vocabulary."""
+
+    @cache
+    def load(family: str) -> Tiny:
+        import torch
+        from swift.model import get_model_processor
+        from swift.template import get_template
+
+        attention.register()
+        folder = small_folder(family)
+        model, processor = get_model_processor(
+            str(folder), model_type=family, torch_dtype=torch.float32, attn_impl=attention.NAME, use_hf=True
+        )
+        template = get_template(processor, template_type=family, max_length=2048)
+        template.set_mode("train")
+        template.model = model
+        return Tiny(family, folder, model, template)
+
+    return load
+
+
+@pytest.fixture
+def training(small):
+    """A family as it trains: with ms-swift's hook on the model, which puts images into the embeddings."""
+    made = []
+
+    def load(family: str) -> Tiny:
+        loaded: Tiny = small(family)
+        loaded.template.packing = loaded.template.padding_free = False
+        loaded.template.register_post_encode_hook([loaded.model])
+        loaded.model.eval()
+        made.append(loaded)
+        return loaded
+
+    yield load
+    for loaded in made:
+        loaded.template.remove_post_encode_hook()
+        loaded.model.set_attn_implementation(attention.NAME)
+        loaded.model.zero_grad()
+        loaded.model.eval()
+
+
+@pytest.fixture
+def subject(training):
+    """What the proof looks at, of a family."""
+    return lambda family: template_subject(training(family))
+
+
+@pytest.fixture(scope="session")
+def rows(tmp_path_factory) -> dict[str, dict[str, Any]]:
+    """Rows of every kind. `wide` and `tall` have as many patches, and other grids."""
+    folder = tmp_path_factory.mktemp("pictures")
+    sizes = [(160, 90), (70, 140), (64, 64), (168, 84), (84, 168)]
+    one, two, three, wide, tall = (photo(folder, str(n), *size, seed=n) for n, size in enumerate(sizes))
+    frames = [photo(folder, f"frame{n}", 96, 64, seed=10 + n) for n in range(4)]
+    return {
+        "image": image_row([one], "what is it", "a noisy picture of many colours"),
+        "images": image_row([two, three], "compare them", "the first is larger"),
+        "wide": image_row([wide], "how wide", "as wide as that"),
+        "tall": image_row([tall], "how tall", "as tall as that"),
+        "text": text_row("how are you today?", "fine, thanks a lot"),
+        "words": text_row("tell me more of it", "there is nothing more to tell, so I stop here and now"),
+        "video": {**text_row("<video>what happens", "nothing much"), "videos": [frames[:2]]},
+        "film": {**text_row("<video>and then", "the end"), "videos": [frames[2:]]},
+        "action": text_row("what next?", "Thought: look\nAction: open\nAction Input: door"),
+    }
+
+
+@pytest.fixture
+def encoded(rows):
+    """Rows of these kinds, encoded by a template."""
+    return lambda template, kinds: [
+        encode_row(template, rows[kind], SampleId(kind, number), strict=True) for number, kind in enumerate(kinds)
+    ]

@@ -1,0 +1,242 @@
+"""Ways to train packs wrongly. Each is what a model, a template or a kernel could really do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+import transformers as T
+from transformers import AttentionInterface
+
+from swift_vlpack.data.model.attention import NAME, segmented_attention
+from swift_vlpack.data.proof.subject import Row, Subject
+from swift_vlpack.data.rows.samples import Encoded
+from tests.data.model.one_by_one import text
+from tests.data.proof.subjects import ChangedRows, text_subject, with_inputs
+
+Broken = Iterator[Subject]
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def gemma2(**changed: Any) -> Subject:
+    """Soft caps and a sliding window."""
+    layers = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 9}
+    return text_subject(T.Gemma2Config(**text(**layers), attn_logit_softcapping=0.5, **changed))
+
+
+def gpt_oss() -> Subject:
+    """Sinks."""
+    layers = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "num_local_experts": 4}
+    return text_subject(T.GptOssConfig(**text(**layers), num_experts_per_tok=2))
+
+
+def llama(**changed: Any) -> Subject:
+    """Nothing special."""
+    return text_subject(T.LlamaConfig(**text(**changed)))
+
+
+def lfm2() -> Subject:
+    """A convolution over tokens, of which transformers' own path knows no boundaries."""
+    return text_subject(T.Lfm2Config(**text(layer_types=["conv", "full_attention"])))
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def rows_changed(subject: Subject, change: Callable[[Row, Sequence[Encoded]], Row]) -> Subject:
+    """With other packed rows than the collator's."""
+    return replace(subject, rows=ChangedRows(subject.rows, change))
+
+
+def boundaries_at(move: Callable[[list[int]], list[int]]) -> Callable[[Row, Sequence[Encoded]], Row]:
+    """Other boundaries where a row has more than one sample."""
+
+    def change(row: Row, samples: Sequence[Encoded]) -> Row:
+        ends = move([0, *accumulate(sample["length"] for sample in samples)]) if len(samples) > 1 else None
+        made = None if ends is None else torch.tensor(ends, dtype=torch.int32)
+        return row if ends is None else with_inputs(row, cu_seq_lens_q=made, cu_seq_lens_k=made)
+
+    return change
+
+
+def no_boundaries(row: Row, samples: Sequence[Encoded]) -> Row:
+    """The model does not get them."""
+    return with_inputs(row, cu_seq_lens_q=None)
+
+
+def positions_of_the_row(row: Row, samples: Sequence[Encoded]) -> Row:
+    """Positions that go on over the samples, images too."""
+    num_tokens = sum(sample["length"] for sample in samples)
+    positions = torch.arange(num_tokens).expand_as(row.inputs["position_ids"])
+    return with_inputs(row, position_ids=positions) if len(samples) > 1 else row
+
+
+def grids_exchanged(row: Row, samples: Sequence[Encoded]) -> Row:
+    """The images are in order, and their grids are not."""
+    if "pixel_values" not in row.inputs:
+        return row
+    return with_inputs(row, image_grid_thw=row.inputs["image_grid_thw"].roll(1, dims=0))
+
+
+def media_exchanged(row: Row, samples: Sequence[Encoded], name: str = "pixel_values") -> Row:
+    """The media of all samples the other way round; for media of one size."""
+    if name not in row.inputs:
+        return row
+    grids = row.inputs["image_grid_thw" if name == "pixel_values" else "video_grid_thw"]
+    parts = row.inputs[name].split(grids.prod(-1).tolist())
+    return with_inputs(row, **{name: torch.cat(parts[::-1])})
+
+
+def images_reversed(row: Row, samples: Sequence[Encoded]) -> Row:
+    """The images of the row with their grids the other way round."""
+    row = media_exchanged(row, samples)
+    if "pixel_values" not in row.inputs:
+        return row
+    return with_inputs(row, image_grid_thw=row.inputs["image_grid_thw"].flip(0))
+
+
+def labels_shifted(row: Row, samples: Sequence[Encoded]) -> Row:
+    """By one over the whole row."""
+    assert row.labels is not None
+    return replace(row, labels=row.labels.roll(1, dims=-1)) if len(samples) > 1 else row
+
+
+def weights_shifted(row: Row, samples: Sequence[Encoded]) -> Row:
+    """Loss weights one token late."""
+    weights = torch.ones(row.inputs["cu_seq_lens_q"][-1])[None]
+    weights[:, ::7] = 2.0
+    return replace(row, weights=weights)
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def attending(subject: Subject, attend: Callable[..., Any]) -> Broken:
+    """With another function as `vlpack`."""
+    AttentionInterface.register(NAME, attend)
+    try:
+        yield subject
+    finally:
+        AttentionInterface.register(NAME, segmented_attention)
+
+
+def dropping(name: str, *args: Any, **options: Any) -> Any:
+    """Something the model asks for is not handed on."""
+    return segmented_attention(*args, **{**options, name: None})
+
+
+def without_window(module: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
+    """Neither the keyword nor the mask of the window."""
+    return segmented_attention(module, q, k, v, None, **{**options, "sliding_window": None})
+
+
+def badly_scaled(*args: Any, **options: Any) -> Any:
+    """By the size of another head."""
+    return segmented_attention(*args, **{**options, "scaling": options["scaling"] * 1.5})
+
+
+def whole_row(module: Any, q: Any, k: Any, v: Any, mask: Any, is_causal: bool = True, **options: Any) -> Any:
+    """One segment: the boundaries are ignored."""
+    is_causal = is_causal and q.shape[2] > 1
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=is_causal, scale=options.get("scaling"), enable_gqa=True
+    ).transpose(1, 2).contiguous(), None
+
+
+def if_packed(wrong: Callable[..., Any]) -> Callable[..., Any]:
+    """Only where the row has samples; the vision tower, and samples alone, as they should be."""
+
+    def attend(*args: Any, cu_seq_lens_q: Any = None, **options: Any) -> Any:
+        right = partial(segmented_attention, *args, cu_seq_lens_q=cu_seq_lens_q, **options)
+        return (
+            right() if cu_seq_lens_q is None or len(cu_seq_lens_q) <= 2 else wrong(right, args, cu_seq_lens_q, options)
+        )
+
+    return attend
+
+
+@if_packed
+def ignoring_boundaries(right: Any, args: Any, ends: Any, options: Any) -> Any:
+    """Causal over the row."""
+    return whole_row(*args, **options)
+
+
+@if_packed
+def looking_everywhere(right: Any, args: Any, ends: Any, options: Any) -> Any:
+    """Not causal, and over the row."""
+    return whole_row(*args, **{**options, "is_causal": False})
+
+
+@if_packed
+def leaking_in_training(right: Any, args: Any, ends: Any, options: Any) -> Any:
+    """A kernel that is used in training only."""
+    return whole_row(*args, **options) if args[0].training else right()
+
+
+@if_packed
+def losing_the_fourth(right: Any, args: Any, ends: Any, options: Any) -> Any:
+    """Room for three samples: the boundaries behind them are lost."""
+    kept = torch.cat([ends[:4], ends[-1:]]) if len(ends) > 5 else ends
+    return segmented_attention(*args, cu_seq_lens_q=kept, **options)
+
+
+@if_packed
+def with_a_wrong_backward(right: Any, args: Any, ends: Any, options: Any) -> Any:
+    """Right forwards; backwards the keys get nothing."""
+    module, q, k, v, *others = args
+    return segmented_attention(module, q, k.detach(), v, *others, cu_seq_lens_q=ends, **options)
+
+
+def keeping_a_cache() -> Callable[..., Any]:
+    """Values of the row before stay in a cache, as of generation, and are seen by the next."""
+    before: dict[int, torch.Tensor] = {}
+
+    def attend(module: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
+        made, _ = segmented_attention(module, q, k, v, mask, **options)
+        if options.get("cu_seq_lens_q") is None:
+            return made, None
+        seen = before.get(id(module))
+        before[id(module)] = made.detach().mean(dim=1, keepdim=True)
+        return (made if seen is None else made + 0.5 * seen), None
+
+    return attend
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def images_see_each_other(subject: Subject) -> Broken:
+    """The vision tower looks at all images of the row."""
+    merger = subject.model.model.visual.merger
+    handle = merger.register_forward_hook(lambda module, args, made: made + made.mean(dim=0))
+    try:
+        yield subject
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def deepstack_misaligned(subject: Subject) -> Broken:
+    """What the tower adds to deeper layers is one token late, in rows with more than one sample."""
+    text_model = subject.model.model.language_model
+    right = text_model._deepstack_process
+
+    def late(hidden: torch.Tensor, where: torch.Tensor, visual: torch.Tensor) -> torch.Tensor:
+        is_packed = where.shape[1] > 80
+        added: torch.Tensor = right(hidden, where, visual.roll(1, dims=0) if is_packed else visual)
+        return added
+
+    text_model._deepstack_process = late
+    try:
+        yield subject
+    finally:
+        del text_model._deepstack_process

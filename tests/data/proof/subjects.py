@@ -1,0 +1,88 @@
+"""Models and rows for the proof: Qwen's by ms-swift's template, text models by a collator of a few lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from swift_vlpack.data.model.attention import NAME
+from swift_vlpack.data.proof.prove import is_ordinary_token
+from swift_vlpack.data.proof.subject import Row, Rows, Subject, TemplateRows
+from swift_vlpack.data.rows.samples import Encoded
+from tests.data.model.one_by_one import built
+
+IGNORED = -100
+
+
+def template_subject(loaded: Any) -> Subject:
+    """A model with ms-swift's template."""
+    return Subject(loaded.model, TemplateRows(loaded.template), is_ordinary_token(loaded.template.tokenizer))
+
+
+def text_subject(config: Any) -> Subject:
+    """A text model of a config, with our attention."""
+    model = built(config)
+    model.set_attn_implementation(NAME)
+    return Subject(model, TextRows(), lambda token: 3 <= token < 480)
+
+
+def text_samples(*lengths: int, seed: int = 1) -> list[Encoded]:
+    """Random tokens, of which the second half is to be learnt."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for number, length in enumerate(lengths):
+        tokens = torch.randint(3, 480, (length,), generator=generator).tolist()
+        labels = [IGNORED] * (length // 2) + tokens[length // 2 :]
+        made.append({"input_ids": tokens, "labels": labels, "length": length, "sample_id": f"text:{number}"})
+    return made
+
+
+class TextRows:
+    """Rows of token ids, packed with boundaries or padded on the right."""
+
+    @contextmanager
+    def row(self, samples: Sequence[Encoded], *, packed: bool) -> Iterator[Row]:
+        ids, labels = ([torch.tensor(s[name]) for s in samples] for name in ("input_ids", "labels"))
+        if packed:
+            labels = [torch.cat([torch.tensor([IGNORED]), one[1:]]) for one in labels]
+            lengths = [len(one) for one in ids]
+            ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+            longest = torch.tensor(max(lengths))
+            inputs = {
+                "input_ids": torch.cat(ids)[None],
+                "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+                "cu_seq_lens_q": ends,
+                "cu_seq_lens_k": ends,
+                "max_length_q": longest,
+                "max_length_k": longest,
+            }
+            yield Row(inputs | {"use_cache": False}, torch.cat(labels)[None], None)
+            return
+        pad = torch.nn.utils.rnn.pad_sequence
+        mask = pad([torch.ones_like(one) for one in ids], batch_first=True)
+        inputs = {"input_ids": pad(ids, batch_first=True), "attention_mask": mask, "use_cache": False}
+        yield Row(inputs, pad(labels, batch_first=True, padding_value=IGNORED), None)
+
+
+class ChangedRows:
+    """Rows of which the packed ones are changed."""
+
+    def __init__(self, rows: Rows, change: Callable[[Row, Sequence[Encoded]], Row]) -> None:
+        self.rows = rows
+        self.change = change
+
+    @contextmanager
+    def row(self, samples: Sequence[Encoded], *, packed: bool) -> Iterator[Row]:
+        with self.rows.row(samples, packed=packed) as made:
+            yield self.change(made, samples) if packed else made
+
+
+def with_inputs(row: Row, **inputs: Any) -> Row:
+    """The same row with other inputs; None takes one away."""
+    changed = {**row.inputs, **inputs}
+    return replace(row, inputs={name: value for name, value in changed.items() if value is not None})

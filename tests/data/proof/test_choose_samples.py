@@ -1,0 +1,129 @@
+"""Which samples the proof takes, from real packs of a real template."""
+
+import pytest
+
+from swift_vlpack import PackingConfig, PackingDataset, prove
+from swift_vlpack.core.errors import DataError
+from swift_vlpack.data.proof.choose_samples import chosen_samples, rows_of_plan, short_samples, tokens_of_epoch
+from swift_vlpack.data.rows.contents import contents_of
+from tests.rows import image_row, text_row
+
+QWEN = "qwen2_5_vl"
+FORMS = ("plan", "buffer")
+
+
+@pytest.fixture
+def packs(training):
+    """Packs of rows, by a template that has its model."""
+    loaded = training(QWEN)
+
+    def make(rows, **options):
+        config = PackingConfig(**{"packing_length": 400, "packing_strategy": "best_fit", **options})
+        return PackingDataset(rows, loaded.template, config)
+
+    return make
+
+
+def ids(samples):
+    return [sample["sample_id"].row for sample in samples]
+
+
+def anything(sample):
+    return True
+
+
+def texts(num):
+    return [text_row(f"question {n}", "word " * (3 + n % 40)) for n in range(num)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_kind_is_there(packs, rows, form):
+    """ISO-12: the shortest of each, and more until there are four."""
+    data = [*texts(12), rows["video"], rows["images"], rows["image"]]
+    chosen = chosen_samples(packs(data, packing_mode=form), anything)
+    images = sorted(contents_of(sample).images for sample in chosen)
+    assert len(chosen) == 4
+    assert images[-2:] == [1, 2]
+    assert any("pixel_values_videos" in sample for sample in chosen)
+    assert ids(sample for sample in chosen if "pixel_values" not in str(sample.keys())) == [0]
+    assert len(chosen_samples(packs(texts(12), packing_mode=form), anything)) == 4
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_data_of_one_sample_make_a_pack(packs, form):
+    """ISO-12"""
+    assert ids(chosen_samples(packs(texts(1), packing_mode=form), anything)) == [0, 0]
+
+
+def breaking(monkeypatch, packs, is_broken):
+    """Rows that cannot be encoded any more, though they were measured."""
+    from swift_vlpack.data.rows import fusion
+    from swift_vlpack.data.rows.samples import SampleError
+
+    encode_row = fusion.encode_row
+
+    def encode(template, row, sample_id, **options):
+        if is_broken(sample_id.row):
+            raise SampleError(sample_id, "file_missing", "gone")
+        return encode_row(template, row, sample_id, **options)
+
+    monkeypatch.setattr(fusion, "encode_row", encode)
+
+
+@pytest.mark.parametrize("num_broken", [3, 30])
+def test_broken_short_rows_do_not_stop_good_data(packs, training, monkeypatch, num_broken):
+    """ISO-12: the shortest ones are all broken; then rows all over the lengths are tried."""
+    data = [text_row(f"number {n}", "word " * (5 + n)) for n in range(60)]
+    made = packs(data)
+    breaking(monkeypatch, made, lambda row: row < num_broken)
+    assert all(row >= num_broken for row in ids(chosen_samples(made, anything)))
+    assert all(row >= num_broken for row in ids(short_samples(made)))
+    loaded = training(QWEN)
+    assert prove(loaded.model, loaded.template, made).startswith(
+        "isolation verified: max difference 0.0 over 4 samples"
+    )
+
+
+def test_odd_rows_are_passed_by(packs, rows):
+    """ISO-12"""
+    chosen = chosen_samples(packs([*texts(8), rows["image"]]), lambda sample: sample["sample_id"].row > 3)
+    assert min(ids(chosen)) > 3
+
+
+def test_data_without_one_usable_row_is_named(packs, training, monkeypatch):
+    """ISO-12"""
+    made = packs(texts(5))
+    breaking(monkeypatch, made, lambda row: True)
+    loaded = training(QWEN)
+    with pytest.raises(DataError, match="the isolation proof found no row that it can use"):
+        prove(loaded.model, loaded.template, made)
+    with pytest.raises(DataError, match="not one row could be encoded"):
+        short_samples(made)
+
+
+def test_rows_of_the_plan_are_the_fullest_and_that_of_the_longest(packs):
+    """ISO-12"""
+    data = [*texts(30), text_row("long", "word " * 300)]
+    made = packs(data)
+    fullest, longest = rows_of_plan(made)
+    assert len(fullest) == max(made.plan.num_samples_per_pack)
+    assert 30 in ids(longest)
+    in_plan = [sorted(made[number].record.lengths) for number in range(len(made))]
+    assert all(sorted(sample["length"] for sample in row) in in_plan for row in (fullest, longest))
+    assert tokens_of_epoch(made) == sum(made.plan.num_tokens_per_pack)
+
+
+def test_row_of_a_stream_is_filled_from_its_first_rows(packs):
+    """ISO-12"""
+    (row,) = rows_of_plan(made := packs(texts(30), packing_mode="buffer"))
+    assert 300 < sum(sample["length"] for sample in row) <= 400
+    assert tokens_of_epoch(made) == 0
+
+
+def test_images_that_nobody_counted_are_found(packs, rows, monkeypatch):
+    """ISO-12: of a family whose sizes say no image, the rows say it."""
+    data = [*texts(20), rows["image"], image_row(rows["images"]["images"])]
+    made = packs(data)
+    for source in made.dataset.sources:
+        source.sizes.columns[1:3] = 0
+    assert {20, 21} <= set(ids(chosen_samples(made, anything)))

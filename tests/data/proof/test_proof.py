@@ -1,0 +1,345 @@
+"""The proof on models that train packs rightly: what it says, what it measures, what it leaves behind."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import transformers as T
+from peft import LoraConfig, get_peft_model
+from torch.nn.parallel import DistributedDataParallel
+
+from swift_vlpack.data.model.attention import NAME
+from swift_vlpack.data.proof import measure, reference
+from swift_vlpack.data.proof.changes import media_of, replaced, with_other_media
+from swift_vlpack.data.proof.isolation import IsolationError, finding_in, proved, with_twins
+from swift_vlpack.data.proof.measure import TOLERANCES, Measured, measured
+from swift_vlpack.data.proof.reference import configs_of, own_attention, repeatable_training
+from swift_vlpack.data.proof.subject import Subject, some_columns
+from tests.data.model.one_by_one import text
+from tests.data.proof import sabotage as s
+from tests.data.proof.subjects import TextRows, text_samples
+
+QWEN = "qwen2_5_vl"
+MIXED = ("image", "text", "images", "video")
+LENGTHS = (24, 9, 31, 14, 20)
+
+
+# -- it holds ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", QWEN, "qwen3_vl"])
+def test_proof_holds_and_says_what_it_measured(subject, encoded, family):
+    """ISO-5 ISO-9 ISO-10: text, an image, several, a video, and twins of the image and of the video."""
+    right = subject(family)
+    samples = encoded(right.rows.template, MIXED)
+    proof = proved(right, samples, [samples[::-1]])
+    assert (proof.num_samples, proof.num_more, proof.num_rows_left_out) == (6, 4, 0)
+    assert proof.moved == 0
+    assert 0 < proof.alone < 1e-4, "another attention, so not the same to the last bit"
+    assert 0 < proof.gradient < 1e-4
+    assert proof.largest_logit > 1
+    line = proof.line(NAME)
+    assert line.startswith("isolation verified: max difference 0.0 over 6 samples, attention vlpack (packed ")
+    assert "so do 4 samples in rows of the plan" in line
+
+
+@pytest.mark.parametrize("make", [s.llama, s.gemma2, s.gpt_oss])
+def test_proof_of_a_text_model_needs_no_template(make):
+    """ISO-9: soft caps, windows and sinks as the model has them."""
+    proof = proved(make(), text_samples(*LENGTHS))
+    assert proof.moved == 0
+    assert proof.alone < 1e-4
+
+
+def test_reference_is_the_attention_that_defines_the_model():
+    """ISO-9: what sdpa would drop is there, on the very model, and it is given back."""
+    right = s.gemma2()
+    (sample,) = text_samples(24)
+    with torch.no_grad():
+        ours = right.run([sample], packed=False).logits[0]
+        with own_attention(right.model, "sdpa"):
+            dropped = right.run([sample], packed=False).logits[0]
+        with own_attention(right.model):
+            names = {config._attn_implementation for config in configs_of(right.model)}
+            own = right.run([sample], packed=False).logits[0]
+    assert names == {"eager"}
+    assert float((own - dropped).abs().max()) > 0.1
+    assert float((own - ours).abs().max()) < 1e-4
+    assert right.model.config._attn_implementation == NAME
+
+
+def test_vision_tower_has_its_own_attention_in_the_reference(subject):
+    """ISO-9"""
+    model = subject(QWEN).model
+    with own_attention(model):
+        assert {config._attn_implementation for config in configs_of(model)} == {"eager"}
+    assert model.config.vision_config._attn_implementation == NAME
+    assert model.config.text_config._attn_implementation == NAME
+
+
+def test_proof_runs_the_same_forwards_whatever_it_finds(subject, encoded):
+    """ISO-5: ranks that wait for each other in a forward must do equally many."""
+    right = subject(QWEN)
+    samples = with_twins(encoded(right.rows.template, MIXED))
+    counts = []
+    for change in (lambda row, samples: row, s.no_boundaries):
+        runs = []
+        rows = s.rows_changed(right, change).rows
+        handle = right.model.register_forward_hook(lambda *args, runs=runs: runs.append(1))
+        found = finding_in(measured(Subject(right.model, rows, right.is_ordinary), samples, [samples[:2]]))
+        handle.remove()
+        counts.append((len(runs), found is None))
+    assert counts == [(len(samples) + 1 + 5 + 3, True), (len(samples) + 1 + 5 + 3, False)]
+
+
+# -- it can fail ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_not_a_number_is_not_a_pass(number):
+    """ISO-13: in whichever sample it is, packed or alone."""
+    right, samples = s.llama(), text_samples(*LENGTHS)
+    is_hit = torch.zeros(512)
+    is_hit[samples[number]["input_ids"][-1]] = torch.nan
+    embed = right.model.get_input_embeddings()
+    handle = embed.register_forward_hook(lambda module, args, made: made + is_hit[args[0]][..., None])
+    with pytest.raises(IsolationError, match=r"the model itself gives them, without packing, too.*nan"):
+        proved(right, samples)
+    handle.remove()
+    handle = embed.register_forward_hook(
+        lambda module, args, made: made + (is_hit[args[0]][..., None] if args[0].shape[1] > 40 else 0)
+    )
+    with pytest.raises(IsolationError, match="nan"):
+        proved(right, samples)
+    handle.remove()
+
+
+def test_model_that_does_not_look_at_its_tokens_is_stopped():
+    """ISO-10: nothing moves, packed equals alone, and nothing is proved."""
+    right = s.llama()
+    handle = right.model.get_input_embeddings().register_forward_hook(lambda module, args, made: made * 0 + 1)
+    with pytest.raises(IsolationError, match=r"the model does not look at its tokens.*text:0 did not move its own"):
+        proved(right, text_samples(*LENGTHS))
+    handle.remove()
+
+
+def test_media_that_do_not_reach_the_model_are_noticed(subject, encoded):
+    """ISO-10: in a pack as little as alone."""
+    right = subject(QWEN)
+    handle = right.model.model.visual.merger.register_forward_hook(lambda module, args, made: made * 0)
+    try:
+        with pytest.raises(IsolationError, match=r"media do not reach the model.*the media of image:0 did not move"):
+            proved(right, encoded(right.rows.template, ("image", "text")))
+    finally:
+        handle.remove()
+
+
+def test_twin_has_the_same_tokens_and_other_media(subject, encoded):
+    """ISO-10"""
+    samples = encoded(subject(QWEN).rows.template, MIXED)
+    image, text_only, _, video, *twins = with_twins(samples)
+    assert len(twins) == 2
+    for sample, twin in ((image, twins[0]), (video, twins[1])):
+        assert twin["input_ids"] == sample["input_ids"]
+        (name,) = media_of(sample)
+        assert not torch.equal(twin[name], sample[name])
+        assert not torch.equal(with_other_media(sample, 2)[name], twin[name])
+        others = {key for key in sample if key not in ("pixel_values", "pixel_values_videos")}
+        assert all(twin[key] is sample[key] for key in others)
+    assert with_twins([text_only]) == [text_only]
+
+
+def test_replaced_sample_keeps_its_media_tokens_and_changes_every_other(subject, encoded):
+    """ISO-10"""
+    right = subject(QWEN)
+    for sample in encoded(right.rows.template, MIXED):
+        before = list(sample["input_ids"])
+        other = replaced(sample, right.is_ordinary)
+        for token, new in zip(before, other["input_ids"], strict=True):
+            assert right.is_ordinary(token) == right.is_ordinary(new) == (token != new)
+        assert sample["input_ids"] == before
+    media = right.rows.template.tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>", "<|vision_start|>"])
+    assert not any(map(right.is_ordinary, media))
+
+
+# -- tolerances -------------------------------------------------------------------------------------------------------
+
+
+def of(noise, dtype=torch.float32, largest=4.0):
+    nothing = {"own": [], "own_media": {}, "repeated": 0.0, "moves": [], "moves_by_media": [], "gaps": []}
+    more = {"gradient": {}, "targets": None, "rows": [], "num_rows_left_out": 0}
+    return Measured(samples=[], alone=[torch.tensor([largest])], dtype=dtype, noise=noise, **nothing, **more)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_tolerance_follows_the_noise_that_was_measured_within_bounds(dtype):
+    """ISO-13"""
+    least, between, most = (of(noise, dtype).limits for noise in ((0, 0), (TOLERANCES[dtype].most / 2.5, 0), (9, 9)))
+    assert least.alone == pytest.approx(4 * TOLERANCES[dtype].least)
+    assert least.alone <= between.alone <= most.alone == pytest.approx(4 * TOLERANCES[dtype].most)
+    assert most.gradient == TOLERANCES[dtype].gradient_most
+    assert of((0, 0), dtype, largest=0.1).limits.alone == TOLERANCES[dtype].least
+
+
+def test_logits_of_a_large_vocabulary_are_compared_in_part():
+    """ISO-14: of all over it."""
+    logits = torch.arange(151_936.0).expand(2, 3, -1)
+    some = some_columns(logits)
+    assert some.shape == (2, 3, 3999)
+    assert float(some.min()) == 0
+    assert float(some.max()) > 151_800
+    assert some_columns(logits[..., :512]).shape[-1] == 512
+
+
+# -- as models train --------------------------------------------------------------------------------------------------
+
+
+def with_lora(model):
+    return get_peft_model(model, LoraConfig(r=4, lora_dropout=0.5, target_modules=["q_proj", "v_proj"]))
+
+
+def checkpointed(reentrant):
+    def change(model):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        return model
+
+    return change
+
+
+def frozen(model):
+    return model.requires_grad_(False)
+
+
+def noisy(model):
+    """NEFTune, as a trainer's hook adds it."""
+    embed = model.get_input_embeddings()
+    embed.neftune_noise_alpha = 5.0
+
+    def add(module, args, made):
+        return made + torch.rand_like(made) * module.neftune_noise_alpha if module.training else made
+
+    embed.register_forward_hook(add)
+    return model
+
+
+@pytest.mark.parametrize("change", [with_lora, checkpointed(True), checkpointed(False), frozen, noisy])
+def test_proof_holds_on_a_model_as_it_trains(change):
+    """ISO-11: with dropout 0.5 everywhere, and with everything as it was afterwards."""
+    right = s.llama(attention_dropout=0.5)
+    model = change(right.model).train()
+    before = state_of(model)
+    proof = proved(Subject(model, TextRows(), right.is_ordinary), text_samples(*LENGTHS))
+    assert proof.alone < 1e-4
+    assert proof.gradient is not None
+    assert proof.gradient < 1e-4
+    assert state_of(model) == before
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def state_of(model):
+    """Modes, rates, settings and what is trained."""
+    plain = (bool, int, float, str, type(None))
+    settings = [
+        {name: value for name, value in vars(owner).items() if isinstance(value, plain)}
+        for owner in [*model.modules(), *configs_of(model)]
+    ]
+    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+    return settings, hooks, [parameter.requires_grad for parameter in model.parameters()]
+
+
+def test_training_can_be_repeated_with_all_rates_at_nothing():
+    """ISO-11"""
+    right = s.llama(attention_dropout=0.5)
+    (sample,) = text_samples(24)
+
+    def differs():
+        one, two = (right.run([sample], packed=False).logits[0] for _ in range(2))
+        return not torch.equal(one, two)
+
+    with torch.no_grad(), own_attention(right.model):
+        right.model.train()
+        assert differs()
+        with repeatable_training(right.model):
+            assert right.model.training
+            assert not differs()
+        assert differs()
+
+
+def test_autocast_decides_the_precision():
+    """ISO-13: weights of 32 bits, computed in 16."""
+    right = s.llama()
+    cast = Subject(right.model, right.rows, right.is_ordinary, lambda: torch.autocast("cpu", torch.bfloat16))
+    of = measured(cast, text_samples(*LENGTHS))
+    assert of.dtype == torch.bfloat16
+    assert finding_in(of) is None
+    assert max(of.gaps) > 1e-3
+
+
+def test_wrapped_model_is_left_to_its_reducer(tmp_path):
+    """ISO-11: DDP's bookkeeping sees nothing of the proof, and the next step is as without it."""
+    from swift_vlpack.data.model.prepare import unwrapped
+
+    right, samples = s.llama(), text_samples(*LENGTHS)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(right.model.train())
+
+        def step():
+            model.zero_grad()
+            with right.rows.row(samples, packed=True) as row:
+                model(**row.inputs, labels=row.labels).loss.backward()
+            return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+        expected = step()
+        model.zero_grad()
+        proved(Subject(unwrapped(model), right.rows, right.is_ordinary), samples)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        after = step()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert all(torch.equal(after[name], grad) for name, grad in expected.items())
+
+
+def test_proof_leaves_states_and_buffers_as_they_were():
+    """ISO-6: also a buffer that RoPE puts another in the place of."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    config = T.LlamaConfig(**text(max_position_embeddings=32, rope_parameters=rope))
+    right = s.text_subject(config)
+    rotary = right.model.model.rotary_emb
+    buffer, values = rotary.inv_freq, rotary.inv_freq.clone()
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    with pytest.raises(IsolationError):
+        proved(right, text_samples(9, 60))
+    assert rotary.inv_freq is buffer
+    assert torch.equal(buffer, values)
+    assert rotary.max_seq_len_cached == 32
+    assert random.getstate() == states[0]
+    assert np.random.get_state()[1].tolist() == states[1]
+    assert torch.equal(torch.get_rng_state(), states[2])
+
+
+# -- cost -------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_the_plan_that_would_take_too_long_are_left_out(monkeypatch):
+    """ISO-14: and the line says so; in a long epoch they are not."""
+    right, samples = s.llama(), text_samples(*LENGTHS)
+    monkeypatch.setattr(measure, "SECONDS_ALLOWED", 0.0)
+    proof = proved(right, samples, [samples, samples])
+    assert (proof.num_more, proof.num_rows_left_out) == (0, 2)
+    assert "2 long rows of the plan left out" in proof.line(NAME)
+    assert proved(right, samples, [samples], tokens_of_epoch=10**6).num_more == 5
+
+
+@pytest.mark.parametrize(("make", "num_more"), [(s.llama, 5), (s.gemma2, 0)])
+def test_long_samples_are_compared_with_sdpa_where_that_is_the_same(make, num_more, monkeypatch):
+    """ISO-9 ISO-14: the model's own attention keeps matrices of L x L; sdpa, where it drops nothing, does not."""
+    monkeypatch.setattr(reference, "_BYTES_OF_FORWARD", 10 * 4 * 25**2)
+    monkeypatch.setattr(reference, "_BYTES_OF_BACKWARD", 10 * 4 * 2 * 15**2)
+    right, samples = make(), text_samples(24, 9, 14)
+    assert reference.longest_for_own(right.model) == 25
+    assert reference.longest_for_own(right.model, is_trained=True) == 15
+    proof = proved(right, samples, [text_samples(*LENGTHS)])
+    assert (proof.num_more, proof.num_rows_left_out) == (num_more, int(not num_more))
+    assert proof.gradient < 1e-4

@@ -1,0 +1,179 @@
+"""Every sabotage is stopped with a cause that names it; the proof as it was missed it, or named something else."""
+
+import re
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+import transformers as T
+
+from swift_vlpack.data.proof.isolation import IsolationError, proved
+from tests.data.model.one_by_one import text
+from tests.data.proof import sabotage as s
+from tests.data.proof.old_proof import cause_by_the_old_proof
+from tests.data.proof.subjects import text_samples, text_subject
+
+QWEN, QWEN3 = "qwen2_5_vl", "qwen3_vl"
+MIXED = ("image", "text", "images", "words")
+LENGTHS = (24, 9, 31, 14, 20)
+MISSED, MISNAMED, NAMED = "missed", "misnamed", "named"
+
+
+def shifted(by):
+    return lambda ends: [*ends[:2], ends[2] + by, *ends[3:]]
+
+
+def without_the_third(ends):
+    return [*ends[:3], *ends[4:]] if len(ends) > 4 else ends
+
+
+LINEAR = r"state must restart with every sample"
+# Name: how, on what, the cause that is named, and what the proof of 0.1 said of it.
+OF_ROWS = {
+    "boundaries missing": (s.no_boundaries, MIXED, r"causal and has no boundaries: .*cu_seq_lens", MISNAMED),
+    "boundary one late": (s.boundaries_at(shifted(1)), MIXED, r"a boundary is shifted: .*sample 3", MISNAMED),
+    "boundary one early": (s.boundaries_at(shifted(-1)), MIXED, r"a boundary is shifted: .*sample 3", MISNAMED),
+    "one boundary lost": (
+        s.boundaries_at(without_the_third), MIXED, r"the boundary before sample 4 of the row is lost", MISSED,
+    ),
+    "positions of the whole row": (
+        s.positions_of_the_row, ("image", "text"), r"only samples with media differ.*positions", MISNAMED,
+    ),
+    "grids exchanged": (
+        s.grids_exchanged, ("wide", "text", "tall"), r"before the first layer: .*their grids", MISNAMED,
+    ),
+    "images in the wrong order": (
+        s.images_reversed, MIXED, r"media are in the wrong order: sample 1 .* of sample 5", MISNAMED,
+    ),
+    "images of one size exchanged": (
+        s.media_exchanged, ("image", "text", "words"), r"media are in the wrong order: sample 1 .* of sample 4", MISSED,
+    ),
+    "videos exchanged": (
+        partial(s.media_exchanged, name="pixel_values_videos"), ("video", "text", "words"),
+        r"media are in the wrong order: sample 1 .* of sample 4", MISSED,
+    ),
+    "labels shifted": (s.labels_shifted, MIXED, r"labels or loss weights of the row", MISSED),
+    "loss weights shifted": (s.weights_shifted, MIXED, r"labels or loss weights of the row", MISSED),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_rows_made_wrongly_are_stopped(name, subject, encoded):
+    """ISO-5 ISO-9"""
+    change, kinds, cause, old = OF_ROWS[name]
+    right = subject(QWEN)
+    samples = encoded(right.rows.template, kinds)
+    check(nullcontext(s.rows_changed(right, change)), samples, cause, old)
+
+
+OF_ATTENTION = {
+    "boundaries ignored": (s.ignoring_boundaries, r"causal and has no boundaries", MISNAMED),
+    "a mask over all": (s.looking_everywhere, r"attention is not causal over the row and knows no bound", MISNAMED),
+    "only in training": (s.leaking_in_training, r"in training mode, not in evaluation, .*has no boundaries", MISSED),
+    "boundaries behind the third": (s.losing_the_fourth, r"boundary before sample 5 .* is lost", MISSED),
+    "backward": (s.with_a_wrong_backward, r"the backward of a pack is not that of its samples", MISSED),
+    "wrong scaling": (s.badly_scaled, r"from their second token on.*scaling", MISSED),
+}
+
+
+@pytest.mark.parametrize("name", OF_ATTENTION)
+def test_attention_that_is_wrong_is_stopped(name):
+    """ISO-5 ISO-9"""
+    attend, cause, old = OF_ATTENTION[name]
+    check(s.attending(s.llama(), attend), text_samples(*LENGTHS), cause, old)
+
+
+DROPPED = {
+    "sinks": (s.gpt_oss, partial(s.dropping, "s_aux"), r"from their first token on.*sinks", MISSED),
+    "soft cap": (s.gemma2, partial(s.dropping, "softcap"), r"from their second token on.*soft cap", MISSED),
+    "window": (s.gemma2, s.without_window, r"from token 16 on.*window is 16 tokens \(sliding window", MISSED),
+}
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_attention_that_drops_what_the_model_asks_for_is_stopped(name):
+    """ISO-5 ISO-9"""
+    make, attend, cause, old = DROPPED[name]
+    check(s.attending(make(), attend), text_samples(*LENGTHS), cause, old)
+
+
+def test_cache_that_lives_on_is_stopped():
+    """ISO-5 ISO-9"""
+    attending = s.attending(s.llama(), s.keeping_a_cache())
+    check(attending, text_samples(*LENGTHS), r"something stays in the model from one forward to the next", MISNAMED)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_of_the_longest_sample_are_stopped(kind):
+    """ISO-5 ISO-9: short samples are right beside each other, and wrong beside a long one of the plan."""
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [float(n + 1) for n in range(8)]}
+    limit = 32 if kind == "dynamic" else 2048
+    config = text(max_position_embeddings=limit, rope_parameters=rope | (factors if kind == "longrope" else {}))
+    *samples, long = text_samples(*LENGTHS, 90)
+    cause = rf"RoPE is {kind}, which takes its frequencies by the longest sample of the row"
+    check(nullcontext(text_subject(T.LlamaConfig(**config))), samples, cause, MISSED, rows=[[samples[0], long]])
+
+
+def test_convolution_without_boundaries_is_stopped():
+    """ISO-5 ISO-7 ISO-9: transformers' own LFM2, as it is."""
+    check(nullcontext(s.lfm2()), text_samples(*LENGTHS), rf"the model has conv, whose {LINEAR}", MISNAMED)
+
+
+def test_linear_attention_without_boundaries_is_stopped(subject, encoded, monkeypatch):
+    """ISO-5 ISO-7 ISO-9: the full attention has its boundaries, the linear one does not get them."""
+    right = subject("qwen3_5")
+    for layer in right.model.model.language_model.layers:
+        if hasattr(layer, "linear_attn"):
+            monkeypatch.setattr(layer.linear_attn, "forward", without_boundaries(layer.linear_attn.forward))
+    check(
+        nullcontext(right),
+        encoded(right.rows.template, MIXED),
+        rf"the model has linear attention, whose {LINEAR}",
+        NAMED,
+    )
+
+
+def without_boundaries(forward):
+    names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    return lambda *args, **kwargs: forward(*args, **{k: v for k, v in kwargs.items() if k not in names})
+
+
+def test_images_that_see_each_other_are_stopped(subject, encoded):
+    """ISO-5 ISO-9"""
+    right = subject(QWEN)
+    samples = encoded(right.rows.template, MIXED)
+    check(s.images_see_each_other(right), samples, r"images, videos or sounds of one sample reach another", MISNAMED)
+
+
+def test_deepstack_at_the_wrong_tokens_is_stopped(subject, encoded):
+    """ISO-5 ISO-9"""
+    right = subject(QWEN3)
+    samples = encoded(right.rows.template, MIXED)
+    check(s.deepstack_misaligned(right), samples, r"\(deepstack\)", MISNAMED)
+
+
+def test_positions_that_do_not_restart_are_stopped(subject, encoded, monkeypatch):
+    """ISO-5 ISO-9 DATA-11: the collator sees it before the model does."""
+    right = subject(QWEN)
+    packing_row = right.rows.template.packing_row
+
+    def continued(row):
+        made = packing_row(row)
+        made["position_ids"] = torch.arange(len(made["input_ids"])).expand_as(made["position_ids"]).clone()
+        return made
+
+    monkeypatch.setattr(right.rows.template, "packing_row", continued)
+    cause = "positions are not restarted at the boundaries"
+    check(nullcontext(right), encoded(right.rows.template, MIXED), cause, NAMED)
+
+
+def check(broken, samples, cause, old, rows=()):
+    with broken as subject:
+        said = cause_by_the_old_proof(subject, samples[:3])
+        with pytest.raises(IsolationError, match=cause) as caught:
+            proved(subject, samples, rows)
+    print(caught.value)
+    assert "isolation could not be verified with attention vlpack: " in str(caught.value)
+    assert (MISSED if said is None else NAMED if re.search(cause, said) else MISNAMED) == old
