@@ -56,15 +56,17 @@ def loader_of(who: str, template: Any, files: list[str], rank: int, num_ranks: i
         return DataLoaderDispatcher(loader)
     from swift_vlpack import PackingConfig
     from swift_vlpack.data.feeds.buffered import BufferedPackingDataset
+    from swift_vlpack.data.feeds.streamed_feed import StreamedFeed
     from swift_vlpack.data.model.collate import Collator
     from swift_vlpack.data.rows.streams import StreamedRows
-    from swift_vlpack.host.training.stream_loader import StreamLoader
+    from swift_vlpack.host.training.loader import PackLoader
+    from swift_vlpack.host.training.voting import Ranks
 
     config = PackingConfig(packing_length=CAPACITY, packing_buffer=WINDOW, packing_drop_last=False)
     packs = BufferedPackingDataset(StreamedRows(rows, template), template, config, rank=rank, num_ranks=num_ranks)
-    return StreamLoader(
-        packs, num_workers=num_workers, prefetch_factor=2, collate_fn=Collator(template, for_model=False)
-    )
+    collate = Collator(template, for_model=False)
+    options = {"num_workers": num_workers, "prefetch_factor": 2, "collate_fn": collate}
+    return StreamedFeed(packs, num_workers).loader(rank, PackLoader, ranks=Ranks, **options)
 
 
 def read(  # noqa: PLR0913 - the arguments of a process

@@ -48,7 +48,7 @@ class PackingConfig:
     packing_length: int = _option(MISSING, "capacity of a pack in tokens, after images are expanded")
     packing_mode: str = _option(
         "auto",
-        "plan packs ahead of time and refuses data without a length, buffer packs as it comes, auto chooses",
+        "plan packs ahead of time and refuses data without a length, buffer packs rows as they come, auto chooses",
         MODES,
     )
     packing_strategy: str = _option(
@@ -156,6 +156,20 @@ def chosen_options(
     {'packing_buffer': 3, 'packing_max_carry': '2'}
     """
     return {**options_in_env(environ), **(file or {}), **(flags or {})}
+
+
+def is_planned(config: PackingConfig, *, is_sized: bool) -> bool:
+    """The one place where the mode is decided: whether packs are planned ahead of time or made as rows come.
+
+    >>> [is_planned(PackingConfig(packing_length=8), is_sized=is_sized) for is_sized in (True, False)]
+    [True, False]
+    """
+    if config.packing_mode == "plan" and not is_sized:
+        raise ConfigError(
+            "packing_mode=plan needs data with a length, and this has none (--streaming true, or an iterable without "
+            "len()); set packing_mode=buffer and --max_steps, or load the data sized"
+        )
+    return is_sized and config.packing_mode != "buffer"
 
 
 def is_switched_on(variable: str, environ: Mapping[str, str]) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 from swift.arguments import SftArguments
 from swift.utils import get_logger, parse_args
 
-from swift_vlpack.core.config import ENV_PREFIX, PackingConfig, chosen_options
+from swift_vlpack.core.config import ENV_PREFIX, PackingConfig, chosen_options, is_planned
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.data.model import attention
 from swift_vlpack.data.rows.fusion_config import read_fusion_config
@@ -127,11 +127,6 @@ def _is_our_plugin(path: str) -> bool:
     return Path(path).read_bytes() == plugin_path().read_bytes()
 
 
-def is_buffered(args: Any, config: PackingConfig) -> bool:
-    """Whether packs are made of rows as they come, so that nobody knows how many there will be."""
-    return bool(args.streaming) or config.packing_mode == "buffer"
-
-
 def prepare_args(args: Any, *, flash_check: Callable[[Any], None]) -> None:
     """Check a packed run before anything is loaded, and bring its arguments into the shape packing needs."""
     config = packing_config(args)
@@ -142,7 +137,7 @@ def prepare_args(args: Any, *, flash_check: Callable[[Any], None]) -> None:
         flash_check(args)  # ms-swift's own check of the name
     args.padding_free = True
     _fold_batch_size(args)
-    if is_buffered(args, config):
+    if not is_planned(config, is_sized=not args.streaming):
         _count_tokens_of_all_ranks(args)
     if CALLBACK not in args.callbacks:
         args.callbacks = [*args.callbacks, CALLBACK]
@@ -166,7 +161,6 @@ def _refuse_what_cannot_be(args: Any, config: PackingConfig) -> None:
         (args.sequence_parallel_size > 1, "--sequence_parallel_size above 1", "set it to 1"),
         ((args.deepspeed_autotp_size or 1) > 1, "--deepspeed_autotp_size above 1", "every rank trains on other packs"),
         (args.use_flash_ckpt, "--use_flash_ckpt true", "it says that a checkpoint is saved before it is; leave it out"),
-        (args.streaming and config.packing_mode == "plan", "--streaming true with packing_mode=plan", "use buffer"),
         (
             args.streaming and config.fusion_config,
             "--streaming true with a fusion_config",
@@ -176,7 +170,7 @@ def _refuse_what_cannot_be(args: Any, config: PackingConfig) -> None:
         if is_so:
             raise ConfigError(f"{what} cannot be used with packing: {way_out}")
     refuse_loss_type(args.loss_type)
-    if is_buffered(args, config) and not args.max_steps > 0:
+    if not is_planned(config, is_sized=not args.streaming) and not args.max_steps > 0:
         raise ConfigError(
             "buffer mode does not know how many packs there will be: set --max_steps, "
             "or use packing_mode=plan without --streaming, which knows"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -15,15 +15,18 @@ from swift.dataset import LazyLLMDataset
 from swift.utils import get_logger, is_master, stat_array
 
 from swift_vlpack.core.account.advice import StepSize, length_warning, step_size
-from swift_vlpack.core.config import PackingConfig
+from swift_vlpack.core.config import PackingConfig, is_planned
 from swift_vlpack.core.words import counted
 from swift_vlpack.data.feeds.buffered import BufferedPackingDataset
-from swift_vlpack.data.feeds.dataset import PackingDataset
+from swift_vlpack.data.feeds.epochs import Extent
 from swift_vlpack.data.feeds.failures import check_measured
+from swift_vlpack.data.feeds.feed import Feed
 from swift_vlpack.data.feeds.planned import PlannedPackingDataset
+from swift_vlpack.data.feeds.planned_feed import PlannedFeed
+from swift_vlpack.data.feeds.streamed_feed import StreamedFeed
 from swift_vlpack.data.lengths.pass_bar import one_bar
 from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
-from swift_vlpack.data.rows.samples import SampleError
+from swift_vlpack.data.rows.samples import Address, Encoded, SampleError
 from swift_vlpack.data.rows.streams import StreamedRows
 from swift_vlpack.data.rows.urls import Urls
 from swift_vlpack.host.args import packing_config
@@ -38,30 +41,76 @@ logger = get_logger()
 
 _SECONDS_WITHOUT_URL = 300
 
-NUM_STREAM_ROWS_SEEN = 16
-"""Rows of a stream whose lengths are looked at before training."""
+NUM_ROWS_SEEN = 16
+"""Rows that are looked at before training: the first good one is printed, the lengths of a stream's are judged."""
 
 
 def prepare_dataset(pipeline: Any) -> list[Any]:
-    """What `SwiftSft._prepare_dataset` is for a packed run: the training packs and the validation rows."""
+    """What `SwiftSft._prepare_dataset` is for a packed run: the feed of the training and the validation rows."""
     args, template = pipeline.args, pipeline.template
     config = packing_config(args)
     logger.info(f"packing: {config}")
     # Before anything that would differ, or wait for ever, without saying why.
     check_equal("versions and options", {**versions(), **options_of_run(args, config)})
     use_attention(pipeline.model, args.attn_impl)
-    if args.streaming:
-        train_dataset, val_rows = load_stream(args, reading_urls(template, urls_in_training()))
-    else:
-        sources, val_rows = load_sources(args, config)
-        train_dataset = fused(sources, template, args, config)
-    packs = packed(train_dataset, template, args, config)
-    if isinstance(packs, PlannedPackingDataset):
-        check_measured(packs.dataset.sources, config.packing_max_failed_share)
-    check_rope(pipeline.model.config, packs, template.max_length, config)
+    feed, val_rows = build_feed(args, template, config)
+    check_measured(getattr(feed.dataset, "sources", ()), config.packing_max_failed_share)
+    check_rope(pipeline.model.config, feed.dataset, template.max_length, config)
     val_rows = _saved_validation(pipeline, val_rows)
-    _show(pipeline, packs, config)
-    return [packs, _validation(val_rows, template, args, config)]
+    if is_master():
+        (_show_plan if isinstance(feed, PlannedFeed) else _show_stream)(pipeline, feed)
+    return [feed, _validation(val_rows, template, args, config)]
+
+
+def build_feed(args: Any, template: Any, config: PackingConfig) -> tuple[Feed, Any]:
+    """The way of the data, top-down: rows -> sizes -> epochs -> feed -> loader, which the trainer asks the feed for.
+
+    And the validation rows, which ms-swift's loader draws from the same rows.
+    """
+    if not is_planned(config, is_sized=not args.streaming):
+        rows, val_rows = _unmeasured_rows(args, template, config)
+        packs = BufferedPackingDataset(
+            rows, template, config, seed=data_seed(args), rank=rank(), num_ranks=num_ranks_of_run()
+        )
+        return StreamedFeed(packs, args.training_args.dataloader_num_workers), val_rows
+    sources, val_rows = load_sources(args, config)
+    return planned_feed(measured_rows(sources, template, args, config), template, args, config), val_rows
+
+
+def measured_rows(sources: list[RowSource], template: Any, args: Any, config: PackingConfig) -> FusionCaptionDataset:
+    """Sized rows, each with its length, which is what a plan is made of."""
+    num_rows = sum(-(-len(source.rows) // num_ranks()) for source in sources)  # of this rank, which is shown
+    with without_model(template), one_bar(num_rows, is_shown=is_master()):
+        sources = [with_lengths(source, template, args, config.packing_cache_dir) for source in sources]
+    return _fused(sources, template, args)
+
+
+def planned_feed(rows: FusionCaptionDataset, template: Any, args: Any, config: PackingConfig) -> PlannedFeed:
+    """The epochs of the run, as values, and a feed over them."""
+    num_ranks = num_ranks_of_run()
+    packs_per_step = num_ranks * args.training_args.gradient_accumulation_steps
+    num_packs = args.max_steps * packs_per_step if args.max_steps > 0 else None
+    extent = Extent(math.ceil(args.num_train_epochs), num_packs)
+    feed = PlannedFeed(rows, template, config, seed=data_seed(args), num_ranks=num_ranks, extent=extent)
+    lengths = feed.epoch_plan.lengths
+    _warn_of_length(args, config, lengths[lengths > 0])
+    return feed
+
+
+def _unmeasured_rows(
+    args: Any, template: Any, config: PackingConfig
+) -> tuple[FusionCaptionDataset | StreamedRows, Any]:
+    """Rows that are packed as they come, of a stream or of sized data, and the validation rows."""
+    if args.streaming:
+        return load_stream(args, reading_urls(template, urls_in_training()))
+    sources, val_rows = load_sources(args, config)
+    return _fused(sources, template, args), val_rows
+
+
+def _fused(sources: list[RowSource], template: Any, args: Any) -> FusionCaptionDataset:
+    template = reading_urls(template, urls_in_training())
+    shuffle = args.train_dataloader_shuffle
+    return FusionCaptionDataset(sources, template, seed=data_seed(args), strict=args.strict, shuffle=shuffle)
 
 
 def _saved_validation(pipeline: Any, rows: Any) -> Any:
@@ -77,39 +126,6 @@ def _saved_validation(pipeline: Any, rows: Any) -> Any:
     return kept
 
 
-def fused(sources: list[RowSource], template: Any, args: Any, config: PackingConfig) -> FusionCaptionDataset:
-    """One epoch of all sources; with their lengths where a plan will need them."""
-    if config.packing_mode != "buffer":
-        num_rows = sum(-(-len(source.rows) // num_ranks()) for source in sources)  # of this rank, which is shown
-        with without_model(template), one_bar(num_rows, is_shown=is_master()):
-            sources = [with_lengths(source, template, args, config.packing_cache_dir) for source in sources]
-    shuffle = args.train_dataloader_shuffle
-    template = reading_urls(template, urls_in_training())
-    return FusionCaptionDataset(sources, template, seed=data_seed(args), strict=args.strict, shuffle=shuffle)
-
-
-def packed(
-    dataset: FusionCaptionDataset | StreamedRows, template: Any, args: Any, config: PackingConfig
-) -> PackingDataset:
-    """The packs, planned or buffered."""
-    num_ranks = num_ranks_of_run()
-    if config.packing_mode == "buffer" or not hasattr(dataset, "__len__"):
-        return BufferedPackingDataset(dataset, template, config, seed=data_seed(args), rank=rank(), num_ranks=num_ranks)
-    packs_per_step = num_ranks * args.training_args.gradient_accumulation_steps
-    packs = PlannedPackingDataset(
-        dataset,
-        template,
-        config,
-        seed=data_seed(args),
-        num_ranks=num_ranks,
-        num_epochs=math.ceil(args.num_train_epochs),
-        num_packs=args.max_steps * packs_per_step if args.max_steps > 0 else None,
-    )
-    lengths = packs.dataset.scheduled_sizes().lengths
-    _warn_of_length(args, config, lengths[lengths > 0])
-    return packs
-
-
 def _warn_of_length(args: Any, config: PackingConfig, lengths: NDArray[np.int64], what: str = "rows") -> None:
     """The model's maximum as capacity is rarely what anybody wants; ms-swift takes it where no length is given."""
     if config.packing_length != args.model_info.max_model_len:
@@ -118,16 +134,15 @@ def _warn_of_length(args: Any, config: PackingConfig, lengths: NDArray[np.int64]
         logger.warning(f"packing: {warning}")
 
 
-def size_of_step(packs: PlannedPackingDataset, args: Any) -> StepSize:
+def size_of_step(feed: PlannedFeed, args: Any) -> StepSize:
     """What an optimizer step of epoch 0 is made of."""
-    plan = packs.plan
-    supervised = packs.dataset.scheduled_sizes().supervised[plan.members]
+    members = feed.epoch_plan.packs.members
     return step_size(
-        num_packs=len(plan),
-        num_samples=len(plan.members),
-        num_supervised=int(supervised.sum()),
+        num_packs=len(feed.epoch_plan),
+        num_samples=len(members),
+        num_supervised=int(feed.epoch_plan.supervised[members].sum()),
         accumulation=args.training_args.gradient_accumulation_steps,
-        num_ranks=packs.num_ranks,
+        num_ranks=feed.num_ranks,
     )
 
 
@@ -166,33 +181,37 @@ def _validation(rows: Any, template: Any, args: Any, config: PackingConfig) -> A
     return PlannedPackingDataset(FusionCaptionDataset([sized], template, shuffle=False), template, everything)
 
 
-def _show(pipeline: Any, packs: PackingDataset, config: PackingConfig) -> None:
+def _show_plan(pipeline: Any, feed: PlannedFeed) -> None:
     """Print one sample as ms-swift does, and what the plan of the first epoch is."""
-    if not is_master():
-        return
-    # Rows, not a pack: that would be a whole window of a stream, read and thrown away before step 1.
-    num_rows = 1 if isinstance(packs, PlannedPackingDataset) else NUM_STREAM_ROWS_SEEN
-    usable = (sample for sample in packs.dataset.encoded() if not isinstance(sample, SampleError))
-    if first := list(islice(usable, num_rows)):
-        pipeline.template.print_inputs(first[0])
-    if not isinstance(packs, PlannedPackingDataset):
-        lengths = np.array([sample["length"] for sample in first], dtype=np.int64)
-        _warn_of_length(pipeline.args, config, lengths, what=f"first {len(lengths)} rows")
-        logger.info(
-            "one optimizer step: "
-            f"{counted(packs.num_ranks * pipeline.args.training_args.gradient_accumulation_steps, 'pack')}, as many as "
-            "it would have samples un-packed; pack/samples in the log says how many samples a pack has"
-        )
-        return
-    _, statistics = stat_array(packs.packed_length)
+    epoch, plan = feed.epoch_plan, feed.epoch_plan.packs
+    first = epoch.samples(plan.members[:NUM_ROWS_SEEN].tolist())
+    _print_first(pipeline, (feed.dataset.sample_or_error(Address(*where)) for where in first))
+    _, statistics = stat_array(plan.num_tokens_per_pack.tolist())
     pipeline.train_msg["train_dataset"] = statistics
-    plan = packs.plan
     logger.info(f"pack lengths: {statistics}")
     logger.info(
-        f"plan of epoch 0: {counted(len(plan), 'pack')} of {packs.config.packing_length} tokens "
+        f"plan of epoch 0: {counted(len(plan), 'pack')} of {feed.config.packing_length} tokens "
         f"from {counted(len(plan.members), 'sample')} "
         f"by {plan.method}, mean fill {100 * plan.mean_fill:.1f}%, {int(plan.is_single_long.sum())} single-long, "
         f"lower bound {counted(plan.lower_bound, 'pack')}"
     )
-    size = size_of_step(packs, pipeline.args)
+    size = size_of_step(feed, pipeline.args)
     logger.info(f"one optimizer step: {size}. {size.remedy[0].upper()}{size.remedy[1:]}")
+
+
+def _show_stream(pipeline: Any, feed: StreamedFeed) -> None:
+    """The same of the beginning of the rows: a pack would be a whole window, read and thrown away before step 1."""
+    rows = list(islice((row for row in feed.dataset.samples(0) if not isinstance(row, SampleError)), NUM_ROWS_SEEN))
+    _print_first(pipeline, rows)
+    lengths = np.array([row["length"] for row in rows], dtype=np.int64)
+    _warn_of_length(pipeline.args, feed.config, lengths, what=f"first {len(lengths)} rows")
+    num_packs = feed.num_ranks * pipeline.args.training_args.gradient_accumulation_steps
+    logger.info(
+        f"one optimizer step: {counted(num_packs, 'pack')}, as many as it would have samples un-packed; pack/samples "
+        "in the log says how many samples a pack has"
+    )
+
+
+def _print_first(pipeline: Any, samples: Iterable[Encoded | SampleError]) -> None:
+    if (first := next((sample for sample in samples if not isinstance(sample, SampleError)), None)) is not None:
+        pipeline.template.print_inputs(first)

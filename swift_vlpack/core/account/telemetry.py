@@ -77,6 +77,11 @@ class Telemetry:
         """Count samples that came in."""
         self._of(source).num_read += num_samples
 
+    def read_what_came(self) -> None:
+        """Count as read what was packed or left out, where rows are not known before they come."""
+        for counts in self.sources.values():
+            counts.num_read = counts.num_packed + sum(counts.num_dropped.values())
+
     def packed(self, samples: Iterable[tuple[str, int]], *, num_images: int = 0, single_long: bool = False) -> None:
         """Count one pack of `(source, length)` samples."""
         num_tokens = 0

@@ -6,11 +6,11 @@ the epoch: the packs were shared among so many ranks, became so many, and so man
 >>> from swift_vlpack.core.config import PackingConfig
 >>> from swift_vlpack.core.epoch.planner import plan
 >>> planned = plan([5, 5, 4, 6, 7, 3], PackingConfig(packing_length=10, packing_strategy="greedy"))
->>> two, cuts = shared(planned, (), num_ranks=2)  # 3 packs become 4, for two steps of 2 ranks
+>>> two, cuts = share(planned, (), num_ranks=2)  # 3 packs become 4, for two steps of 2 ranks
 >>> cuts
 (Cut(num_ranks=2, num_packs=4, num_consumed=0),)
->>> cuts = advanced(cuts, 2)  # one step was trained
->>> one, cuts = shared(planned, cuts, num_ranks=1)  # and one rank goes on
+>>> cuts = with_consumed(cuts, 2)  # one step was trained
+>>> one, cuts = share(planned, cuts, num_ranks=1)  # and one rank goes on
 >>> cuts
 (Cut(num_ranks=2, num_packs=4, num_consumed=2), Cut(num_ranks=1, num_packs=2, num_consumed=0))
 >>> sorted([*two[0], *two[1], *one[0], *one[1]])
@@ -40,15 +40,15 @@ class Cut(NamedTuple):
     """Packs that were trained on, over all ranks."""
 
 
-def shared(plan: Plan, cuts: Sequence[Cut], num_ranks: int, *, num_packs: int = 0) -> tuple[Plan, tuple[Cut, ...]]:
+def share(plan: Plan, cuts: Sequence[Cut], num_ranks: int, *, least_packs: int = 0) -> tuple[Plan, tuple[Cut, ...]]:
     """The packs as `num_ranks` share them now, and the cuts, of which the last is this sharing.
 
     As many ranks as in the last cut go on in it, with exactly the packs that would have come. Other ranks share what it
-    has left. A new epoch, without a cut, has at least `num_packs` packs.
+    has left. A new epoch, without a cut, has at least `least_packs` packs.
     """
     if not cuts:
-        cuts = [Cut(num_ranks, max(num_packs, _rounded_up(len(plan), num_ranks)), 0)]
-    packs, last = replayed(plan, cuts), cuts[-1]
+        cuts = [Cut(num_ranks, max(least_packs, _rounded_up(len(plan), num_ranks)), 0)]
+    packs, last = replay(plan, cuts), cuts[-1]
     if last.num_ranks == num_ranks:
         return packs, tuple(cuts)
     left = packs.rest(last.num_consumed)
@@ -56,7 +56,7 @@ def shared(plan: Plan, cuts: Sequence[Cut], num_ranks: int, *, num_packs: int = 
     return _aligned(left, cut), (*cuts, cut)
 
 
-def replayed(plan: Plan, cuts: Sequence[Cut]) -> Plan:
+def replay(plan: Plan, cuts: Sequence[Cut]) -> Plan:
     """The packs that the last cut counts in; those before it are behind. Its digest is what a state is checked by."""
     *past, last = cuts
     for cut in past:
@@ -64,7 +64,7 @@ def replayed(plan: Plan, cuts: Sequence[Cut]) -> Plan:
     return _aligned(plan, last)
 
 
-def advanced(cuts: Sequence[Cut], num_more: int) -> tuple[Cut, ...]:
+def with_consumed(cuts: Sequence[Cut], num_more: int) -> tuple[Cut, ...]:
     """The cuts after the present ranks have trained on so many more packs."""
     *past, last = cuts
     return (*past, last._replace(num_consumed=last.num_consumed + num_more))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -52,6 +52,40 @@ class Schedule:
     def num_rows_per_source(self) -> tuple[int, ...]:
         """Rows delivered, per source in the order of `names`."""
         return tuple(np.bincount(self.source, minlength=len(self.names)).tolist())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Mix:
+    """How sources take part in every epoch: all that its schedule follows from, beside its number."""
+
+    sources: tuple[Source, ...]
+    """`num_rows` are those that take part."""
+    rows: tuple[NDArray[np.int64] | None, ...]
+    """Of each source the rows that take part; None where all do."""
+    seed: int = 0
+    seeds: Mapping[str, int] = field(default_factory=dict)
+    """Of sources that have one of their own, in place of the run's."""
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        _check(self.sources)
+
+    def schedule(self, epoch: int, usable: Sequence[NDArray[np.bool_]] | None = None) -> Schedule:
+        """The order of an epoch, in rows of the sources; `usable` says of all of their rows which can be trained."""
+        known = {} if usable is None else self._of_those_that_take_part(usable)
+        drawn = schedule(
+            self.sources, seed=self.seed, epoch=epoch, seeds=self.seeds, shuffle=self.shuffle, usable=known
+        )
+        rows = drawn.row.copy()
+        for number, some in enumerate(self.rows):
+            if some is not None:
+                here = drawn.source == number
+                rows[here] = some[rows[here]]
+        return replace(drawn, row=rows)
+
+    def _of_those_that_take_part(self, usable: Sequence[NDArray[np.bool_]]) -> dict[str, NDArray[np.bool_]]:
+        masks = zip(self.sources, self.rows, usable, strict=True)
+        return {source.name: mask if some is None else mask[some] for source, some, mask in masks}
 
 
 def schedule(

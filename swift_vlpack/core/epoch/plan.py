@@ -206,12 +206,12 @@ class Plan(Sequence[list[int]]):
         left = np.flatnonzero(self.num_samples_per_pack[num_consumed:]) + num_consumed
         return replace(self.reordered(left), num_ranks=1)
 
-    def renumbered(self, numbers: NDArray[np.int64], columns: NDArray[np.int64]) -> Plan:
+    def renumbered(self, numbers: NDArray[np.int64], columns: NDArray[Any]) -> Plan:
         """The same packs over a longer list of items, in which item i of this plan is number `numbers[i]`.
 
         `columns` are length, images and patches of the longer list.
         """
-        lengths, images, patches = columns.astype(np.int32)
+        lengths, images, patches = columns.astype(np.int32, copy=False)
         renumber = numbers.astype(np.int32)
         return replace(
             self,

@@ -205,7 +205,7 @@ def _whole_numbers(values: ArrayLike, name: str, *, least: int) -> NDArray[np.in
     wrong = np.flatnonzero((numbers < least) | (numbers > np.iinfo(np.int32).max))
     if len(wrong):
         raise DataError(f"item {wrong[0]}: {name} must be at least {least} and fit 32 bits, got {numbers[wrong[0]]}")
-    return numbers.astype(np.int32)
+    return numbers.astype(np.int32, copy=False)
 
 
 def _int32(values: array[int]) -> NDArray[np.int32]:

@@ -2,7 +2,7 @@
 
 Every dataloader worker of every rank reads its own share of the rows (`core/epoch/shares.py`), encodes and packs it; no
 sample ever travels between processes. With each pack goes a small JSON of where its worker stands after it: rows read,
-what is still held. The training process keeps the latest of them (`Progress`), which is all that a checkpoint needs.
+what is still held. The training process keeps the latest of them (`ReaderProgress`), which a checkpoint saves.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from swift_vlpack.core.account.reasons import Reason
@@ -21,7 +22,7 @@ from swift_vlpack.core.epoch.shares import Share, share_of
 from swift_vlpack.core.errors import StateMismatch
 from swift_vlpack.core.packing.packer import Packer
 from swift_vlpack.core.packing.records import Item, ItemId
-from swift_vlpack.data.feeds.dataset import PackingDataset, counted_failure, packed_samples
+from swift_vlpack.data.feeds.packs import counted_failure, make_packing, packed_samples, rows_of
 from swift_vlpack.data.lengths.sizes import size_of
 from swift_vlpack.data.rows.fusion import Template
 from swift_vlpack.data.rows.samples import Encoded, LeftOut, PackedSamples, PackRecord, SampleError, SampleId
@@ -43,7 +44,7 @@ PROGRESS = {
 """The shape of a rank's saved state; the packer checks its own."""
 
 
-class BufferedPackingDataset(PackingDataset, IterableDataset[PackedSamples]):
+class BufferedPackingDataset(IterableDataset[PackedSamples]):
     """The iterable form: a buffer of encoded samples, the packer over their lengths, packs as they fill.
 
     `rank` of `num_ranks` and the dataloader worker that iterates decide which share of the rows is read.
@@ -59,23 +60,35 @@ class BufferedPackingDataset(PackingDataset, IterableDataset[PackedSamples]):
         rank: int = 0,
         num_ranks: int = 1,
     ) -> None:
-        super().__init__(dataset, template, config)
+        rows = rows_of(dataset, template)
+        make_packing(template, rows)
+        if isinstance(rows, StreamedRows):
+            rows.seed = seed
+        self.template = template
+        self.config = config
+        self.dataset = rows
         self.seed = seed
-        if isinstance(self.dataset, StreamedRows):
-            self.dataset.seed = seed
         self.rank = rank
         self.num_ranks = num_ranks
-        self.left_out_behind: list[LeftOut] = []
-        """What the epoch left out that no pack of this rank could tell of; its loader says so at the end."""
-        self._restored: Progress | None = None
+        self._restored: ReaderProgress | None = None
+        # In shared memory, so that workers that live on see the new epoch.
+        self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
 
-    def restore(self, progress: Progress) -> None:
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch that iterating reads."""
+        return int(self._epoch[0])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the sources be mixed anew, then pack anew."""
+        self._epoch[0] = epoch
+
+    def restore(self, progress: ReaderProgress) -> None:
         """Iterate the saved epoch from where it was left: the next pack is the one after the last trained one."""
         self._restored = progress
         self.set_epoch(progress.epoch)
 
     def __iter__(self) -> Iterator[PackedSamples]:
-        self.follow_epoch()
         info = get_worker_info()
         worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
         saved = None
@@ -89,7 +102,7 @@ class BufferedPackingDataset(PackingDataset, IterableDataset[PackedSamples]):
         return buffer.packs(self.dataset, share_of(self.rank, self.num_ranks, worker, num_workers))
 
 
-class Progress:
+class ReaderProgress:
     """How far a rank has trained: the epoch, whose turn it is, and where each of its workers stands."""
 
     def __init__(self, num_workers: int) -> None:
@@ -121,7 +134,7 @@ class Progress:
         }
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Progress:
+    def of(cls, state: Mapping[str, Any]) -> ReaderProgress:
         """What `state` was taken from; one that cannot be is refused."""
         check_shape(state, PROGRESS, "state")
         if state["turn"] >= state["num_workers"]:
@@ -153,7 +166,7 @@ class _Buffer:
 
     def packs(self, dataset: Any, share: Share) -> Iterator[PackedSamples]:
         """Pack a share. One pack is kept back, so that what the end leaves out has a record to travel in."""
-        samples = dataset.encoded(share, start=self._num_read, held=self._held_ids())
+        samples = dataset.samples(self._epoch, share, start=self._num_read, held=self._held_ids())
         self._encode_held_again(samples)
         if not self._is_at_end:
             for sample in samples:

@@ -9,66 +9,65 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from swift_vlpack.data.feeds.planned import PlannedPackingDataset
+from swift_vlpack.core.epoch.epoch_plan import EpochPlan
+from swift_vlpack.data.feeds.planned import left_out_by
 from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
 from swift_vlpack.data.rows.left_out import as_json, deleted_by_loader
 from swift_vlpack.data.rows.samples import Address
 
 
-def data_report(packs: PlannedPackingDataset, merge_size: int | None = None) -> dict[str, Any]:
-    """Lengths, images and mix of the current epoch, and how many rows of its sources cannot be encoded.
+def data_report(epoch: EpochPlan, dataset: FusionCaptionDataset, merge_size: int | None = None) -> dict[str, Any]:
+    """Lengths, images and mix of an epoch, and how many rows of its sources cannot be encoded.
 
     `merge_size`: a vision token stands for so many patches in height and in width; None where that is not known.
     """
-    dataset: FusionCaptionDataset = packs.dataset
-    sizes = dataset.scheduled_sizes()
-    is_usable = sizes.lengths > 0
-    lengths = sizes.lengths[is_usable]
+    is_usable = epoch.lengths > 0
+    lengths = epoch.lengths[is_usable]
     num_tokens = int(lengths.sum())
-    num_patches = int(sizes.patches[is_usable].sum())
+    num_patches = int(epoch.patches[is_usable].sum())
     unreadable = Counter(reason for source in dataset.sources for reason in _failures(source).values())
     return {
         "rows": sum(len(source.rows) for source in dataset.sources),
         "lengths": _length_facts(lengths),
-        "share_of_rows_with_image": _share(int((sizes.images[is_usable] > 0).sum()), len(lengths)),
+        "share_of_rows_with_image": _share(int((epoch.images[is_usable] > 0).sum()), len(lengths)),
         "share_of_vision_tokens": None if merge_size is None else _share(num_patches // merge_size**2, num_tokens),
         "unreadable": dict(sorted(unreadable.items())),
-        "sources": _mix(dataset, packs.plan.members),
+        "sources": _mix(epoch, dataset),
     }
 
 
-def left_out_rows(packs: PlannedPackingDataset) -> Iterator[dict[str, Any]]:
+def left_out_rows(epoch: EpochPlan, dataset: FusionCaptionDataset) -> Iterator[dict[str, Any]]:
     """Every row that is in no pack, as a run lists them; those of no epoch can be encoded in none."""
-    dataset: FusionCaptionDataset = packs.dataset
     origins = {source.name: source.origin or source.name for source in dataset.sources}
     for number, source in enumerate(dataset.sources):
         for left_out in deleted_by_loader(source):
             yield as_json(left_out, None, origins)
         for index in sorted(_failures(source)):
             yield as_json(dataset.failed(Address(number, index)), None, origins)
-    for left_out in packs.left_out_by_plan():
-        if left_out.reason in packs.plan.dropped:
-            yield as_json(left_out, packs.epoch, origins)
+    for left_out in left_out_by(epoch, dataset):
+        if left_out.reason in epoch.packs.dropped:
+            yield as_json(left_out, epoch.epoch, origins)
 
 
 def _failures(source: RowSource) -> dict[int, str]:
     return {} if source.sizes is None else dict(source.sizes.failures)
 
 
-def _length_facts(lengths: NDArray[np.int64]) -> dict[str, float]:
+def _length_facts(lengths: NDArray[Any]) -> dict[str, float]:
     # The percentiles are lengths that occur, so that they are whole numbers of tokens.
     median, p95, p99 = np.percentile(lengths, (50, 95, 99), method="higher").tolist()
     least, most, mean = int(lengths.min()), int(lengths.max()), round(float(lengths.mean()), 1)
     return {"min": least, "median": median, "p95": p95, "p99": p99, "max": most, "mean": mean}
 
 
-def _mix(dataset: FusionCaptionDataset, packed: NDArray[np.int32]) -> dict[str, dict[str, Any]]:
+def _mix(epoch: EpochPlan, dataset: FusionCaptionDataset) -> dict[str, dict[str, Any]]:
     """What each source was asked for, and what it has in the packs."""
+    packed = epoch.packs.members
     num_sources = len(dataset.sources)
     asked = [source.num_used * source.ratio for source in dataset.sources]
-    source_of_sample = dataset.schedule.source[packed]
+    source_of_sample = epoch.schedule.source[packed]
     num_samples = np.bincount(source_of_sample, minlength=num_sources).tolist()
-    tokens = np.bincount(source_of_sample, weights=dataset.scheduled_sizes().lengths[packed], minlength=num_sources)
+    tokens = np.bincount(source_of_sample, weights=epoch.lengths[packed], minlength=num_sources)
     num_tokens = tokens.astype(np.int64).tolist()
     return {
         source.name: {

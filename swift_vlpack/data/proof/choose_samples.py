@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.core.errors import DataError
-from swift_vlpack.data.feeds.dataset import PackingDataset
-from swift_vlpack.data.feeds.planned import PlannedPackingDataset
+from swift_vlpack.data.feeds.packs import Packs, epoch_plan_of
 from swift_vlpack.data.proof.changes import kinds_of_media
 from swift_vlpack.data.rows.contents import contents_of
 from swift_vlpack.data.rows.media import media
@@ -27,7 +26,7 @@ _FIRST, _SPREAD, _LOOKED_AT = 6, 18, 250
 Rows that are looked at for media that the lengths do not count."""
 
 
-def chosen_samples(packs: PackingDataset, is_usable: Callable[[Encoded], bool]) -> list[Encoded]:
+def chosen_samples(packs: Packs, is_usable: Callable[[Encoded], bool]) -> list[Encoded]:
     """A few short samples, of every kind there is: an image, several, a video, text. Unusable ones are passed by."""
     kinds = [filter(is_usable, kind) for kind in candidates_from(packs)]
     chosen: list[Encoded] = []
@@ -40,7 +39,7 @@ def chosen_samples(packs: PackingDataset, is_usable: Callable[[Encoded], bool]) 
     return chosen and [chosen[at % len(chosen)] for at in range(max(2, len(chosen)))]
 
 
-def short_samples(packs: PackingDataset) -> list[Encoded]:
+def short_samples(packs: Packs) -> list[Encoded]:
     """A few short real samples, with and without images where there are both; the same ones on every rank."""
     by_length = sorted((sample for kind in candidates_from(packs) for sample in islice(kind, 3)), key=_length)
     if not by_length:
@@ -51,54 +50,54 @@ def short_samples(packs: PackingDataset) -> list[Encoded]:
     return few if len(few) > 1 else few * 2
 
 
-def candidates_from(packs: PackingDataset) -> list[Iterator[Encoded]]:
+def candidates_from(packs: Packs) -> list[Iterator[Encoded]]:
     """The samples of each kind that the epoch has, short ones first, encoded as they are asked for."""
-    if not isinstance(packs, PlannedPackingDataset):
+    plan = epoch_plan_of(packs)
+    if plan is None:
         samples = sorted(_streamed(packs), key=_length)
         return [iter(kind) for kind in _grouped(samples, _kind_of_sample)]
-    sizes = packs.dataset.scheduled_sizes()
-    by_length = np.argsort(sizes.lengths, kind="stable")
-    by_length = by_length[sizes.lengths[by_length] > 0]
-    images, patches = sizes.images[by_length], sizes.patches[by_length]
+    by_length = np.argsort(plan.lengths, kind="stable")
+    by_length = by_length[plan.lengths[by_length] > 0]
+    images, patches = plan.images[by_length], plan.patches[by_length]
     counted = [images == 1, images > 1, (images == 0) & (patches > 0)]
     kinds = [by_length[is_kind].tolist() for is_kind in counted]
     others = by_length[(images == 0) & (patches == 0)]
-    kinds += _grouped(_spread(others, _LOOKED_AT), lambda position: _kind_of_row(packs, position))
-    return [_encoded(packs, map(packs.dataset.address, _spread(np.array(kind), _SPREAD))) for kind in kinds if kind]
+    kinds += _grouped(_spread(others, _LOOKED_AT), lambda position: _kind_of_row(packs, plan.schedule[position]))
+    return [_encoded(packs, plan.samples(_spread(np.array(kind), _SPREAD))) for kind in kinds if kind]
 
 
-def rows_of_plan(packs: PackingDataset) -> list[list[Encoded]]:
+def rows_of_plan(packs: Packs) -> list[list[Encoded]]:
     """The row with the most samples, and that of the longest one; of a stream, a row as full as its first rows make."""
-    if not isinstance(packs, PlannedPackingDataset):
+    epoch = epoch_plan_of(packs)
+    if epoch is None:
         return [row] if (row := _filled(_streamed(packs), packs.config.packing_length)) else []
-    plan = packs.plan
+    plan = epoch.packs
     if not len(plan):
         return []
     pack_of = np.repeat(np.arange(len(plan)), plan.num_samples_per_pack)
     longest = int(pack_of[int(np.argmax(plan.lengths[plan.members]))])
     numbers = dict.fromkeys([int(np.argmax(plan.num_samples_per_pack)), longest])
-    rows = [list(_encoded(packs, packs.address(number).samples)) for number in numbers]
+    rows = [list(_encoded(packs, epoch.samples(plan[number]))) for number in numbers]
     return [row for row in rows if row]
 
 
-def tokens_of_epoch(packs: PackingDataset) -> int:
+def tokens_of_epoch(packs: Packs) -> int:
     """That each rank trains in an epoch; 0 where nobody knows."""
-    if not isinstance(packs, PlannedPackingDataset):
-        return 0
-    return int(packs.plan.num_tokens_per_pack.sum()) // packs.num_ranks
+    plan = epoch_plan_of(packs)
+    return 0 if plan is None else int(plan.packs.num_tokens_per_pack.sum()) // packs.num_ranks
 
 
-def _encoded(packs: Any, addresses: Iterable[Address]) -> Iterator[Encoded]:
-    """Those that can be encoded; what a template draws at random depends on the row alone."""
-    for address in addresses:
-        with RandomStream("proof", *address):
-            sample = packs.dataset.sample_or_error(address)
+def _encoded(packs: Packs, rows: Iterable[tuple[int, int]]) -> Iterator[Encoded]:
+    """Those that can be encoded, of rows by source; what a template draws at random depends on the row alone."""
+    for row in rows:
+        with RandomStream("proof", *row):
+            sample = packs.dataset.sample_or_error(Address(*row))
         if not isinstance(sample, SampleError):
             yield sample
 
 
-def _streamed(packs: PackingDataset) -> list[Encoded]:
-    read = (sample for sample in packs.dataset.encoded() if not isinstance(sample, SampleError))
+def _streamed(packs: Packs) -> list[Encoded]:
+    read = (sample for sample in packs.dataset.samples(0) if not isinstance(sample, SampleError))
     return list(islice(read, NUM_STREAMED))
 
 
@@ -127,10 +126,10 @@ def _kind_of_sample(sample: Encoded) -> Hashable:
     return min(contents_of(sample).images, 2), kinds_of_media(sample)
 
 
-def _kind_of_row(packs: Any, position: int) -> Hashable:
+def _kind_of_row(packs: Packs, at: tuple[int, int]) -> Hashable:
     """For families whose images nobody counts."""
-    address = packs.dataset.address(position)
-    row = packs.dataset.sources[address.source].rows[address.row_index]
+    source, number = at
+    row = packs.dataset.sources[source].rows[number]
     kinds = [medium.kind for medium in media(row)]
     return frozenset(kinds), len(kinds) > 1
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from swift_vlpack.core.errors import DataError, VLPackError
-from swift_vlpack.data.feeds.dataset import PackingDataset
+from swift_vlpack.data.feeds.packs import Packs
 from swift_vlpack.data.lengths.sizes import num_supervised
 from swift_vlpack.data.model import attention
 from swift_vlpack.data.model.prepare import unwrapped
@@ -20,7 +20,7 @@ from swift_vlpack.data.proof.subject import Subject, TemplateRows
 def prove(
     model: Any,
     template: Any,
-    packs: PackingDataset,
+    packs: Packs,
     *,
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> str:

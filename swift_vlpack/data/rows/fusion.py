@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from swift_vlpack.core.epoch.mix import Schedule, Source, schedule
+from swift_vlpack.core.epoch.mix import Mix, Schedule, Source
 from swift_vlpack.core.epoch.shares import EVERYTHING, Share
 from swift_vlpack.core.errors import ConfigError, DataError
 from swift_vlpack.core.shuffle import permutation
 from swift_vlpack.data.lengths.cache import LengthCache
-from swift_vlpack.data.lengths.sizes import NUM_COLUMNS, LengthIndex, RowSize, size_of
+from swift_vlpack.data.lengths.sizes import LengthIndex, RowSize, size_of
 from swift_vlpack.data.rows.contents import contents_of, found, patch_size_of
 from swift_vlpack.data.rows.faults import ReadTimeout, check_openable, fault_of, is_lasting
 from swift_vlpack.data.rows.media import media
@@ -101,9 +101,10 @@ class RowSource:
 
 
 class FusionCaptionDataset(Dataset[Encoded]):
-    """The scheduled rows of one epoch; `dataset[i]` encodes the i-th and adds what `encode_row` adds.
+    """The rows of several sources; `dataset[i]` encodes the i-th of an epoch (`encode_row`).
 
-    `set_epoch` draws and mixes anew. With `strict`, a row that cannot be encoded raises; otherwise it raises
+    Which rows an epoch has is a function of its number (`mix`). `set_epoch` is for those who read the data set itself:
+    packs know their epoch and never ask. With `strict`, a row that cannot be encoded raises; otherwise it raises
     `SampleError`, which the packing data set turns into a counted reason.
     """
 
@@ -121,52 +122,32 @@ class FusionCaptionDataset(Dataset[Encoded]):
         self.sources = tuple(sources)
         self.template = template
         self.strict = strict
-        self.seed = seed
-        self.shuffle = shuffle
-        self.epoch = -1
-        self.schedule: Schedule
-        self._limited = [
-            None if source.num_used == len(source.rows) else _limited_rows(source, seed) for source in self.sources
-        ]
+        self.mix = mix_of(self.sources, seed=seed, shuffle=shuffle)
         self.templates = [own_template(template, source) for source in self.sources]
-        self._usable: dict[str, NDArray[np.bool_]] = {}
-        self.set_epoch(0)
+        self.epoch = 0
+        self._schedule: Schedule | None = None  # of the epoch that is read here, which is rarely any
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For spawned workers, which can mix again."""
+        return {**self.__dict__, "_schedule": None}
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw and mix the rows of this epoch."""
-        if epoch == self.epoch:
-            return
-        self.epoch = epoch
-        entries = [Source(source.name, source.num_used, source.ratio) for source in self.sources]
-        seeds = {source.name: source.seed for source in self.sources if source.seed is not None}
-        self.schedule = schedule(
-            entries, seed=self.seed, epoch=epoch, seeds=seeds, shuffle=self.shuffle, usable=self._usable
-        )
+        """Let `dataset[i]` be the i-th row of this epoch."""
+        if epoch != self.epoch:
+            self.epoch, self._schedule = epoch, None
 
-    def draw_usable(self, is_usable: Callable[[LengthIndex], NDArray[np.bool_]]) -> None:
-        """Let every epoch have equally many rows of those that can be trained, as far as their sizes tell."""
-        for number, source in enumerate(self.sources):
-            assert source.sizes is not None
-            usable, limited = is_usable(source.sizes), self._limited[number]
-            self._usable[source.name] = usable if limited is None else usable[limited]
-        self.epoch, epoch = -1, self.epoch
-        self.set_epoch(epoch)
+    @property
+    def schedule(self) -> Schedule:
+        """The order of the epoch that was set."""
+        if self._schedule is None:
+            self._schedule = self.mix.schedule(self.epoch)
+        return self._schedule
 
     def __len__(self) -> int:
         return len(self.schedule)
 
     def __getitem__(self, position: int) -> Encoded:
-        return self.encode(self.address(position))
-
-    def address(self, position: int) -> Address:
-        """Where the row at a position of the schedule is to be found."""
-        source, row = self.schedule[position]
-        limited = self._limited[source]
-        return Address(source, row if limited is None else int(limited[row]))
-
-    def addresses(self) -> Iterator[Address]:
-        """All of the epoch, in order."""
-        return (self.address(position) for position in range(len(self)))
+        return self.encode(Address(*self.schedule[position]))
 
     def sample_id(self, address: Address) -> SampleId:
         """The name of a row."""
@@ -178,32 +159,32 @@ class FusionCaptionDataset(Dataset[Encoded]):
         row = with_system(source.rows[address.row_index], source.system)
         return encode_row(self.templates[address.source], row, source.sample_id(address.row_index), strict=self.strict)
 
-    def encoded(
-        self, share: Share = EVERYTHING, *, start: int = 0, held: Collection[int] = ()
-    ) -> Iterator[Encoded | SampleError]:
-        """The share's rows from the `start`-th on, after those `held` before: the sample, or why there is none."""
-        for position in chain(map(share.row, sorted(held)), range(share.row(start), len(self), share.num_shares)):
-            with RandomStream(self.seed, self.epoch, position):
-                sample = self.sample_or_error(self.address(position))
-            yield sample
-
     def sample_or_error(self, address: Address) -> Encoded | SampleError:
         """Encode one row, or say why it cannot be."""
         return sample_or_error(self.encode, address)
 
-    def correct(self, address: Address, sample: Encoded) -> None:
+    def samples(
+        self, epoch: int, share: Share = EVERYTHING, *, start: int = 0, held: Collection[int] = ()
+    ) -> Iterator[Encoded | SampleError]:
+        """The share's rows of an epoch: those of the numbers `held`, then all from the `start`-th on.
+
+        Each is the sample, or why there is none.
+        """
+        schedule = self.mix.schedule(epoch)
+        positions = range(share.row(start), len(schedule), share.num_shares)
+        for position in chain(map(share.row, sorted(held)), positions):
+            with RandomStream(self.mix.seed, epoch, position):
+                sample = self.sample_or_error(Address(*schedule[position]))
+            yield sample
+
+    def correct(self, address: Address, planned: RowSize, sample: Encoded) -> None:
         """Remember the true size of a row where another one was planned, so that the next run plans with it."""
-        source, size, planned = self.sources[address.source], size_of(sample), self.planned_size(address)
-        if source.cache is None or planned is None or size == planned:
+        source, size = self.sources[address.source], size_of(sample)
+        if source.cache is None or size == planned:
             return
         logger.warning("%s: %d tokens, planned were %d", sample["sample_id"], size.length, planned.length)
         row = with_system(source.rows[address.row_index], source.system)
         source.cache.remember(row, size, contents_of(sample).aspect)
-
-    def planned_size(self, address: Address) -> RowSize | None:
-        """The size that a row was found to have before the epoch; None without a length pass."""
-        sizes = self.sources[address.source].sizes
-        return None if sizes is None else RowSize(*sizes.columns[:, address.row_index].tolist())
 
     def measure(self) -> None:
         """Give every source that has none its lengths, by encoding each row once."""
@@ -222,22 +203,28 @@ class FusionCaptionDataset(Dataset[Encoded]):
             sizes.append(RowSize(0) if isinstance(sample, SampleError) else size_of(sample))
         return LengthIndex.of(sizes, {index: fault.reason for index, fault in faults.items()}, faults)
 
-    def scheduled_sizes(self) -> LengthIndex:
-        """The sizes of every position of the schedule."""
-        columns = np.zeros((NUM_COLUMNS, len(self)), dtype=np.int64)
-        for number, source in enumerate(self.sources):
-            assert source.sizes is not None
-            here = self.schedule.source == number
-            rows = self.schedule.row[here]
-            limited = self._limited[number]
-            columns[:, here] = source.sizes.columns[:, rows if limited is None else limited[rows]]
-        return LengthIndex(columns, {})
+    def with_sources(self, sources: Sequence[RowSource]) -> FusionCaptionDataset:
+        """The same with other facts about the rows; of a copy, so that nobody else's change."""
+        other = copy.copy(self)
+        other.sources = tuple(sources)
+        return other
 
     def failed(self, address: Address) -> LeftOut:
         """A row without a length: why it cannot be encoded."""
         source, index = self.sources[address.source], address.row_index
         assert source.sizes is not None
         return LeftOut(source.sample_id(index), *source.sizes.fault(index))
+
+
+def mix_of(sources: Sequence[RowSource], *, seed: int, shuffle: bool) -> Mix:
+    """How the sources take part in every epoch."""
+    return Mix(
+        sources=tuple(Source(source.name, source.num_used, source.ratio) for source in sources),
+        rows=tuple(_limited_rows(source, seed) if source.num_used < len(source.rows) else None for source in sources),
+        seed=seed,
+        seeds={source.name: source.seed for source in sources if source.seed is not None},
+        shuffle=shuffle,
+    )
 
 
 def own_template(template: Template, source: RowSource) -> Any:

@@ -35,11 +35,13 @@ class Address(NamedTuple):
 
 
 class PackAddress(NamedTuple):
-    """Everything a worker needs to build one pack, so that it needs no plan of its own."""
+    """Everything a worker needs to build one pack, so that it needs neither a plan nor sizes of its own."""
 
     epoch: int
     number: int
     samples: tuple[Address, ...]
+    sizes: tuple[tuple[int, int, int, int], ...]
+    """The fields of `RowSize` of each sample, as they were planned."""
 
 
 class LeftOut(NamedTuple):

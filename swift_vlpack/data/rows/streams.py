@@ -32,7 +32,6 @@ class StreamedRows:
         self.template = template
         self.name = name
         self.strict = strict
-        self.epoch = 0
         self.seed = 0
         """Of what is drawn while rows are read and encoded."""
 
@@ -43,11 +42,6 @@ class StreamedRows:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update({**state, "rows": dill.loads(state["rows"])})
 
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the stream, if it wants to know."""
-        self.epoch = epoch
-        _set_epoch(self.rows, epoch)
-
     def has_shards_for(self, num_shares: int) -> bool:
         """Whether every share can have shards of its own, so that nobody reads another's rows."""
         return hasattr(self.rows, "shard") and getattr(self.rows, "num_shards", 1) >= num_shares
@@ -57,35 +51,34 @@ class StreamedRows:
         if isinstance(self.rows, Iterator):
             return []
         _set_epoch(self.rows, 0)
-        first = list(islice(_unsplit(self.rows), num_rows))
-        _set_epoch(self.rows, self.epoch)
-        return first
+        return list(islice(_unsplit(self.rows), num_rows))
 
-    def encoded(
-        self, share: Share = EVERYTHING, *, start: int = 0, held: Collection[int] = ()
+    def samples(
+        self, epoch: int, share: Share = EVERYTHING, *, start: int = 0, held: Collection[int] = ()
     ) -> Iterator[Encoded | SampleError]:
-        """The share's rows from the `start`-th on, after those `held` before: the sample, or why there is none.
+        """The share's rows of an epoch: those of the numbers `held`, then all from the `start`-th on.
 
-        Rows before `start` are read past, not encoded.
+        Each is the sample, or why there is none. Rows before `start` are read past, not encoded.
         """
-        reading = RandomStream(self.seed, self.epoch, self.name, *share)
-        rows = self._rows(share)
+        reading = RandomStream(self.seed, epoch, self.name, *share)
+        rows = self._rows(epoch, share)
         for index in count():
             with reading:
                 row = next(rows, _END)
             if row is _END:
                 return
             if index >= start or index in held:
-                with RandomStream(self.seed, self.epoch, self.name, share.row(index)):
+                with RandomStream(self.seed, epoch, self.name, share.row(index)):
                     sample = sample_or_error(self._encode, row, SampleId(self.name, share.row(index)))
                 yield sample
 
-    def _rows(self, share: Share) -> Iterator[Row]:
+    def _rows(self, epoch: int, share: Share) -> Iterator[Row]:
         number, num_shares = share
+        _set_epoch(self.rows, epoch)  # of the stream, if it wants to know
         if num_shares == 1 or not self.has_shards_for(num_shares):
             return islice(_unsplit(self.rows), number, None, num_shares)
         shard: Any = self.rows.shard(num_shards=num_shares, index=number)  # type: ignore[attr-defined]
-        _set_epoch(shard, self.epoch)
+        _set_epoch(shard, epoch)
         return _unsplit(shard)
 
     def _encode(self, row: Row, sample_id: SampleId) -> Encoded:

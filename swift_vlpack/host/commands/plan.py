@@ -21,12 +21,15 @@ from swift.utils import get_logger
 
 from swift_vlpack.core.account.plan_report import plan_report
 from swift_vlpack.core.account.plan_text import plan_text
+from swift_vlpack.core.config import is_planned
+from swift_vlpack.core.epoch.rest_of_run import num_steps as num_steps_of
 from swift_vlpack.core.errors import ConfigError, VLPackError
 from swift_vlpack.data.feeds.data_report import data_report, left_out_rows
-from swift_vlpack.data.feeds.planned import PlannedPackingDataset
+from swift_vlpack.data.feeds.planned import left_out_by, left_out_warning
+from swift_vlpack.data.feeds.planned_feed import PlannedFeed
 from swift_vlpack.data.rows.left_out import listed
 from swift_vlpack.host.args import is_ours, packing_config
-from swift_vlpack.host.pipeline import fused, packed, size_of_step
+from swift_vlpack.host.pipeline import measured_rows, planned_feed, size_of_step
 from swift_vlpack.host.ranks import counted_as
 from swift_vlpack.host.rows.sources import load_sources
 
@@ -117,16 +120,16 @@ def training_report(argv: Sequence[str], *, num_ranks: int, failures_file: Path)
     with tempfile.TemporaryDirectory(prefix="vlpack-") as folder, counted_as(num_ranks):
         # ms-swift makes the output folder when it reads its arguments; a plan leaves none behind.
         pipeline = _WithoutWeights([*_without(argv, LEFT_OUT), *OVERRIDDEN, "--output_dir", folder])
-        packs, seconds = _packs(pipeline)
-    num_listed = _write_list(packs, failures_file)
-    if warning := packs.warning_of_left_out():
+        feed, seconds = _feed(pipeline)
+    epoch = feed.epoch_plan
+    num_listed = _write_list(feed, failures_file)
+    if warning := left_out_warning(left_out_by(epoch, feed.dataset), num_rows=len(epoch.schedule)):
         logger.warning(f"packing: {warning}")
+    report = plan_report(epoch.unshared, epoch.packs, num_rows=len(epoch.schedule), seconds=time.perf_counter() - start)
     return {
-        **plan_report(
-            packs.unaligned_plan(), packs.plan, num_rows=len(packs.dataset), seconds=time.perf_counter() - start
-        ),
-        **data_report(packs, _merge_size(pipeline.template)),
-        **_steps(packs, pipeline.args),
+        **report,
+        **data_report(epoch, feed.dataset, _merge_size(pipeline.template)),
+        **_steps(feed, pipeline.args),
         "failures_file": str(failures_file) if num_listed else None,
         **seconds,
     }
@@ -144,13 +147,13 @@ def _without(argv: Sequence[str], names: Sequence[str]) -> list[str]:
     return kept
 
 
-def _packs(pipeline: SwiftSft) -> tuple[PlannedPackingDataset, dict[str, float]]:
-    """The packs that training would make, and how long lengths and packs took."""
+def _feed(pipeline: SwiftSft) -> tuple[PlannedFeed, dict[str, float]]:
+    """The feed that training would have, and how long lengths and packs took."""
     args, template = pipeline.args, pipeline.template
     if not is_ours(args):
         raise ConfigError("--packing false has no packs to plan; leave it out")
     config = packing_config(args)
-    if args.streaming or config.packing_mode == "buffer":
+    if not is_planned(config, is_sized=not args.streaming):
         raise ConfigError(
             f"{'--streaming true' if args.streaming else 'packing_mode=buffer'} packs rows as they come and cannot be "
             "planned; plan without it, or train with --max_steps"
@@ -158,19 +161,17 @@ def _packs(pipeline: SwiftSft) -> tuple[PlannedPackingDataset, dict[str, float]]
     with _said_by_swift("cannot load the data"):
         sources, _ = load_sources(args, config)
     start = time.perf_counter()
-    dataset = fused(sources, template, args, config)
+    rows = measured_rows(sources, template, args, config)
     measured = time.perf_counter()
-    packs = packed(dataset, template, args, config)
-    assert isinstance(packs, PlannedPackingDataset)
-    len(packs.plan)  # made when it is first asked for
+    feed = planned_feed(rows, template, args, config)
     seconds = {"seconds_lengths": measured - start, "seconds_plan": time.perf_counter() - measured}
-    return packs, {name: round(value, 4) for name, value in seconds.items()}
+    return feed, {name: round(value, 4) for name, value in seconds.items()}
 
 
-def _steps(packs: PlannedPackingDataset, args: Any) -> dict[str, Any]:
+def _steps(feed: PlannedFeed, args: Any) -> dict[str, Any]:
     """Steps by the arithmetic of Hugging Face's Trainer, where an epoch ends with a step whatever has accumulated."""
     accumulation = args.training_args.gradient_accumulation_steps
-    steps_per_epoch = math.ceil(packs.plan.num_packs_per_rank / accumulation)
+    steps_per_epoch = num_steps_of(feed.epoch_plan.packs.num_packs_per_rank, accumulation)
     num_epochs = math.ceil(args.num_train_epochs)
     num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
     if args.max_steps > 0:
@@ -178,11 +179,11 @@ def _steps(packs: PlannedPackingDataset, args: Any) -> dict[str, Any]:
         num_epochs = math.ceil(num_steps / steps_per_epoch)
     return {
         "num_epochs": num_epochs,
-        "packs_per_epoch": len(packs.plan),
+        "packs_per_epoch": len(feed.epoch_plan),
         "gradient_accumulation_steps": accumulation,
         "steps_per_epoch": steps_per_epoch,
         "num_steps": num_steps,
-        "step": size_of_step(packs, args).as_json(),
+        "step": size_of_step(feed, args).as_json(),
     }
 
 
@@ -192,9 +193,9 @@ def _check_list(path: Path) -> None:
         raise ConfigError(f"{path} is no list of rows that were left out; name another file with --failures")
 
 
-def _write_list(packs: PlannedPackingDataset, path: Path) -> int:
+def _write_list(feed: PlannedFeed, path: Path) -> int:
     """One JSON object a line for every row that is left out; no file where there are none, nor an earlier one."""
-    lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in left_out_rows(packs)]
+    lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in left_out_rows(feed.epoch_plan, feed.dataset)]
     if lines:
         path.write_text("".join(lines), encoding="utf-8")
     else:

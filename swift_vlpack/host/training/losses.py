@@ -63,7 +63,7 @@ def add_up(trainer: Any) -> None:
 
 def measured(trainer: Any) -> Losses | None:
     """The losses of two real samples with targets; None where the data has no such sample to measure with."""
-    with_targets = [sample for sample in short_samples(trainer.packs) if num_supervised(sample) > 2]
+    with_targets = [sample for sample in short_samples(trainer.feed) if num_supervised(sample) > 2]
     if not with_targets:
         return None
     first, second = with_targets[0], with_fewer_targets(with_targets[-1])

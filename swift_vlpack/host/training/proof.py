@@ -10,4 +10,4 @@ from swift_vlpack.data.proof.prove import prove
 def prove_isolation(trainer: Any) -> str:
     """Run the proof on the model as it will train; all ranks run the same forwards."""
     model = getattr(trainer, "model_wrapped", None) or trainer.model
-    return prove(model, trainer.template, trainer.packs, forward_context=trainer.compute_loss_context_manager)
+    return prove(model, trainer.template, trainer.feed, forward_context=trainer.compute_loss_context_manager)

@@ -9,19 +9,18 @@ import torch
 
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.errors import ConfigError
-from swift_vlpack.data.feeds.planned import PlannedPackingDataset
 
 BY_LONGEST = ("dynamic", "longrope", "su")
 """RoPE types that choose frequencies by the longest sample of a row; su is longrope's first name."""
 
 
-def check_rope(model_config: Any, packs: Any, max_length: int | None, config: PackingConfig) -> None:
+def check_rope(model_config: Any, rows: Any, max_length: int | None, config: PackingConfig) -> None:
     """Refuse packs in which a long sample would change the frequencies of those beside it.
 
     Up to the length that the model was trained with all samples have the same ones; a longer one is alone in its row
     where it does not fit a pack.
     """
-    longest = _longest(packs, max_length)
+    longest = _longest(rows, max_length)
     for rope_type, limit in rope_limits(model_config):
         if longest <= limit or config.packing_length <= limit:
             continue
@@ -46,10 +45,11 @@ def rope_limits(model_config: Any) -> Iterator[tuple[str, int]]:
         yield rope_type, int(limit)
 
 
-def _longest(packs: Any, max_length: int | None) -> int:
-    """Tokens of the longest sample there is, or can be."""
-    if isinstance(packs, PlannedPackingDataset):
-        return max(int(source.sizes.lengths.max(initial=0)) for source in packs.dataset.sources if source.sizes)
+def _longest(rows: Any, max_length: int | None) -> int:
+    """Tokens of the longest sample there is, or, of rows that were not measured, can be."""
+    sizes = [source.sizes for source in getattr(rows, "sources", ())]
+    if sizes and all(of_source is not None for of_source in sizes):
+        return max(int(of_source.lengths.max(initial=0)) for of_source in sizes)
     return max_length or 0
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from swift_vlpack import PackingConfig, plan
-from swift_vlpack.core.epoch.cuts import Cut, advanced, cuts_from, is_finished, num_consumed, shared
+from swift_vlpack.core.epoch.cuts import Cut, cuts_from, is_finished, num_consumed, share, with_consumed
 from swift_vlpack.core.errors import PlanError, StateMismatch
 from tests.cases import cases
 
@@ -34,7 +34,7 @@ def test_chain_of_cuts_with_changing_ranks_trains_every_item_once():
         cuts, trained = (), []
         while not is_finished(cuts):
             num_ranks = rng.randint(1, 5)
-            packs, cuts = shared(made, cuts_from(json.loads(json.dumps(cuts))), num_ranks)
+            packs, cuts = share(made, cuts_from(json.loads(json.dumps(cuts))), num_ranks)
             assert packs.num_ranks == num_ranks
             assert len(packs) == cuts[-1].num_packs
             start, num_steps = cuts[-1].num_consumed, packs.num_packs_per_rank
@@ -45,7 +45,7 @@ def test_chain_of_cuts_with_changing_ranks_trains_every_item_once():
                 together = packs[step * num_ranks : (step + 1) * num_ranks]
                 assert any(together), "a step without a sample"
                 trained += [item for pack in together for item in pack]
-            cuts = advanced(cuts, num_trained * num_ranks)
+            cuts = with_consumed(cuts, num_trained * num_ranks)
             num_cut += 1
         left_out = [] if packs.num_dropped.get("underfilled") else made.dropped.get("underfilled", [])
         assert sorted(trained) == sorted([*packed(made), *left_out]), case.seed
@@ -62,9 +62,9 @@ def test_same_ranks_go_on_with_exactly_the_packs_that_would_have_come():
             continue
         rng = random.Random(case.seed)
         num_ranks = rng.randint(1, 4)
-        whole, cuts = shared(made, (), num_ranks, num_packs=0)
+        whole, cuts = share(made, (), num_ranks, least_packs=0)
         for step in range(whole.num_packs_per_rank + 1):
-            again, same = shared(made, advanced(cuts, step * num_ranks), num_ranks)
+            again, same = share(made, with_consumed(cuts, step * num_ranks), num_ranks)
             assert list(again) == list(whole)
             assert same == (Cut(num_ranks, len(whole), step * num_ranks),)
 
@@ -73,22 +73,22 @@ def test_rest_is_shared_by_splitting_and_has_empty_packs_only_where_nothing_can_
     """RESUME-4"""
     config = PackingConfig(packing_length=100, packing_strategy="greedy", packing_drop_last=False)
     pairs = plan([40, 60] * 8, config)
-    rest, cuts = shared(pairs, [Cut(2, 8, 4)], 3)
+    rest, cuts = share(pairs, [Cut(2, 8, 4)], 3)
     assert (len(rest), rest.num_empty) == (6, 0), "4 packs of two, two of which were cut"
     assert cuts == (Cut(2, 8, 4), Cut(3, 6, 0))
     whole = plan([100] * 8, config)
-    rest, _ = shared(whole, [Cut(2, 8, 4)], 3)
+    rest, _ = share(whole, [Cut(2, 8, 4)], 3)
     assert (len(rest), rest.num_empty) == (6, 2), "packs of one sample cannot be cut"
-    one, _ = shared(whole, [Cut(3, 9, 3)], 1)
+    one, _ = share(whole, [Cut(3, 9, 3)], 1)
     assert (len(one), one.num_empty) == (5, 0), "the empty pack of three ranks is nothing to one"
 
 
 def test_longer_epoch_is_kept_through_a_cut():
     """RESUME-3: epochs of equal length, see PLAN-5."""
     made = plan([10] * 40, PackingConfig(packing_length=100, packing_strategy="greedy"))
-    packs, cuts = shared(made, (), 2, num_packs=10)
+    packs, cuts = share(made, (), 2, least_packs=10)
     assert (len(packs), cuts) == (10, (Cut(2, 10, 0),))
-    again, cuts = shared(made, advanced(cuts, 4), 2, num_packs=14)
+    again, cuts = share(made, with_consumed(cuts, 4), 2, least_packs=14)
     assert (len(again), cuts) == (10, (Cut(2, 10, 4),))
 
 

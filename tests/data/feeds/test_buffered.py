@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from swift_vlpack import PackingConfig
 from swift_vlpack.core.errors import StateMismatch
-from swift_vlpack.data.feeds.buffered import BufferedPackingDataset, Progress
+from swift_vlpack.data.feeds.buffered import BufferedPackingDataset, ReaderProgress
 from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
 from swift_vlpack.data.rows.samples import SampleId
 from swift_vlpack.data.rows.streams import StreamedRows
@@ -67,10 +67,10 @@ def contents(records):
 
 def progress_after(records, num_workers):
     """Through JSON, as a checkpoint keeps it."""
-    progress = Progress(num_workers)
+    progress = ReaderProgress(num_workers)
     for record in records:
         progress.trained(record)
-    return Progress.of(json.loads(json.dumps(progress.state())))
+    return ReaderProgress.of(json.loads(json.dumps(progress.state())))
 
 
 def everything(records):
@@ -166,14 +166,14 @@ def test_packs_that_were_fetched_but_not_trained_are_not_counted(template):
     """STREAM-8: a dataloader is ahead of training; the state is that of the training."""
     dataset = buffered(template, rows(40))
     loader = DataLoader(dataset, batch_size=None, num_workers=2, prefetch_factor=4)
-    progress, trained = Progress(2), []
+    progress, trained = ReaderProgress(2), []
     for number, pack in enumerate(loader):
         if number == 3:
             break
         trained.append(pack.record)
         progress.trained(pack.record)
     again = buffered(template, rows(40))
-    again.restore(Progress.of(progress.state()))
+    again.restore(ReaderProgress.of(progress.state()))
     rest = records(again, 2)
     assert everything([*trained, *rest]) == {SampleId("data", n): 1 for n in range(40)}
 

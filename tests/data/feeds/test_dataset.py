@@ -19,8 +19,8 @@ from swift_vlpack.data.feeds.planned import PlannedPackingDataset
 from swift_vlpack.data.lengths.sizes import LengthIndex, RowSize
 from swift_vlpack.data.model.collate import Collator
 from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
-from swift_vlpack.data.rows.samples import SampleId, TooManyFailures
-from swift_vlpack.host.training.loader import pack_loader
+from swift_vlpack.data.rows.samples import Address, SampleId, TooManyFailures
+from tests.feeds import loader_over, planned_feed, streamed_feed
 from tests.images import BROKEN, GOOD, REASON_OF, make, photo
 from tests.rows import image_row, mixed_rows, text_row
 
@@ -79,7 +79,10 @@ def left_out(packs, dataset=None):
 
 
 def scheduled(dataset):
-    return Counter(dataset.dataset.sample_id(address) for address in dataset.dataset.addresses())
+    """The rows of the epoch: of the plan, or, where packs are made as rows come, as the sources are mixed."""
+    plan = getattr(dataset, "epoch_plan", None)
+    schedule = dataset.dataset.mix.schedule(dataset.epoch) if plan is None else plan.schedule
+    return Counter(dataset.dataset.sample_id(Address(*where)) for where in schedule)
 
 
 def assert_conserved(dataset, packs):
@@ -210,7 +213,7 @@ def test_all_epochs_have_equally_many_packs(template, rows):
         assert len(packs) == len(dataset) == len(dataset.plan)
         assert all(packs), "an epoch that needs fewer packs splits some, it has no empty ones"
         assert_conserved(dataset, packs)
-        needed.append(len(plan(data.scheduled_sizes().lengths, config(), seed=epoch, label=None)))
+        needed.append(len(plan(dataset.epoch_plan.lengths, config(), seed=epoch, label=None)))
         orders.add(tuple(ids(packs)))
     assert len(set(needed)) > 1, "the epochs would differ, so this tests something"
     assert len(dataset) == max(needed)
@@ -261,7 +264,7 @@ def test_no_epoch_has_too_few_samples_for_the_steps_of_the_others(template, leng
         assert len(dataset) >= dataset.num_packs
         assert len(dataset) % num_ranks == 0
         num_trained.add(len(dataset.plan.members) + dataset.plan.num_dropped.get("underfilled", 0))
-        at = [dataset.dataset.address(n).row_index for pack in dataset.plan for n in pack]
+        at = [row for pack in dataset.plan for _, row in dataset.epoch_plan.samples(pack)]
         assert all(0 < lengths[row] <= 300 for row in at)
         assert len(set(at)) == len(at)
     usable = sum(0 < length <= 300 for length in lengths)
@@ -277,13 +280,13 @@ def test_remainder_is_dropped_only_where_no_step_needs_it(template, num_ranks):
     num_dropping = num_cutting = 0
     for epoch in range(30):
         dataset.set_epoch(epoch)
-        made, aligned = dataset.unaligned_plan(), dataset.plan
+        made, aligned = dataset.epoch_plan.unshared, dataset.plan
         is_cut = len(aligned) - aligned.num_empty > len(made.with_remainder())
         assert not (len(aligned) > len(made) and aligned.num_dropped), "a pack was cut or empty, and a sample dropped"
         num_dropping += bool(aligned.num_dropped)
         num_cutting += is_cut
         everything = [*aligned.members.tolist(), *(n for some in aligned.dropped.values() for n in some.tolist())]
-        assert sorted(everything) == list(range(len(data)))
+        assert sorted(everything) == list(range(len(dataset.epoch_plan.schedule)))
     assert num_dropping or num_ranks > 1
     assert num_cutting or num_ranks == 1
 
@@ -530,9 +533,9 @@ def loader_of(template):
     """Make training loaders, and close them: left to the garbage collector, workers take five seconds to go."""
     made = []
 
-    def loader_of(dataset, num_workers, **options):
+    def loader_of(feed, num_workers, **options):
         options = {"persistent_workers": num_workers > 0, "collate_fn": Collator(template, for_model=False), **options}
-        made.append(pack_loader(dataset, CPU, rank=0, num_workers=num_workers, **options))
+        made.append(loader_over(feed, num_workers=num_workers, **options))
         return made[-1]
 
     yield loader_of
@@ -554,21 +557,22 @@ def test_every_row_comes_exactly_once_an_epoch_with_any_number_of_workers(
     """DATA-9 DATA-4: the workers live on and see the new epoch."""
     mixed = [*rows[:16], *odd]
     data = FusionCaptionDataset([RowSource(name="data", rows=mixed)], template, seed=3)
-    options = {"num_epochs": 3} if form == "plan" else {}
-    dataset = {"plan": PlannedPackingDataset, "buffer": BufferedPackingDataset}[form](
-        data, template, config(packing_drop_last=form == "buffer"), **options
-    )
-    loader = loader_of(dataset, num_workers)
+    options = {"num_epochs": 3} if form == "plan" else {"num_workers": num_workers}
+    make = {"plan": planned_feed, "buffer": streamed_feed}[form]
+    feed = make(data, template, config(packing_drop_last=form == "buffer"), **options)
+    loader = loader_of(feed, num_workers)
     orders = []
     for epoch in (0, 1, 2, 0):
         records = read_epoch(loader, epoch)
         assert {record.epoch for record in records} == {epoch}
         gone = [left.sample_id for record in records for left in record.left_out]
         if form == "plan":
-            assert len(records) == len(loader) == len(dataset)
-            gone += [left.sample_id for left in dataset.left_out_by_plan()]
+            assert len(records) == len(loader) == len(feed)
+            gone += [left.sample_id for left in feed.begin(epoch).left_out]
+        else:
+            gone += [left.sample_id for left in feed.left_out_behind()]
         order = [record.sample_ids for record in records]
-        assert Counter([*(sample_id for pack in order for sample_id in pack), *gone]) == scheduled(dataset)
+        assert Counter([*(sample_id for pack in order for sample_id in pack), *gone]) == scheduled(feed)
         orders.append(order)
     assert orders[0] == orders[3]
     assert len({str(order) for order in orders}) == 3, "mixed and packed anew"
@@ -577,7 +581,7 @@ def test_every_row_comes_exactly_once_an_epoch_with_any_number_of_workers(
 def test_planned_packs_do_not_depend_on_the_workers(template, rows, loader_of):
     """DATA-9"""
     orders = [
-        [record.sample_ids for record in read_epoch(loader_of(packed(rows, template), num_workers), 0)]
+        [record.sample_ids for record in read_epoch(loader_of(planned_feed(rows, template, config()), num_workers), 0)]
         for num_workers in (0, 2)
     ]
     assert orders[0] == orders[1]
@@ -590,9 +594,9 @@ def test_error_in_a_worker_reaches_the_training_process(template, tmp_path, load
         [RowSource(name="data", rows=some_missing(tmp_path, "xxxxxx"), sizes=LengthIndex.of([RowSize(30)] * 6))],
         template,
     )
-    dataset = packed(data, template, form, packing_max_failures=3)
+    feed = {"plan": planned_feed, "buffer": streamed_feed}[form](data, template, config(packing_max_failures=3))
     with pytest.raises(TooManyFailures, match="4 rows in a row"):
-        read_epoch(loader_of(dataset, 1), 0)
+        read_epoch(loader_of(feed, 1), 0)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -617,9 +621,9 @@ def test_pickled_packs_are_the_same_packs(template, rows, form):
 )
 def test_spawned_workers_deliver_the_same_packs(template, rows, loader_of, context):
     """DATA-9 RANKS-1: a fresh interpreter, with the data and the template as pickle brings them."""
-    dataset = packed(rows[:12], template)
-    expected = [record.sample_ids for record in read_epoch(loader_of(dataset, 0), 0)]
-    loader = loader_of(dataset, 1, multiprocessing_context=context)
+    feed = planned_feed(rows[:12], template, config())
+    expected = [record.sample_ids for record in read_epoch(loader_of(feed, 0), 0)]
+    loader = loader_of(feed, 1, multiprocessing_context=context)
     assert [record.sample_ids for record in read_epoch(loader, 0)] == expected
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from swift_vlpack.core.config import PackingConfig
-from swift_vlpack.data.feeds import planned
+from swift_vlpack.data.feeds import reader
 from swift_vlpack.data.feeds.dataset import PackingDataset
 from swift_vlpack.data.lengths.cache import LengthCache
 from swift_vlpack.data.lengths.inputs import Encoders, Known
@@ -113,11 +113,11 @@ def test_pack_encoded_in_threads_equals_one_encoded_one_by_one(template, tmp_pat
     source = RowSource(name="data", rows=rows, sizes=type(sizes)(columns, {}))
     packs = packs_of(source, template, packing_length=1500, packing_strategy="best_fit")
     assert max(len(packs.address(n).samples) for n in range(len(packs))) > 8
-    monkeypatch.setattr(planned, "threads_per_worker", lambda: 1)
+    monkeypatch.setattr(reader, "threads_per_worker", lambda: 1)
     right = [packs[n] for n in range(len(packs))]
     assert sum(len(pack.record.left_out) for pack in right) == 6
     for num_threads in (2, 8):
-        monkeypatch.setattr(planned, "threads_per_worker", lambda num_threads=num_threads: num_threads)
+        monkeypatch.setattr(reader, "threads_per_worker", lambda num_threads=num_threads: num_threads)
         for _ in range(3):
             for number, pack in enumerate(right):
                 other = packs[number]
@@ -135,7 +135,7 @@ def test_strict_failure_in_a_thread_stops_the_pack(template, tmp_path, monkeypat
     data = FusionCaptionDataset([source], template, shuffle=False, strict=True)
     packs = PackingDataset(data, template, PackingConfig(packing_length=2000, packing_drop_last=False))
     (tmp_path / "a.jpg").unlink()
-    monkeypatch.setattr(planned, "threads_per_worker", lambda: 4)
+    monkeypatch.setattr(reader, "threads_per_worker", lambda: 4)
     with pytest.raises(Exception, match="data:5: file_missing"):
         packs[0]
 

@@ -5,8 +5,11 @@ from collections import Counter
 import pytest
 import torch
 
+from swift_vlpack.core.config import PackingConfig
+from swift_vlpack.core.epoch.epoch_plan import plan_epoch
 from swift_vlpack.core.epoch.shares import Share
 from swift_vlpack.core.errors import ConfigError, DataError
+from swift_vlpack.data.feeds.planned import recipe_of
 from swift_vlpack.data.lengths.sizes import LengthIndex, RowSize, size_of
 from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource, encode_row
 from swift_vlpack.data.rows.samples import Address, SampleError, SampleId
@@ -42,7 +45,13 @@ def source(name="data", rows=None, **options):
 
 
 def ids(dataset):
-    return [dataset.sample_id(address) for address in dataset.addresses()]
+    return [dataset.sample_id(Address(*where)) for where in dataset.schedule]
+
+
+def epoch_of(dataset):
+    """The sizes of epoch 0 at the positions of its schedule."""
+    config = PackingConfig(packing_length=10_000)
+    return plan_epoch(recipe_of(dataset, dataset.sources, config, seed=0, num_ranks=1), 0)
 
 
 def rows_of(dataset, name):
@@ -141,7 +150,7 @@ def test_strict_raises_the_error_with_the_row_and_the_cause(template, tmp_path):
         dataset[1]
     assert isinstance(caught.value.__cause__, OSError)
     with pytest.raises(DataError, match=r"captions:7"):
-        list(dataset.encoded())
+        list(dataset.samples(0))
 
 
 def test_template_that_makes_several_samples_of_a_row_is_refused(template):
@@ -156,7 +165,7 @@ def test_shares_of_an_epoch_are_disjoint_and_whole(template):
     """DATA-9"""
     sized, stream = fused(template, source(rows=texts(11))), StreamedRows(texts(11), template, name="data")
     for dataset in (sized, stream):
-        shares = [[sample["sample_id"] for sample in dataset.encoded(Share(n, 3))] for n in range(3)]
+        shares = [[sample["sample_id"] for sample in dataset.samples(0, Share(n, 3))] for n in range(3)]
         assert sorted(map(len, shares)) == [3, 4, 4]
         assert sorted(sample_id for share in shares for sample_id in share) == [
             SampleId("data", row) for row in range(11)
@@ -168,15 +177,15 @@ def test_measured_sizes_are_those_of_the_encoded_rows(template, pictures, tmp_pa
     rows = [text_row(), image_row(pictures), image_row([str(tmp_path / "missing.jpg")])]
     dataset = fused(template, source(rows=rows), source("more", texts(2)))
     dataset.measure()
-    sizes = dataset.scheduled_sizes()
-    for position, sample in enumerate(dataset.encoded()):
+    sizes = epoch_of(dataset).sizes
+    for position, sample in enumerate(dataset.samples(0)):
         expected = (0, 0, 0, 0)
         if not isinstance(sample, SampleError):
             patches = len(sample.get("pixel_values", ()))
             num_labels = sum(label >= 0 for label in sample["labels"])
             assert 0 < num_labels < len(sample["input_ids"])
             expected = (len(sample["input_ids"]), len(sample.get("image_grid_thw", ())), patches, num_labels)
-        assert tuple(sizes.columns[:, position].tolist()) == expected
+        assert tuple(sizes[:, position].tolist()) == expected
     assert dataset.failed(Address(0, 2)).reason == "file_missing"
 
 
@@ -224,8 +233,8 @@ def test_limited_rows_are_measured_at_their_own_place(template):
     rows = [text_row(answer="word " * (1 + number)) for number in range(12)]
     dataset = fused(template, source(rows=rows, sample_limit=4))
     dataset.measure()
-    lengths = dataset.scheduled_sizes().lengths.tolist()
-    assert lengths == [sample["length"] for sample in dataset.encoded()]
+    lengths = epoch_of(dataset).lengths.tolist()
+    assert lengths == [sample["length"] for sample in dataset.samples(0)]
     assert len(set(lengths)) == 4
 
 
@@ -248,7 +257,7 @@ def test_max_pixels_shrinks_the_images_of_its_source_only(template, pictures):
     pixels = small["image_grid_thw"].prod().item() * 14 * 14
     assert pixels <= 1.3 * limit, "up to rounding to whole patches"
     dataset.measure()
-    assert dataset.scheduled_sizes().lengths.tolist() == [small["length"], full["length"]]
+    assert epoch_of(dataset).lengths.tolist() == [small["length"], full["length"]]
 
 
 def test_seed_of_a_source_moves_its_draws_and_no_others(template):
@@ -314,6 +323,6 @@ def test_stream_hears_of_the_epoch_if_it_listens(template):
             self.epoch = epoch
 
     rows = Rows(texts(2))
-    StreamedRows(rows, template).set_epoch(3)
+    assert len(list(StreamedRows(rows, template).samples(3))) == 2
     assert rows.epoch == 3
-    StreamedRows(iter(rows), template).set_epoch(3)
+    assert len(list(StreamedRows(iter(rows), template).samples(3))) == 2

@@ -56,7 +56,7 @@ def test_every_nth_row_where_there_are_too_few_shards(template, tmp_path, num_sh
     stream = StreamedRows(files(tmp_path, 11), template)
     assert stream.has_shards_for(num_shares) == (num_shares == 1)
     for number in range(num_shares):
-        samples = list(stream.encoded(Share(number, num_shares)))
+        samples = list(stream.samples(0, Share(number, num_shares)))
         assert [sample["sample_id"].row for sample in samples] == list(range(number, 11, num_shares))
         assert questions(samples) == [f"file 0 row {row}" for row in range(number, 11, num_shares)]
 
@@ -64,7 +64,7 @@ def test_every_nth_row_where_there_are_too_few_shards(template, tmp_path, num_sh
 def test_own_shards_where_there_are_enough(template, tmp_path):
     """STREAM-2: nobody reads another's file, and every row has a number of its own."""
     stream = StreamedRows(files(tmp_path, 4, 2, 3), template)
-    samples = [list(stream.encoded(Share(number, 3))) for number in range(3)]
+    samples = [list(stream.samples(0, Share(number, 3))) for number in range(3)]
     assert [questions(some)[0] for some in samples] == ["file 0 row 0", "file 1 row 0", "file 2 row 0"]
     assert list(map(len, samples)) == [4, 2, 3]
     everything = [sample for some in samples for sample in some]
@@ -75,10 +75,7 @@ def test_own_shards_where_there_are_enough(template, tmp_path):
 def test_shards_hear_of_the_epoch(template, tmp_path):
     """STREAM-2: a shuffled stream is shuffled anew inside every share."""
     stream = StreamedRows(files(tmp_path, 12, 12).shuffle(seed=3, buffer_size=6), template)
-    orders = []
-    for epoch in (0, 1, 0):
-        stream.set_epoch(epoch)
-        orders.append([questions(stream.encoded(Share(number, 2))) for number in range(2)])
+    orders = [[questions(stream.samples(epoch, Share(number, 2))) for number in range(2)] for epoch in (0, 1, 0)]
     assert orders[0] == orders[2] != orders[1]
     for order in orders:
         assert sorted(order[0] + order[1]) == all_questions(12, 12)
@@ -101,7 +98,7 @@ class Reader(IterableDataset):
     def __iter__(self):
         worker = get_worker_info()
         share = share_of(0, 1, worker.id, worker.num_workers)
-        yield from (sample["sample_id"].row for sample in self.stream.encoded(share))
+        yield from (sample["sample_id"].row for sample in self.stream.samples(0, share))
         assert get_worker_info() is worker, "others see the worker again"
 
 
@@ -117,7 +114,7 @@ def test_rows_before_the_start_are_read_past_but_for_those_wanted(template, monk
     """STREAM-9"""
     asked, encode = [], template.encode
     monkeypatch.setattr(template, "encode", lambda row, **kw: asked.append(row) or encode(row, **kw))
-    samples = list(StreamedRows(texts(20), template).encoded(Share(1, 2), start=6, held={2, 5}))
+    samples = list(StreamedRows(texts(20), template).samples(0, Share(1, 2), start=6, held={2, 5}))
     assert [sample["sample_id"].row for sample in samples] == [5, 11, 13, 15, 17, 19]
     assert len(asked) == 6
 
@@ -125,7 +122,7 @@ def test_rows_before_the_start_are_read_past_but_for_those_wanted(template, monk
 def test_row_that_cannot_be_encoded_is_said_so(template, tmp_path):
     """DATA-7"""
     rows = [text_row(), image_row([str(tmp_path / "gone.jpg")]), text_row()]
-    samples = list(StreamedRows(rows, template).encoded(EVERYTHING))
+    samples = list(StreamedRows(rows, template).samples(0, EVERYTHING))
     assert isinstance(samples[1], SampleError)
     assert [isinstance(sample, dict) for sample in samples] == [True, False, True]
 
@@ -135,4 +132,4 @@ def test_stream_of_datasets_travels_to_a_spawned_worker(template, tmp_path):
     rows = files(tmp_path, 3, 2).map(lambda row: {**row, "dataset": "tagged"})  # as ms-swift tags them
     stream = StreamedRows(rows.shuffle(seed=1, buffer_size=10), template)
     again = pickle.loads(pickle.dumps(stream))
-    assert questions(again.encoded(Share(1, 2))) == questions(stream.encoded(Share(1, 2)))
+    assert questions(again.samples(0, Share(1, 2))) == questions(stream.samples(0, Share(1, 2)))

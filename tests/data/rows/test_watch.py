@@ -9,7 +9,7 @@ import pytest
 
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.errors import DataError
-from swift_vlpack.data.feeds import planned
+from swift_vlpack.data.feeds import reader
 from swift_vlpack.data.feeds.dataset import PackingDataset
 from swift_vlpack.data.lengths.cache import LengthCache
 from swift_vlpack.data.lengths.inputs import Encoders, Known
@@ -108,7 +108,7 @@ def test_pack_is_loaded_without_it(num_threads, template, tmp_path, stuck, short
     data = FusionCaptionDataset([source], template, shuffle=False)
     packs = PackingDataset(data, template, PackingConfig(packing_length=2000, packing_drop_last=False))
     stuck(rows[2]["images"][0])
-    monkeypatch.setattr(planned, "threads_per_worker", lambda: num_threads)
+    monkeypatch.setattr(reader, "threads_per_worker", lambda: num_threads)
     pack = packs[0]
     assert [left_out.sample_id for left_out in pack.record.left_out] == [SampleId("data", 2)]
     assert (

@@ -95,14 +95,14 @@ def test_steps_and_packs_are_those_of_the_training_run(length, folders, mix, tmp
     remembered = sizes_of_files(cache)
     assert sorted(name.partition("-")[0] for name in remembered if name.endswith(".lengths")) == ["chat", "photos"]
     digests = []
-    packed = pipeline.packed
+    planned_feed = pipeline.planned_feed
 
     def watched(*args):
-        packs = packed(*args)
-        digests.append(packs.plan.digest())
-        return packs
+        feed = planned_feed(*args)
+        digests.append(feed.epoch_plan.digest())
+        return feed
 
-    monkeypatch.setattr(pipeline, "packed", watched)
+    monkeypatch.setattr(pipeline, "planned_feed", watched)
     result = train(packed_argv(folders["whole"], FAMILY, tmp_path / "out", **flags))
     steps = [line for line in result["log_history"] if "loss" in line]
     assert report["num_steps"] == len(steps)

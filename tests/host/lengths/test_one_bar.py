@@ -6,7 +6,7 @@ import numpy as np
 
 from swift_vlpack import PackingConfig
 from swift_vlpack.data.rows.fusion import RowSource
-from swift_vlpack.host.pipeline import fused
+from swift_vlpack.host.pipeline import measured_rows
 from tests.data.lengths.test_pass_bar import lines
 from tests.rows import text_row
 
@@ -18,7 +18,7 @@ def test_all_sources_are_measured_with_one_bar(tiny, tmp_path, capsys):
     args = SimpleNamespace(dataset_num_proc=1, strict=False, train_dataloader_shuffle=True, data_seed=1, seed=1)
     config = PackingConfig(packing_length=512, packing_cache_dir=str(tmp_path))
     for _ in range(2):
-        dataset = fused(sources, template, args, config)
-        assert np.all(dataset.scheduled_sizes().lengths > 0)
+        dataset = measured_rows(sources, template, args, config)
+        assert all(np.all(source.sizes.lengths > 0) for source in dataset.sources)
         shown = lines(capsys.readouterr())
         assert [("100%" in line, line.count("of c")) for line in shown] == [(True, 1)], shown

@@ -8,7 +8,8 @@ import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from swift_vlpack.host.training.agreement import AnotherRankFailed, Ranks, Vote, in_step
+from swift_vlpack.data.feeds.agreement import AnotherRankFailed, Vote, in_step
+from swift_vlpack.host.training.voting import Ranks
 
 
 def run(function, num_ranks, folder, *args):

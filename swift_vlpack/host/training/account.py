@@ -1,0 +1,120 @@
+"""What became of the rows of a run: counted when an optimizer step was taken, added up over ranks, listed, reported."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from swift.utils import get_logger, is_master
+
+from swift_vlpack.core.account.telemetry import Telemetry
+from swift_vlpack.core.config import RECORD_PACKS, is_switched_on
+from swift_vlpack.core.files import write_json
+from swift_vlpack.data.feeds.failures import FEWEST_ROWS_OF_EPOCH, FailedShare
+from swift_vlpack.data.feeds.feed import Feed
+from swift_vlpack.data.rows.left_out import LeftOutRows, deleted_by_loader
+from swift_vlpack.data.rows.samples import LeftOut, PackRecord
+from swift_vlpack.host.ranks import gathered
+
+logger = get_logger()
+
+FOLDER = "vlpack"
+"""Of what is written, in the output directory."""
+
+
+class Account:
+    """The counts of this rank."""
+
+    def __init__(self, feed: Feed, output_dir: str, rank: int) -> None:
+        self.feed = feed
+        self.counted = self._no_counts()
+        """Of the epoch so far."""
+        self.num_samples_trained = 0  # since the run was begun or resumed
+        self._folder = Path(output_dir) / FOLDER
+        is_recorded = is_switched_on(RECORD_PACKS, os.environ)
+        self._packs_file = self._folder / f"packs_rank{rank}.jsonl" if is_recorded else None
+        self._sources = tuple(getattr(feed.dataset, "sources", ()))  # none of a stream
+        self._failed_share = FailedShare(feed.config.packing_max_failed_share)
+        self._left_out_rows = LeftOutRows(self._folder / "left_out.jsonl", self._sources)
+        self._in_step: list[PackRecord] = []  # trained, but their optimizer step is not taken yet
+
+    def list_deleted_rows(self) -> None:
+        """List what ms-swift's loader deleted, which is in no epoch."""
+        for source in self._sources if is_master() else ():
+            self._left_out_rows.add(None, deleted_by_loader(source))
+
+    def begin_epoch(self, epoch: int, left_out: Sequence[LeftOut]) -> None:
+        """List what the epoch leaves out, the same on all ranks; stop where the one before lost too many rows."""
+        self._failed_share.check(FEWEST_ROWS_OF_EPOCH)  # which may have had too few rows to say so
+        if is_master():
+            self._left_out_rows.add(epoch, left_out)
+
+    def trained(self, record: PackRecord) -> None:
+        """A pack has been trained; it counts when its optimizer step is taken."""
+        self._in_step.append(record)
+
+    def take_step(self, step: int) -> list[PackRecord]:
+        """Count the packs whose optimizer step has just been taken, and give them back: consumed means trained."""
+        taken, self._in_step = self._in_step, []
+        for record in taken:
+            self._count(record)
+        if self._packs_file is not None:
+            _append(self._packs_file, (_as_line(record, step) for record in taken))
+        self._failed_share.check()
+        return taken
+
+    def count_left_out(self, epoch: int, left_out: Sequence[LeftOut]) -> None:
+        """Count and list rows of an epoch that are in no pack."""
+        self._failed_share.count(0, left_out)
+        self._left_out_rows.add(epoch, left_out)
+        for one in left_out:
+            self.counted.dropped(one.sample_id.source, one.reason)
+
+    def over_all_ranks(self) -> Telemetry:
+        """The epoch's counts so far; all ranks have to call it."""
+        total = self._no_counts()
+        for counts in gathered(self.counted, "the counts of the epoch"):
+            total.merge(counts)
+        return total
+
+    def report(self, counted: Telemetry, global_step: int) -> None:
+        """Log the account of the epoch that the feed is in, and write it."""
+        epoch = self.feed.epoch
+        logger.info(f"packing: {counted.line(epoch=epoch)}")
+        lost = {source.name: source.num_lost for source in self._sources}
+        path = self._folder / f"epoch_{epoch}.json"
+        try:
+            write_json(path, {**counted.as_json(epoch=epoch), "global_step": global_step, "loader_deleted": lost})
+        except OSError as error:
+            logger.warning(
+                f"packing: the report of epoch {epoch} is in the log only, {path} cannot be written: {error}"
+            )
+
+    def begin_anew(self) -> None:
+        """Forget the counts of an epoch that has ended."""
+        self.counted = self._no_counts()
+
+    def _count(self, record: PackRecord) -> None:
+        samples = [(key.source, length) for key, length in zip(record.sample_ids, record.lengths, strict=True)]
+        self._failed_share.count(len(samples))
+        self.count_left_out(record.epoch, record.left_out)
+        self.num_samples_trained += len(samples)
+        if samples:
+            self.counted.packed(samples, num_images=record.num_images, single_long=record.single_long)
+
+    def _no_counts(self) -> Telemetry:
+        return Telemetry(packing_length=self.feed.config.packing_length)
+
+
+def _as_line(record: PackRecord, step: int) -> dict[str, Any]:
+    ids = [str(sample_id) for sample_id in record.sample_ids]
+    return {"step": step, "epoch": record.epoch, "pack": record.number, "ids": ids}
+
+
+def _append(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)

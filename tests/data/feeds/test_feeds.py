@@ -1,0 +1,185 @@
+"""Feeds: the epoch is a value that nobody else changes, and the next one is made ahead of time."""
+
+import json
+import pickle
+import threading
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader
+
+from swift_vlpack import PackingConfig, PackingDataset
+from swift_vlpack.core.epoch import steps
+from swift_vlpack.core.errors import StateMismatch
+from swift_vlpack.data.feeds import epochs
+from swift_vlpack.data.lengths.sizes import LengthIndex, RowSize
+from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
+from tests.feeds import loader_over, planned_feed, resumed
+
+CONFIG = PackingConfig(packing_length=100, packing_strategy="best_fit", packing_drop_last=False)
+
+
+class Template:
+    """Rows that say how long they are."""
+
+    packing = padding_free = False
+
+    def encode(self, inputs, return_length=False):
+        return {"input_ids": [1] * inputs["length"], "labels": [1] * inputs["length"], "length": inputs["length"]}
+
+
+def rows(num_rows=60, seed=0):
+    lengths = np.random.default_rng(seed).integers(5, 70, num_rows).tolist()
+    return [{"messages": [{}], "length": length} for length in lengths]
+
+
+def fused(num_rows=60, **options):
+    some = rows(num_rows)
+    sizes = LengthIndex.of([RowSize(row["length"]) for row in some])
+    return FusionCaptionDataset([RowSource(name="data", rows=some, sizes=sizes, **options)], Template(), seed=3)
+
+
+def packs_of(dataset):
+    return [[str(sample["sample_id"]) for sample in dataset[number]] for number in range(len(dataset))]
+
+
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_plain_dataloader_with_workers_that_live_on_goes_through_the_epochs(context):
+    """DATA-4: numbers come to the workers, addresses from the training process."""
+    packs = PackingDataset(fused(ratio=0.6), Template(), CONFIG, num_epochs=3)
+    loader = DataLoader(
+        packs, batch_size=None, collate_fn=None, num_workers=2, persistent_workers=True, multiprocessing_context=context
+    )
+    seen = []
+    for epoch in (0, 1, 2, 0):
+        packs.set_epoch(epoch)
+        expected = packs_of(packs)
+        seen.append([[str(sample["sample_id"]) for sample in pack] for pack in loader])
+        assert seen[-1] == expected
+    assert seen[0] == seen[3]
+    assert len({str(order) for order in seen}) == 3
+
+
+def test_second_data_set_over_the_same_rows_changes_nothing_for_the_first():
+    """DATA-4: an epoch is a value; nobody sets one from outside."""
+    data = fused(ratio=0.6)
+    first = PackingDataset(data, Template(), CONFIG, num_epochs=3)
+    first.set_epoch(2)
+    before = packs_of(first)
+    second = PackingDataset(data, Template(), CONFIG, num_epochs=2)
+    data.set_epoch(1)
+    assert packs_of(first) == before
+    assert packs_of(second) != before
+    second.set_epoch(2)
+    assert packs_of(second) == before
+
+
+def test_nobody_can_change_an_epoch():
+    """PLAN-13"""
+    epoch = PackingDataset(fused(), Template(), CONFIG).epoch_plan
+    for name in ("epoch", "packs", "cuts", "schedule"):
+        with pytest.raises(AttributeError):
+            setattr(epoch, name, None)
+
+
+def test_digest_covers_the_order_that_saved_numbers_count_in(monkeypatch):
+    """PLAN-13 RESUME-6: a version that balances among other windows of steps may not go on with saved numbers."""
+    feed = planned_feed(fused(800), Template(), CONFIG, num_ranks=2)
+    saved = {**feed.state(), "cuts": [[2, len(feed), 20]]}
+    planned_feed(fused(800), Template(), CONFIG, num_ranks=2).restore(saved, None)
+    monkeypatch.setattr(steps, "STEPS_PER_WINDOW", 16)
+    with pytest.raises(StateMismatch, match=r"another plan of epoch 0 than then .* is another version"):
+        planned_feed(fused(800), Template(), CONFIG, num_ranks=2).restore(saved, None)
+
+
+def slowly(pack_epoch, running):
+    def packed(recipe, epoch, name_of=None):
+        running.append((epoch, threading.current_thread() is threading.main_thread()))
+        return pack_epoch(recipe, epoch, name_of)
+
+    return packed
+
+
+def test_next_epoch_is_made_while_one_trains_and_is_the_same(monkeypatch):
+    """PLAN-14"""
+    expected = [packs_of_epoch(planned_feed(fused(ratio=0.6), Template(), CONFIG, num_epochs=3), n) for n in range(3)]
+    feed = planned_feed(fused(ratio=0.6), Template(), CONFIG, num_epochs=3)
+    running = []
+    monkeypatch.setattr(epochs, "pack_epoch", slowly(epochs.pack_epoch, running))
+    assert [packs_of_epoch(feed, epoch) for epoch in range(3)] == expected
+    assert running == [(1, False), (2, False)], "each once, none by the trainer, and none beyond the last"
+
+
+def packs_of_epoch(feed, epoch):
+    feed.begin(epoch)
+    return [[str(sample_id) for sample_id in record.sample_ids] for record in loaded(feed)]
+
+
+def loaded(feed):
+    return [pack.record for [pack] in loader_over(feed, collate_fn=list)]
+
+
+def test_error_of_the_thread_reaches_the_trainer(monkeypatch):
+    """PLAN-14"""
+
+    def fails(recipe, epoch, name_of=None):
+        raise MemoryError(f"epoch {epoch} is too much")
+
+    feed = planned_feed(fused(), Template(), CONFIG, num_epochs=2)
+    monkeypatch.setattr(epochs, "pack_epoch", fails)
+    feed.begin(0)
+    with pytest.raises(MemoryError, match="epoch 1 is too much"):
+        feed.begin(1)
+
+
+def test_run_that_ends_does_not_wait_for_an_epoch_that_never_comes(monkeypatch):
+    """PLAN-14"""
+    feed = planned_feed(fused(), Template(), CONFIG, num_epochs=2)
+    goes_on = threading.Event()
+    monkeypatch.setattr(epochs, "pack_epoch", lambda *_: goes_on.wait(60))
+    feed.begin(0)
+    (planner,) = [thread for thread in threading.enumerate() if thread.daemon and "fill" in thread.name]
+    assert planner.is_alive()
+    goes_on.set()
+    planner.join(60)
+
+
+class Rows:
+    """As many as wanted, without having them."""
+
+    def __init__(self, num_rows):
+        self.num_rows = num_rows
+
+    def __len__(self):
+        return self.num_rows
+
+    def __getitem__(self, index):
+        return {"messages": [{}], "length": 50}
+
+
+def test_spawned_worker_is_sent_neither_schedule_nor_sizes():
+    """PLAN-14: what it gets does not grow with the rows, but for the rows themselves."""
+
+    def num_bytes(num_rows):
+        sizes = LengthIndex(np.tile([[50], [0], [0], [1]], num_rows), {})
+        source = RowSource(name="data", rows=Rows(num_rows), sizes=sizes)
+        data = FusionCaptionDataset([source], Template())
+        loader = loader_over(planned_feed(data, Template(), CONFIG))
+        return len(pickle.dumps(loader.dataset)), len(pickle.dumps(PackingDataset(data, Template(), CONFIG)))
+
+    assert max(np.subtract(num_bytes(50_000), num_bytes(100))) < 200
+
+
+def test_resumed_epoch_goes_on_and_the_next_one_is_whole():
+    """RESUME-2"""
+    whole, trained = (planned_feed(fused(), Template(), CONFIG, num_epochs=2) for _ in range(2))
+    expected = [packs_of_epoch(whole, epoch) for epoch in range(2)]
+    feed = resumed(planned_feed(fused(), Template(), CONFIG, num_epochs=2), trained, [None] * 5)
+    assert [packs_of_epoch(feed, epoch) for epoch in range(2)] == [expected[0][5:], expected[1]]
+
+
+def test_state_of_a_feed_is_json():
+    """RESUME-1"""
+    feed = planned_feed(fused(), Template(), CONFIG)
+    assert json.loads(json.dumps(feed.state()))["cuts"] == [[1, len(feed), 0]]
+    assert feed.rank_state() is None

@@ -1,0 +1,56 @@
+"""Feeds as a trainer has them, over torch's own dataloader, in one process."""
+
+import json
+
+from torch.utils.data import DataLoader
+
+from swift_vlpack.data.feeds.buffered import BufferedPackingDataset
+from swift_vlpack.data.feeds.epochs import Extent
+from swift_vlpack.data.feeds.packs import rows_of
+from swift_vlpack.data.feeds.planned_feed import PlannedFeed
+from swift_vlpack.data.feeds.streamed_feed import StreamedFeed
+from swift_vlpack.data.rows.randomness import own_generator
+
+
+class Loader(DataLoader):
+    """What `PackLoader` is to ms-swift's trainer."""
+
+    def __init__(self, dataset, device=None, *, feed, **options):
+        super().__init__(dataset, generator=own_generator(), **options)
+        self.feed = feed
+
+    def set_epoch(self, epoch):
+        self.feed.begin(epoch)
+
+    def __iter__(self):
+        return self.feed.batches(super().__iter__())
+
+
+class OneRank:
+    """Nobody else to agree with."""
+
+    def vote(self, mine):
+        return lambda: mine
+
+
+def loader_over(feed, **options):
+    return feed.loader(0, Loader, ranks=OneRank, **options)
+
+
+def planned_feed(rows, template, config, *, num_epochs=1, **options):
+    data = rows_of(rows, template)
+    data.measure()
+    return PlannedFeed(data, template, config, extent=Extent(num_epochs), **options)
+
+
+def streamed_feed(rows, template, config, *, num_workers=0, **options):
+    return StreamedFeed(BufferedPackingDataset(rows, template, config, **options), num_workers)
+
+
+def resumed(fresh, trained, records, epoch=0):
+    """A fresh feed that goes on where another one is after these packs of an epoch, through JSON."""
+    trained.begin(epoch)
+    trained.consumed(records)
+    states = json.loads(json.dumps([trained.state(), trained.rank_state()]))
+    fresh.restore(*states)
+    return fresh
