@@ -182,7 +182,8 @@ def can_be_packed(sizes: Sizes, config: PackingConfig) -> NDArray[np.bool_]:
     usable: NDArray[np.bool_] = sizes[LENGTH] > 0
     if config.packing_allow_single_long:
         return usable
-    return usable & ~must_be_alone(sizes[LENGTH], sizes[IMAGES], sizes[PATCHES], config)
+    usable &= ~must_be_alone(sizes[LENGTH], sizes[IMAGES], sizes[PATCHES], config)
+    return usable
 
 
 def _sizes_at(schedule: Schedule, sizes: Sequence[Sizes]) -> Sizes:
