@@ -35,13 +35,14 @@ from swift_vlpack.data.rows.fusion import RowSource
 logger = logging.getLogger(__name__)
 
 _CHUNK_BY_HEADER = 128
-"""Rows of a task, which may hold the bytes of their images; a header takes 0.1 ms, so this is some 10 ms of work."""
+"""Rows of a task, which may hold the bytes of their images; by header a row takes 0.3 to 0.8 ms, so it is a tenth of a
+second at most between two looks at what came back."""
 _CHUNK_IN_FULL = 8
 """An image takes 10 ms and more to encode: what is lost by a kill, and what others wait for at the end, stays small."""
 _LEAST_BY_HEADER = 16
-"""Where several processes share few rows: below it the way to another process takes longer than the work."""
+"""Where several processes share few rows: some milliseconds of work, against which the way there and back is little."""
 _NUM_KEYS_WORTH_A_PROCESS = 2000
-"""A key takes 50 us, a process 50 ms to start."""
+"""A key takes 0.05 ms of a text and 0.3 ms of an image, a process some 50 ms to start and end."""
 
 
 def measure(source: RowSource, known: Known, encoders: Encoders, comm: Comm = ALONE) -> LengthIndex:

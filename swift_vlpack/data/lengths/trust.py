@@ -17,7 +17,7 @@ from swift_vlpack.core import json_lines
 from swift_vlpack.data.rows.media import content_of
 
 NUM_PER_KIND = 2
-"""Rows of a kind that have to agree."""
+"""Rows of a kind that have to agree: one may be right by luck, of a size that a wrong rule rounds as the right one."""
 _MANY = 3  # images of a row: so many or more are one kind
 
 
