@@ -1,4 +1,4 @@
-"""The attention `vlpack` against sdpa with a dense mask, on one packed row: seconds of forward and backward.
+"""Attention of one packed row, forward and backward: the kernels that run here against sdpa with a dense mask.
 
 python benchmarks/attention.py
 """
@@ -6,60 +6,80 @@ python benchmarks/attention.py
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 
 import torch
 
-from swift_vlpack.data.model.attention import segmented_attention
+from swift_vlpack.data.model.asked import Asked
+from swift_vlpack.data.model.kernels import PackedRow
+from swift_vlpack.data.model.masks import row_mask
+from swift_vlpack.data.model.row_kernels import KERNELS, CannotDo
+from swift_vlpack.data.model.trials import largest_gap, results, seconds
 
-NUM_HEADS, HEAD_DIM = 8, 64
-ROWS = ((2048, 6), (4096, 8), (8192, 14), (8192, 40))  # tokens, samples
-
-
-def segments(num_tokens: int, num_samples: int) -> torch.Tensor:
-    """Random boundaries of a full row."""
-    cuts = sorted(random.Random(0).sample(range(64, num_tokens - 64), num_samples - 1))
-    return torch.tensor([0, *cuts, num_tokens], dtype=torch.int32)
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 4, 64
+ROWS = ((2048, 6), (4096, 8), (4096, 60), (8192, 14), (8192, 40), (8192, 300))  # tokens, samples
 
 
-def dense_mask(ends: torch.Tensor) -> torch.Tensor:
-    """The L x L mask that keeps samples apart."""
-    num_tokens = int(ends[-1])
-    number = torch.bucketize(torch.arange(num_tokens), ends[1:], right=True)
-    return ((number[:, None] == number[None, :]) & torch.ones(num_tokens, num_tokens).tril().bool())[None, None]
+class Layer(torch.nn.Module):
+    """What an attention layer tells of itself."""
+
+    num_key_value_groups = NUM_HEADS // NUM_KV_HEADS
+    is_causal = True
 
 
-def seconds(work: Callable[[], tuple[torch.Tensor, None]], num_runs: int = 3) -> float:
-    """The fastest of a few runs, forward and backward."""
-    fastest = float("inf")
-    for _ in range(num_runs):
-        start = time.perf_counter()
-        work()[0].sum().backward()
-        fastest = min(fastest, time.perf_counter() - start)
-    return fastest
+def row_of(num_tokens: int, num_samples: int) -> PackedRow:
+    """Random boundaries of a full row, no sample shorter than 8 tokens."""
+    cuts = random.Random(0).sample(range(1, num_tokens // 8), num_samples - 1)
+    ends = (0, *sorted(8 * cut for cut in cuts), num_tokens)
+    query, key, value = (
+        torch.randn(1, heads, num_tokens, HEAD_DIM, requires_grad=True)
+        for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
+    )
+    return PackedRow(Layer(), query, key, value, row_mask(1, num_tokens, num_tokens), None, Asked(), ends)
+
+
+def dense(row: PackedRow) -> torch.Tensor:
+    """One call of sdpa with the L x L mask that keeps samples apart."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    made: torch.Tensor = sdpa_attention_forward(row.module, row.query, row.key, row.value, dense_mask(row.ends))[0]
+    return made
+
+
+def dense_mask(ends: tuple[int, ...]) -> torch.Tensor:
+    """The same sample, and not behind."""
+    place = torch.arange(ends[-1])
+    number = torch.bucketize(place, torch.tensor(ends[1:]), right=True)
+    return ((number[:, None] == number[None, :]) & (place[:, None] >= place[None, :]))[None, None]
+
+
+def shown(row: PackedRow, name: str, seconds_of_dense: float) -> str:
+    """Milliseconds, and how many times as fast as the dense mask."""
+    try:
+        assert largest_gap(results(row, dense), results(row, KERNELS[name])) < 1e-5, name
+        taken = seconds(row, KERNELS[name])
+    except CannotDo as reason:
+        return str(reason)
+    return f"{1000 * taken:.0f} ms, {seconds_of_dense / taken:.1f}x"
 
 
 def main() -> None:
-    """Print one line a row."""
-    module = torch.nn.Module()
-    module.is_causal = True
-    print("| tokens | samples | dense mask | `vlpack` | times as fast | mask that is not made |")
-    print("|---|---|---|---|---|---|")
+    """Print one line a row, without and with sinks, which need all scores of a sample in memory."""
+    print(f"| tokens | samples | dense mask | {' | '.join(f'`{name}`' for name in KERNELS)} | mask that is not made |")
+    print("|---" * (len(KERNELS) + 4) + "|")
     for num_tokens, num_samples in ROWS:
-        ends = segments(num_tokens, num_samples)
-        shape = (1, NUM_HEADS, num_tokens, HEAD_DIM)
-        query, key, value = (torch.randn(shape, requires_grad=True) for _ in range(3))
-        mask = dense_mask(ends)
-        by_mask = partial(segmented_attention, module, query, key, value, mask)
-        by_segment = partial(segmented_attention, module, query, key, value, None, cu_seq_lens_q=ends)
-        assert torch.allclose(by_mask()[0], by_segment()[0], atol=1e-4)
-        dense, ours = seconds(by_mask), seconds(by_segment)
-        megabytes = mask.numel() / 1e6
-        print(
-            f"| {num_tokens} | {num_samples} | {dense:.2f} s | {ours:.2f} s | {dense / ours:.1f} | {megabytes:.0f} MB |"
-        )
+        row = row_of(num_tokens, num_samples)
+        of_dense = seconds(row, dense)
+        cells = [shown(row, name, of_dense) for name in KERNELS]
+        megabytes = num_tokens * num_tokens / 1e6
+        print(f"| {num_tokens} | {num_samples} | {1000 * of_dense:.0f} ms | {' | '.join(cells)} | {megabytes:.0f} MB |")
+    print("\nThe same with sinks (as gpt-oss), without the dense mask:\n")
+    for num_tokens, num_samples in ((4096, 8), (4096, 60), (8192, 300)):
+        row = replace(row_of(num_tokens, num_samples), asked=Asked(sinks=torch.zeros(NUM_HEADS, requires_grad=True)))
+        taken = {name: seconds(row, KERNELS[name]) for name in ("segments", "grouped")}
+        ratio = taken["segments"] / taken["grouped"]
+        told = ", ".join(f"{name} {1000 * one:.0f} ms" for name, one in taken.items())
+        print(f"- {num_tokens} tokens, {num_samples} samples: {told}, {ratio:.1f}x")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ __all__ = [
     "PackingDataset",
     "Plan",
     "RowSource",
+    "choose_attention",
     "plan",
     "prepare_model",
     "prove",
@@ -38,6 +39,7 @@ _NEED_TORCH = {
     "LengthIndex": "swift_vlpack.data.lengths.sizes",
     "PackingDataset": "swift_vlpack.data.feeds.dataset",
     "RowSource": "swift_vlpack.data.rows.fusion",
+    "choose_attention": "swift_vlpack.data.model.choose_attention",
     "prepare_model": "swift_vlpack.data.model.prepare",
     "prove": "swift_vlpack.data.proof.prove",
 }

@@ -28,6 +28,7 @@ RECORD_PACKS = "VLPACK_RECORD_PACKS"
 NO_OPTIONS = (RESUME_DATA, RECORD_PACKS)
 """Variables with our prefix that are no packing options: about one start of a run, not about its packs."""
 MODES = ("auto", "plan", "buffer")
+ATTENTIONS = ("auto", "segments", "grouped", "varlen", "flex")
 LEAST_FILL_RATIO = 0.6
 """Below it a pack may leave nearly half empty, which nobody wants by accident: a warning, and no refusal."""
 _TRUE = ("true", "1", "yes", "on")
@@ -70,6 +71,12 @@ class PackingConfig:
     packing_max_images: int | None = _option(None, "most images in a pack")
     packing_max_patches: int | None = _option(None, "most vision patches in a pack")
     packing_balance: bool = _option(True, "match the cost of the packs that ranks consume in the same step")
+    packing_attention: str = _option(
+        "auto",
+        "how samples attend: one by one (segments), those of like length together (grouped), or a kernel for the whole "
+        "row on CUDA (varlen, flex); auto takes the quickest that is equal to the reference",
+        ATTENTIONS,
+    )
     packing_verify: bool = _option(True, "prove before step 1 that samples of a pack do not see each other")
     packing_max_failures: int = _option(100, "consecutive unreadable rows before the run stops")
     packing_max_failed_share: float = _option(
@@ -253,6 +260,11 @@ def _as_str(value: Any) -> str:
 def _check_choices(config: PackingConfig) -> None:
     if config.packing_mode not in MODES:
         raise ConfigError(f"packing_mode must be one of {', '.join(MODES)}, got {config.packing_mode!r}")
+    if config.packing_attention not in ATTENTIONS:
+        raise ConfigError(
+            f"packing_attention must be one of {', '.join(ATTENTIONS)}, got {config.packing_attention!r}; flash-attn "
+            "is asked for by ms-swift's --attn_impl"
+        )
     strategy_named(config.packing_strategy)  # refuses what cannot be found
     if config.packing_strategy == "binpack" and config.has_caps:
         caps = ("packing_max_samples", "packing_max_images", "packing_max_patches")

@@ -25,6 +25,7 @@ DESIGN_OPTIONS = {
     "packing_max_images": None,
     "packing_max_patches": None,
     "packing_balance": True,
+    "packing_attention": "auto",
     "packing_verify": True,
     "packing_max_failures": 100,
     "packing_max_failed_share": 0.2,
@@ -59,6 +60,7 @@ def test_config_is_frozen_and_keyword_only():
         ({"packing_length": True}, ["packing_length", "True", "whole number"]),
         ({"packing_length": 8.5}, ["packing_length", "8.5", "whole number"]),
         ({"packing_buffer": -1}, ["packing_buffer", "-1", "at least 1"]),
+        ({"packing_attention": "flash"}, ["packing_attention", "'flash'", "auto, segments", "--attn_impl"]),
         ({"packing_mode": "magic"}, ["packing_mode", "'magic'", "auto, plan, buffer"]),
         ({"packing_strategy": "bfd"}, ["packing_strategy", "'bfd'", "best_fit", "sequential"]),
         ({"packing_min_fill_ratio": 1.5}, ["packing_min_fill_ratio", "1.5", "between 0 and 1"]),
@@ -141,6 +143,7 @@ OTHER_VALUES = {
     "packing_max_images": 4,
     "packing_max_patches": 4,
     "packing_balance": False,
+    "packing_attention": "grouped",
     "packing_verify": False,
     "packing_max_failures": 1,
     "packing_max_failed_share": 0.5,
@@ -174,8 +177,8 @@ EFFECTS = {
     "packing_balance": False,
 }
 SHOWN_ELSEWHERE = {
-    *("packing", "packing_mode", "packing_verify", "packing_max_failures", "packing_max_failed_share"),
-    *("packing_cache_dir", "eval_packing", "fusion_config"),
+    *("packing", "packing_mode", "packing_attention", "packing_verify", "packing_max_failures"),
+    *("packing_max_failed_share", "packing_cache_dir", "eval_packing", "fusion_config"),
 }
 """What these do is shown beside the code that does it."""
 

@@ -8,7 +8,10 @@ the sum.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -16,8 +19,11 @@ from swift_vlpack.core.errors import AttentionError
 from swift_vlpack.data.model.asked import asked_of, counted_in_samples, layer_name
 from swift_vlpack.data.model.kernels import PackedRow, States, attend, check_mask, segments
 from swift_vlpack.data.model.masks import RowMask, SampleMask, of_block_mask, row_mask
+from swift_vlpack.data.model.row_kernels import CannotDo, RowKernel
 
 NAME = "vlpack"
+_kernels: WeakKeyDictionary[torch.nn.Module, RowKernel] = WeakKeyDictionary()
+_recordings: list[list[PackedRow]] = []
 
 
 def name_of(config: Any) -> str:
@@ -61,7 +67,30 @@ def segmented_attention(
     check_mask(module, mask, query.shape[2])
     asked = asked_of(module, kwargs)
     query = counted_in_samples(module, query, ends)
-    return segments(PackedRow(module, query, key, value, mask, kwargs.get("sliding_window"), asked, ends)), None
+    row = PackedRow(module, query, key, value, mask, kwargs.get("sliding_window"), asked, ends)
+    for rows in _recordings:
+        rows.append(row)
+    try:
+        return _kernels.get(module, segments)(row), None
+    except CannotDo:
+        return segments(row), None
+
+
+def use_kernel(model: torch.nn.Module, kernel: RowKernel) -> None:
+    """Compute packed rows of all layers of the model by this kernel, where it can do what a layer asks for."""
+    for module in model.modules():
+        _kernels[module] = kernel
+
+
+@contextmanager
+def recorded_rows() -> Iterator[list[PackedRow]]:
+    """Collect every packed row that attention is called on meanwhile."""
+    rows: list[PackedRow] = []
+    _recordings.append(rows)
+    try:
+        yield rows
+    finally:
+        _recordings.remove(rows)
 
 
 def _is_text(module: torch.nn.Module, mask: Any, options: dict[str, Any]) -> bool | None:
@@ -104,7 +133,7 @@ def _unpacked(module: torch.nn.Module, states: States, mask: Any, options: dict[
     if not asked.is_plain:
         is_causal = options.get("is_causal")
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        return attend(module, states, SampleMask(whole, is_causal=is_causal), asked)
+        return attend(module, states, SampleMask(is_causal, None if whole is None else lambda: whole), asked)
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     made: torch.Tensor = sdpa_attention_forward(module, *states, whole, **options)[0]

@@ -115,7 +115,7 @@ class Collator:
 
 def packed_row(template: Template, samples: list[Encoded], name: str = "the pack") -> dict[str, Any]:
     """The template's row of these samples, its positions checked; of none, a row that has no loss."""
-    samples = completed(samples) or [_placeholder(template)]
+    samples = completed(samples) or [placeholder(template)]
     lengths = tuple(int(sample["length"]) for sample in samples)
     with layout(template, packed=True):
         row = template.data_collator([samples])
@@ -123,7 +123,8 @@ def packed_row(template: Template, samples: list[Encoded], name: str = "the pack
     return row if "cu_seq_lens_q" in row else row | boundary_tensors(lengths)
 
 
-def _placeholder(template: Template) -> Encoded:
+def placeholder(template: Template) -> Encoded:
+    """A sample of a few tokens, none of them with a label."""
     sample: Encoded = template.encode(_PLACEHOLDER_ROW, return_length=True)
     sample["labels"] = [NO_LABEL] * len(sample["input_ids"])
     return sample

@@ -1,4 +1,4 @@
-"""Ways to compute the attention of one packed row, each sample by itself."""
+"""The attention of one packed row, sample by sample; other ways to the same are in `row_kernels`."""
 
 from __future__ import annotations
 
@@ -36,11 +36,9 @@ class PackedRow:
         if self.mask is None:
             return _band(end - start, self.window, self.query.device)
         if isinstance(self.mask, RowMask):
-            made = self.mask.of_sample(start, end)
-            if made.matrix is None or made.matrix.device == self.query.device:
-                return made
-            return SampleMask(made.matrix.to(self.query.device), made.is_causal, made.is_of_positions, made.window)
-        return SampleMask(self.mask[:, :, start:end, start:end], is_causal=False)
+            return self.mask.of_sample(start, end)
+        part = self.mask[:, :, start:end, start:end]
+        return SampleMask(make=lambda: part)
 
 
 def segments(row: PackedRow) -> torch.Tensor:  # (1, num_tokens, num_heads, head_dim of values)
@@ -60,10 +58,11 @@ def attend(
         return eager(states, mask, asked, is_training=module.training)
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    matrix = None if mask.matrix is None else mask.matrix.to(states[0].device)
     made: torch.Tensor = sdpa_attention_forward(
         module,
         *states,
-        mask.matrix,
+        matrix,
         dropout=asked.dropout,
         scaling=asked.scaling,
         is_causal=mask.is_causal,
@@ -101,7 +100,8 @@ def _masked(scores: torch.Tensor, mask: SampleMask) -> torch.Tensor:
         if not mask.is_causal:
             return scores
         # Queries are the last of the keys, as with a cache.
-        matrix = scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril(scores.shape[-1] - scores.shape[-2])
+        matrix = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(scores.shape[-1] - scores.shape[-2])
+    matrix = matrix.to(scores.device)
     if matrix.dtype == torch.bool:
         return scores.masked_fill(~matrix, torch.finfo(scores.dtype).min)
     return scores + matrix
@@ -111,10 +111,13 @@ def _band(length: int, window: int | None, device: torch.device) -> SampleMask:
     """Causal with a window; samples that fit into it need no matrix."""
     if window is None or length <= window:
         return PAST
-    position = torch.arange(length, device=device)
-    behind = position[:, None] - position[None, :]
-    matrix = ((behind >= 0) & (behind < window))[None, None]
-    return SampleMask(matrix, is_causal=False, is_of_positions=True, window=window)
+
+    def make() -> torch.Tensor:
+        position = torch.arange(length, device=device)
+        behind = position[:, None] - position[None, :]
+        return ((behind >= 0) & (behind < window))[None, None]
+
+    return SampleMask(make=make, is_of_positions=True, window=window)
 
 
 def check_mask(module: torch.nn.Module, mask: Any, num_tokens: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 import torch
@@ -31,21 +32,27 @@ class MaskRead(AttentionError, AttributeError):
     """The model's code looks into its mask; an `AttributeError` too, so that `hasattr` may ask."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SampleMask:
     """What one sample may see of itself: everything, the past, or a matrix."""
 
-    matrix: torch.Tensor | None  # (1, 1 or num_heads, length, length), bool or added to the scores
-    is_causal: bool
+    is_causal: bool = False
     """Without a matrix: the past only."""
+    make: Callable[[], torch.Tensor] | None = None
+    """Makes the matrix; kernels that know windows need none."""
     is_of_positions: bool = False
     """Two samples of one length have the same matrix, and a shorter one has its first rows and columns."""
     window: int | None = None
     """Where the matrix is nothing but the causal one with a sliding window, its size."""
 
+    @cached_property
+    def matrix(self) -> torch.Tensor | None:  # (1, 1 or num_heads, length, length), bool or added to the scores
+        """Made on first use."""
+        return None if self.make is None else self.make()
 
-PAST = SampleMask(None, is_causal=True, is_of_positions=True)
-EVERYTHING = SampleMask(None, is_causal=False)
+
+PAST = SampleMask(is_causal=True, is_of_positions=True)
+EVERYTHING = SampleMask()
 
 
 class RowMask:
@@ -83,6 +90,15 @@ class RowMask:
             if self._is_same_everywhere:
                 self._of_length[end - start] = made
         return self._samples[start, end]
+
+    @property
+    def signature(self) -> object:
+        """Equal for masks of the same kind, on whatever row."""
+        return _signature(self.function)
+
+    def like(self, function: MaskFunction, num_tokens: int) -> RowMask:
+        """Another row's, without the padding of this one."""
+        return RowMask(function, num_tokens, {**self._options, "attention_mask": None})
 
     def __getattr__(self, name: str) -> NoReturn:
         raise MaskRead(f"the model's code reads {name!r} of its attention mask, {_WAY_OUT}")
@@ -142,7 +158,7 @@ def _sample_mask(function: MaskFunction, start: int, end: int, options: dict[str
         raise AttentionError(f"the mask of the model lets tokens {start} to {end} see nothing, not even themselves")
     if _kind(seen)[0] == "causal_mask_function":
         return PAST
-    return SampleMask(alone.matrix(seen), False, not alone.looks_up, _window(seen))
+    return SampleMask(False, partial(alone.matrix, seen), not alone.looks_up, _window(seen))
 
 
 class _Alone:
@@ -161,7 +177,7 @@ class _Alone:
             return self._joined([self.function_of(part) for part in inside["mask_functions"]], stops=False)
         if name == "or_masks":
             return self._joined([self.function_of(part) for part in inside["mask_functions"]], stops=True)
-        if name in _SEES_ALL or (name == "causal_mask_function" and self.length == 1):
+        if name in _SEES_ALL:
             return True
         if name == "causal_mask_function":
             return function
@@ -209,12 +225,41 @@ class _Alone:
         return function
 
 
+def resized(function: MaskFunction, num_tokens: int, longest: int) -> MaskFunction:
+    """A mask of the same kind for another row, to try a kernel on: windows and chunks no longer than `longest`.
+
+    Image blocks become one of 8 tokens in every 32.
+    """
+    name, inside = _kind(function)
+    if "mask_functions" in inside:
+        parts = [resized(part, num_tokens, longest) for part in inside["mask_functions"]]
+        return (masking_utils.or_masks if name == "or_masks" else masking_utils.and_masks)(*parts)
+    if name in _LIMITS:
+        size = min(inside[_LIMITS[name]], longest)
+        if name == "chunked_overlay":
+            return masking_utils.chunked_overlay(size, torch.zeros_like(inside["left_padding"]))
+        return masking_utils.sliding_window_overlay(size)
+    if name == "blockwise_overlay":
+        place = torch.arange(num_tokens, device=inside["block_sequence_ids"].device)
+        return masking_utils.blockwise_overlay(torch.where(place % 32 < 8, place // 32, -1)[None])
+    if name in ("packed_sequence_mask_function", "padding_mask_function"):
+        return masking_utils.bidirectional_mask_function
+    return function
+
+
 def _kind(function: MaskFunction) -> tuple[str, dict[str, Any]]:
     """The function of transformers that made it, and what it was made of; of another's function no name."""
     if not inspect.isfunction(function) or function.__module__ != masking_utils.__name__:
         return "", {}
     inside = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     return function.__qualname__.split(".")[0], {name: cell.cell_contents for name, cell in inside}
+
+
+def _signature(function: MaskFunction) -> object:
+    name, inside = _kind(function)
+    if "mask_functions" in inside:
+        return name, tuple(_signature(part) for part in inside["mask_functions"])
+    return name or function.__qualname__, inside.get(_LIMITS.get(name, ""))
 
 
 def _names(function: MaskFunction) -> set[str]:

@@ -7,8 +7,10 @@ from typing import Any
 from transformers.utils.import_utils import is_flash_linear_attention_available
 
 from swift_vlpack.data.model import attention
+from swift_vlpack.data.model.choose_attention import choose_attention
 from swift_vlpack.data.model.linear_attention import restart_at_boundaries
 from swift_vlpack.host.args import OWN_ATTENTION
+from swift_vlpack.host.ranks import gathered
 
 _GIVEN_BOUNDARIES_BY_SWIFT = ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
 """Layers whose kernels of flash-linear-attention ms-swift tells where samples start."""
@@ -22,3 +24,10 @@ def use_attention(model: Any, asked_for: str | None) -> None:
     if asked_for in OWN_ATTENTION:
         model.set_attn_implementation(attention.NAME)
     restart_at_boundaries(model, leave=_GIVEN_BOUNDARIES_BY_SWIFT if is_flash_linear_attention_available() else ())
+
+
+def choose_for(trainer: Any) -> str:
+    """Choose the kernel on the model as it will train, on all ranks the same; the line that says which and why."""
+    model = getattr(trainer, "model_wrapped", None) or trainer.model
+    context = trainer.compute_loss_context_manager
+    return choose_attention(model, trainer.template, trainer.feed, gather=gathered, forward_context=context)

@@ -7,6 +7,7 @@ from typing import Any
 from swift.callbacks import TrainerCallback
 from swift.utils import get_logger, is_master
 
+from swift_vlpack.host.training.attention import choose_for
 from swift_vlpack.host.training.losses import add_up
 from swift_vlpack.host.training.proof import prove_isolation
 from swift_vlpack.host.training.row_effects import noise_by_sample
@@ -18,7 +19,10 @@ class PackingCallback(TrainerCallback):
     """Registered with ms-swift as `vlpack`; `trainer` is a `PackingTrainer`."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Prove isolation on the model as it will train, or stop."""
+        """Choose the attention and prove isolation, on the model as it will train, or stop."""
+        chosen = choose_for(self.trainer)
+        if is_master():
+            logger.info(chosen)
         is_wanted = self.trainer.feed.config.packing_verify
         if is_wanted:
             line = prove_isolation(self.trainer)

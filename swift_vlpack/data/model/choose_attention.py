@@ -1,0 +1,48 @@
+"""The attention of packed rows, chosen for a model, its template and its packs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.core.packing.typical import typical_row
+from swift_vlpack.data.feeds.packs import Packs, epoch_plan_of
+from swift_vlpack.data.model import attention
+from swift_vlpack.data.model.choice import AUTO, choose
+from swift_vlpack.data.model.collate import NOT_FOR_THE_MODEL, on_device, packed_row, placeholder
+from swift_vlpack.data.model.prepare import unwrapped
+
+
+def choose_attention(
+    model: Any,
+    template: Any,
+    packs: Packs,
+    *,
+    gather: Callable[[Any], list[Any]] = lambda mine: [mine],
+    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> str:
+    """Compute packed rows by the kernel that `packing_attention` of the packs asks for; a line that says which and why.
+
+    `auto` compares and times the kernels that this device has. The model may be wrapped; with many ranks all call it,
+    and `gather` collects what each of them found. `forward_context` is what a trainer runs a forward in.
+    """
+    wanted, name = packs.config.packing_attention, attention.name_of(unwrapped(model).config)
+    if name != attention.NAME:
+        if wanted != AUTO:
+            raise ConfigError(
+                f"packing_attention={wanted} is for the attention vlpack, the model has {name}; set packing_attention="
+                "auto, or leave attn_impl unset"
+            )
+        return f"attention {name}, as asked for"
+
+    def forward() -> None:
+        row = packed_row(template, [placeholder(template), placeholder(template)])
+        inputs = {name: value for name, value in row.items() if name not in ("labels", *NOT_FOR_THE_MODEL)}
+        with forward_context():
+            model(**on_device(inputs, next(model.parameters()).device))
+
+    plan = epoch_plan_of(packs)
+    lengths = typical_row(() if plan is None else plan.lengths, packs.config.packing_length)
+    return choose(model, forward, lengths, wanted=wanted, gather=gather)

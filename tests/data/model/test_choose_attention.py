@@ -1,0 +1,43 @@
+"""The choice for a model, its template and its packs."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from swift_vlpack import choose_attention
+from swift_vlpack.core.config import PackingConfig
+from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.data.model import attention
+from swift_vlpack.data.model.attention import NAME
+from swift_vlpack.data.model.row_kernels import grouped
+
+
+def packs(lengths=None, **options):
+    """All that is asked of packs."""
+    plan = None if lengths is None else SimpleNamespace(lengths=np.array(lengths))
+    return SimpleNamespace(config=PackingConfig(packing_length=200, **options), epoch_plan=plan)
+
+
+def test_kernel_is_chosen_for_rows_like_those_of_the_run(tiny):
+    """ATTN-9"""
+    loaded = tiny("qwen2_5_vl")
+    line = choose_attention(loaded.model, loaded.template, packs([50, 50, 0, 300, 50]))
+    assert "4 samples of 200 tokens" in line
+    assert "4 samples of 200 tokens" in choose_attention(loaded.model, loaded.template, packs())
+    line = choose_attention(loaded.model, loaded.template, packs(packing_attention="grouped"))
+    assert line.startswith("attention vlpack: grouped ")
+    assert attention._kernels[loaded.model] is grouped
+    choose_attention(loaded.model, loaded.template, packs(packing_attention="segments"))
+
+
+def test_another_attention_is_left_alone_and_has_no_kernels_to_choose_from(tiny):
+    """ATTN-9"""
+    loaded = tiny("qwen2_5_vl")
+    loaded.model.set_attn_implementation("sdpa")
+    try:
+        assert choose_attention(loaded.model, loaded.template, packs()) == "attention sdpa, as asked for"
+        with pytest.raises(ConfigError, match=r"packing_attention=grouped is for the attention vlpack, .* has sdpa"):
+            choose_attention(loaded.model, loaded.template, packs(packing_attention="grouped"))
+    finally:
+        loaded.model.set_attn_implementation(NAME)
