@@ -47,6 +47,17 @@ def test_plan_commands_in_the_readme_run(capsys, monkeypatch):
         assert "lower bound" in capsys.readouterr().out
 
 
+PAGES = sorted(path for folder in ("docs", "specs", "benchmarks") for path in (ROOT / folder).glob("*.md"))
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda path: path.stem)
+def test_lines_end_at_120_characters(page):
+    """Tables, what stands between fences, and single words (a link) may be longer; a change is one line of its log."""
+    outside = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.S | re.M)
+    lines = [line for line in outside.splitlines() if not line.lstrip().startswith("|")]
+    assert [line for line in lines if len(line) > 120 and " " in line.strip().removeprefix("- ")] == []
+
+
 def test_changelog_begins_with_this_version():
     versions = re.findall(r"^## \[([^\]]+)\]", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)
     assert next(version for version in versions if version != "Unreleased") == swift_vlpack.__version__

@@ -25,6 +25,7 @@ from swift_vlpack.data.feeds.planned import PlannedPackingDataset
 from swift_vlpack.data.feeds.planned_feed import PlannedFeed
 from swift_vlpack.data.feeds.streamed_feed import StreamedFeed
 from swift_vlpack.data.lengths.pass_bar import one_bar
+from swift_vlpack.data.model.row_effects import check_rope
 from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
 from swift_vlpack.data.rows.samples import Address, Encoded, SampleError
 from swift_vlpack.data.rows.streams import StreamedRows
@@ -35,7 +36,6 @@ from swift_vlpack.host.lengths.length_pass import with_lengths
 from swift_vlpack.host.ranks import check_equal, num_ranks, num_ranks_of_run, options_of_run, rank, versions
 from swift_vlpack.host.rows.sources import load_sources, load_stream
 from swift_vlpack.host.training.attention import use_attention
-from swift_vlpack.host.training.row_effects import check_rope
 
 logger = get_logger()
 

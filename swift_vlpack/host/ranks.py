@@ -19,7 +19,7 @@ import swift_vlpack
 from swift_vlpack.core.config import RESUME_DATA, PackingConfig
 from swift_vlpack.core.envelope import differing_fields
 from swift_vlpack.core.errors import VLPackError
-from swift_vlpack.host.waiting import waiting
+from swift_vlpack.data.waiting import waiting
 
 Result = TypeVar("Result")
 

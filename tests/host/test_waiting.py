@@ -11,7 +11,7 @@ from tests.e2e.ranks import ROOT, free_port
 TWO_RANKS = """
 import logging, os, sys, time
 import torch.distributed as dist
-from swift_vlpack.host import waiting
+from swift_vlpack.data import waiting
 from swift_vlpack.host.ranks import check_equal, gathered, rank
 
 logging.basicConfig(level=logging.INFO)

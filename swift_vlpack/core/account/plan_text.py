@@ -38,7 +38,7 @@ def _about_packs(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("lower bound", f"{counted(report['lower_bound'], 'pack')}; {report['excess_per_cent']:.3f}% above it"),
         ("ranks", f"{report['num_ranks']}: {per_step}"),
         ("", f"{cut} cut in two, {report['packs_empty']} without a sample, for equal steps"),
-        ("single-long", f"{counted(report['single_long'], 'sample')} too long for a pack, in a row alone"),
+        ("single-long", f"{counted(report['single_long'], 'sample')} too large for a pack, in a row alone"),
         ("left out", f"{report['num_dropped']} ({by_reason(report['dropped'])}){unreadable}"),
     ]
 

@@ -7,10 +7,10 @@ from typing import Any
 from swift.callbacks import TrainerCallback
 from swift.utils import get_logger, is_master
 
+from swift_vlpack.data.model.row_effects import noise_by_sample
 from swift_vlpack.host.training.attention import choose_for
 from swift_vlpack.host.training.losses import add_up
 from swift_vlpack.host.training.proof import prove_isolation
-from swift_vlpack.host.training.row_effects import noise_by_sample
 
 logger = get_logger()
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from swift_vlpack.data.feeds.agreement import Vote
+from swift_vlpack.data.waiting import waiting
 from swift_vlpack.host.ranks import num_ranks
-from swift_vlpack.host.waiting import waiting
 
 
 class Ranks:

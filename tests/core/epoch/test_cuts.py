@@ -54,6 +54,25 @@ def test_chain_of_cuts_with_changing_ranks_trains_every_item_once():
     assert num_cut > 3 * num_chains
 
 
+def test_these_very_packs_are_left_for_one_two_and_four_ranks():
+    """RESUME-3 RESUME-4: by hand; in order, without balance, so that every pack is known."""
+    config = PackingConfig(
+        packing_length=100, packing_strategy="greedy", packing_drop_last=False, packing_balance=False
+    )
+    made = plan([60, 40] * 4, config)
+    whole, cuts = share(made, (), 2)
+    assert list(whole) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    behind = with_consumed(cuts, 2)  # one step of both ranks
+    assert behind == (Cut(2, 4, 2),)
+    same, cuts_of_two = share(made, behind, 2)
+    assert [same[number] for number in range(2, 4)] == [[4, 5], [6, 7]]
+    assert cuts_of_two == behind
+    one, cuts_of_one = share(made, behind, 1)
+    assert (list(one), cuts_of_one) == ([[4, 5], [6, 7]], (Cut(2, 4, 2), Cut(1, 2, 0)))
+    four, cuts_of_four = share(made, behind, 4)
+    assert (list(four), cuts_of_four) == ([[4], [5], [6], [7]], (Cut(2, 4, 2), Cut(4, 4, 0)))
+
+
 def test_same_ranks_go_on_with_exactly_the_packs_that_would_have_come():
     """RESUME-3"""
     for case in cases(100, first_seed=1000):

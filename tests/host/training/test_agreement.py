@@ -1,7 +1,6 @@
 """Votes of real processes over gloo, without a model."""
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -78,31 +77,6 @@ def test_rank_that_fails_stops_all_after_what_they_had_agreed_on(tmp_path):
     first, second = run(stops_of, 2, tmp_path)
     assert second == (["a"], "OSError", "the disk is gone")
     assert first == (["a"], "AnotherRankFailed", "another rank could not get its next pack; its log has the cause")
-
-
-def overlap_of(rank):
-    """How long the votes of a rank take that trains as long as the other, which reads slowly."""
-    waited, last = 0.0, None
-
-    def packs():
-        for n in range(6):
-            time.sleep(0.1 * rank)
-            yield n
-
-    for _ in in_step(packs(), lambda: None, Ranks()):
-        if last is not None:
-            waited += time.perf_counter() - last
-        time.sleep(0.2 - 0.1 * rank)  # training; a rank that reads slowly trains fast, so both take 0.2 s a pack
-        last = time.perf_counter()
-    return waited
-
-
-@pytest.mark.slow
-@pytest.mark.telling
-def test_vote_is_under_way_while_the_step_trains(tmp_path):
-    """STREAM-3: rank 0 reads at once and trains long; the outcome is there when it asks."""
-    waited, _ = run(overlap_of, 2, tmp_path)
-    assert waited < 0.5 * 5 * 0.1
 
 
 def test_without_other_ranks_nobody_is_asked():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swift_vlpack.core.errors import ConfigError
-from swift_vlpack.host.training.row_effects import rope_limits
+from swift_vlpack.data.model.row_effects import rope_limits
 from tests.environment import packing_options
 from tests.host.runs import argv, packed_argv, train
 from tests.rows import text_row, write_jsonl

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
+from typing import Any
 
 import torch.distributed as dist
 
@@ -34,7 +35,7 @@ def waiting(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _watched(store: dist.Store | None, point: int, what: str, seconds: float) -> Iterator[None]:
+def _watched(store: Any, point: int, what: str, seconds: float) -> Iterator[None]:
     if store is None:
         yield
         return
@@ -49,7 +50,7 @@ def _watched(store: dist.Store | None, point: int, what: str, seconds: float) ->
         is_over.set()
 
 
-def _watch(store: dist.Store, point: int, what: str, seconds: float, is_over: threading.Event) -> None:
+def _watch(store: Any, point: int, what: str, seconds: float, is_over: threading.Event) -> None:
     waited = 0.0
     while not is_over.wait(max(seconds, waited)):
         waited += max(seconds, waited)
@@ -61,7 +62,7 @@ def _watch(store: dist.Store, point: int, what: str, seconds: float, is_over: th
                 )  # fmt: skip
 
 
-def _missing(store: dist.Store, point: int) -> list[str]:
+def _missing(store: Any, point: int) -> list[str]:
     """The ranks that have not come to a point, and where they were last."""
     missing = []
     for rank in range(dist.get_world_size()):
@@ -72,14 +73,14 @@ def _missing(store: dist.Store, point: int) -> list[str]:
 
 
 @cache
-def _store() -> dist.Store | None:
+def _store() -> Any:
     """The store that the ranks found each other by, for a client of our own; None where there is none to be found."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        client = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECTING)
+        client = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECTING)  # type: ignore[attr-defined]
     except (KeyError, ValueError, RuntimeError) as error:
         logger.info("ranks that wait cannot say for whom: %s", error)
         return None
-    return dist.PrefixStore("vlpack_points", client)
+    return dist.PrefixStore("vlpack_points", client)  # type: ignore[attr-defined]
