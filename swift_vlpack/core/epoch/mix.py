@@ -120,11 +120,6 @@ def schedule(
     return Schedule(tuple(source.name for source in checked), numbers[order], merged[order])
 
 
-def num_rows_drawn(source: Source) -> int:
-    """Rows of the source in one epoch, where all of them can be trained."""
-    return round(source.num_rows * source.ratio)
-
-
 def _draw(source: Source, seed: int, epoch: int, usable: NDArray[np.bool_] | None) -> NDArray[np.int64]:
     num_rows = source.num_rows if usable is None or not usable.any() else int(usable.sum())
     num_times, num_more = divmod(round(num_rows * source.ratio), max(1, num_rows))
