@@ -54,6 +54,83 @@ def test_imports_go_one_way(layer):
     assert wrong == []
 
 
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(path: Path) -> list[tuple[str, bool]]:
+    """Everything a file imports, modules and what is taken from them; and whether that stands inside a function."""
+    found = []
+
+    def walk(node: ast.AST, is_inside: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                found.extend((alias.name, is_inside) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                found.append((child.module, is_inside))
+                found.extend((f"{child.module}.{alias.name}", is_inside) for alias in child.names)
+            walk(child, is_inside or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+    walk(ast.parse(path.read_text()), False)
+    return found
+
+
+def reached(start: str, graph: dict[str, set[str]]) -> set[str]:
+    seen, todo = set(), list(graph[start])
+    while todo:
+        if (name := todo.pop()) not in seen:
+            seen.add(name)
+            todo += graph[name]
+    return seen
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    """ARCH-5: wherever in a file the imports stand."""
+    known = modules()
+    graph = {name: {of for of, _ in imports(path) if of in known} - {name} for name, path in known.items()}
+    assert sum(map(len, graph.values())) > 300
+    assert [name for name in graph if name in reached(name, graph)] == []
+
+
+HEAVY = ("swift", "torch", "transformers", "accelerate", "pyarrow", "yaml")
+
+
+def test_imports_inside_functions_keep_heavy_libraries_out_of_light_paths():
+    """ARCH-5"""
+    known = modules()
+    graph = {name: {of for of, _ in imports(path)} for name, path in known.items()}
+
+    def is_heavy(name: str) -> bool:
+        names = {name} | ({*graph[name], *reached(name, known_graph)} if name in known else set())
+        names |= {of for module in names & set(known) for of in graph[module]}
+        return any(is_below(of, package) for of in names for package in HEAVY)
+
+    known_graph = {name: {of for of in found if of in known} for name, found in graph.items()}
+    inside = {
+        (module, of)
+        for module, path in known.items()
+        if not path.match("cli.py")
+        for of, is_inside in imports(path)
+        if is_inside and (of in known or of.split(".")[0] not in (*HEAVY, "swift_vlpack"))
+    }
+    assert [both for both in sorted(inside) if not is_heavy(both[1])] == []
+
+
+def test_rooms_are_those_of_the_map_and_none_is_crowded():
+    """ARCH-6"""
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "architecture.md").read_text(), flags=re.M)
+    on_map = {PACKAGE / name for row in rows for name in re.findall(r"`([\w/]+)`", row)}
+    on_map = {path for path in on_map if path.suffix == "" and path.is_dir()}
+    exist = {path.parent for path in modules().values()} - {PACKAGE, PACKAGE / "plugin"}
+    assert {str(path.relative_to(PACKAGE)) for path in exist ^ on_map} == set()
+    crowded = {path: len([one for one in path.glob("*.py") if one.stem != "__init__"]) for path in (*exist, PACKAGE)}
+    assert {str(path): number for path, number in crowded.items() if number > 15} == {}
+
+
 def test_core_has_modules_to_check():
     """ARCH-1"""
     assert len(list((PACKAGE / "core").rglob("*.py"))) > 10

@@ -18,8 +18,8 @@ from swift_vlpack.core.config import ENV_PREFIX, PackingConfig, chosen_options, 
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.data.model import attention
 from swift_vlpack.data.rows.fusion_config import read_fusion_config
-from swift_vlpack.host.install import CALLBACK
 from swift_vlpack.host.ranks import num_ranks_of_run
+from swift_vlpack.host.seam import CALLBACK
 from swift_vlpack.host.training.losses import refuse_loss_type
 from swift_vlpack.launch import plugin_path
 

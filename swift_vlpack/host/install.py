@@ -14,10 +14,9 @@ from typing import Any
 
 from swift_vlpack.data.model import attention
 from swift_vlpack.host.messages import join_log, quiet_mistakes
-from swift_vlpack.host.seam import SEAM, UnsupportedSwift, check_seam
+from swift_vlpack.host.seam import CALLBACK, SEAM, UnsupportedSwift, check_seam
 
 TRAINER = "swift_vlpack.host.training.trainer.PackingTrainer"
-CALLBACK = "vlpack"
 
 
 def install() -> None:

@@ -8,6 +8,8 @@ from importlib import import_module
 
 from swift_vlpack.core.errors import VLPackError
 
+CALLBACK = "vlpack"
+"""Our name in ms-swift's registry of callbacks."""
 TESTED = "4.5.3 to 4.6.0"
 
 # Module, name, and the parameters it must take.

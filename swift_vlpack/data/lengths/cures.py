@@ -16,6 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from PIL import Image, ImageFile, PngImagePlugin, features
+
 
 def digest_of_cures() -> bytes:
     """16 bytes that are equal while nothing of it changes."""
@@ -25,8 +27,6 @@ def digest_of_cures() -> bytes:
 
 def _readers() -> Iterator[tuple[str, ...]]:
     """Formats registered with Pillow from outside of it; its own come when they are first needed, and go by version."""
-    from PIL import Image
-
     for name, (opener, _) in Image.OPEN.items():
         module = getattr(opener, "__module__", None) or ""
         if not module.startswith("PIL."):
@@ -41,8 +41,6 @@ def _source_of(module: str) -> str:
 
 def _limits() -> Iterator[tuple[str, str]]:
     """`MAX_IMAGE_PIXELS`, `LOAD_TRUNCATED_IMAGES` and the like."""
-    from PIL import Image, ImageFile, PngImagePlugin
-
     modules: tuple[ModuleType, ...] = (Image, ImageFile, PngImagePlugin)
     for module in modules:
         values: dict[str, Any] = vars(module)
@@ -53,8 +51,6 @@ def _limits() -> Iterator[tuple[str, str]]:
 
 def _codecs() -> Iterator[str]:
     """What Pillow was built with; one version comes with and without."""
-    from PIL import features
-
     yield from (name for name in features.modules if name != "tkinter" and features.check_module(name))
     yield from (name for name in features.codecs if features.check_codec(name))
 

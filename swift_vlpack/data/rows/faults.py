@@ -13,6 +13,8 @@ from importlib.util import find_spec
 from io import BytesIO
 from typing import Any, NamedTuple
 
+from PIL import Image
+
 from swift_vlpack.core.account.reasons import Reason, about
 from swift_vlpack.data.rows.media import (
     Medium,
@@ -179,8 +181,6 @@ def _with_files(reason: str, said: str, files: tuple[str, ...]) -> Fault:
 
 def _error_of_image(medium: Medium) -> Exception | None:
     """What Pillow says of an image, read as ms-swift reads it."""
-    from PIL import Image
-
     if medium.kind not in ("image", "tag") or str(medium.value).startswith("http"):
         return None
     try:

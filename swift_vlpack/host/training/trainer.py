@@ -19,8 +19,8 @@ from swift_vlpack.core.epoch.rest_of_run import Bounds, RestOfRun, num_steps
 from swift_vlpack.core.errors import StateMismatch
 from swift_vlpack.core.files import sync_folder
 from swift_vlpack.data.feeds.feed import Feed
-from swift_vlpack.data.feeds.transport import WorkerCollator
 from swift_vlpack.data.model.collate import Batch, Collator, layout
+from swift_vlpack.data.model.transport import WorkerCollator
 from swift_vlpack.data.rows.contents import NO_LABEL
 from swift_vlpack.data.rows.randomness import RandomStream
 from swift_vlpack.data.rows.samples import PackRecord

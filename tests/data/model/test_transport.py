@@ -12,7 +12,7 @@ LOADER = """
 import logging, sys
 import torch
 from torch.utils.data import DataLoader
-from swift_vlpack.data.feeds import transport
+from swift_vlpack.data.model import transport
 from swift_vlpack.data.model.collate import batch_of
 
 logging.basicConfig(level=logging.INFO)
