@@ -74,8 +74,8 @@ def cause_of(evidence: Evidence) -> str:
 def of_linear_attention(kind: str = "linear attention") -> str:
     """A state that goes on over boundaries."""
     return (
-        f"the model has {kind}, whose state must restart with every sample; install the kernels that do "
-        "it (flash-linear-attention, causal-conv1d), or train without packing"
+        f"the model has {kind}, whose state must restart with every sample, and here it goes on; "
+        "train without packing, or report the model"
     )
 
 

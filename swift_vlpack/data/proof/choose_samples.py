@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from swift_vlpack.core.errors import DataError
 from swift_vlpack.data.feeds.packs import Packs, epoch_plan_of
 from swift_vlpack.data.proof.changes import kinds_of_media
+from swift_vlpack.data.proof.subject import length_of
 from swift_vlpack.data.rows.contents import contents_of
 from swift_vlpack.data.rows.media import media
 from swift_vlpack.data.rows.randomness import RandomStream
@@ -41,7 +42,7 @@ def chosen_samples(packs: Packs, is_usable: Callable[[Encoded], bool]) -> list[E
 
 def short_samples(packs: Packs) -> list[Encoded]:
     """A few short real samples, with and without images where there are both; the same ones on every rank."""
-    by_length = sorted((sample for kind in candidates_from(packs) for sample in islice(kind, 3)), key=_length)
+    by_length = sorted((sample for kind in candidates_from(packs) for sample in islice(kind, 3)), key=length_of)
     if not by_length:
         raise DataError("not one row could be encoded; the log has the reasons")
     with_images = [sample for sample in by_length if contents_of(sample).images][:2]
@@ -54,7 +55,7 @@ def candidates_from(packs: Packs) -> list[Iterator[Encoded]]:
     """The samples of each kind that the epoch has, short ones first, encoded as they are asked for."""
     plan = epoch_plan_of(packs)
     if plan is None:
-        samples = sorted(_streamed(packs), key=_length)
+        samples = sorted(_streamed(packs), key=length_of)
         return [iter(kind) for kind in _grouped(samples, _kind_of_sample)]
     by_length = np.argsort(plan.lengths, kind="stable")
     by_length = by_length[plan.lengths[by_length] > 0]
@@ -66,8 +67,9 @@ def candidates_from(packs: Packs) -> list[Iterator[Encoded]]:
     return [_encoded(packs, plan.samples(_spread(np.array(kind), _SPREAD))) for kind in kinds if kind]
 
 
-def rows_of_plan(packs: Packs) -> list[list[Encoded]]:
-    """The row with the most samples, and that of the longest one; of a stream, a row as full as its first rows make."""
+def rows_of_plan(packs: Packs, window: int | None = None) -> list[list[Encoded]]:
+    """The row with the most samples, that of the longest one, and, for models that look so many tokens back, that of
+    the shortest sample that is longer; of a stream, a row as full as its first rows make."""
     epoch = epoch_plan_of(packs)
     if epoch is None:
         return [row] if (row := _filled(_streamed(packs), packs.config.packing_length)) else []
@@ -75,8 +77,10 @@ def rows_of_plan(packs: Packs) -> list[list[Encoded]]:
     if not len(plan):
         return []
     pack_of = np.repeat(np.arange(len(plan)), plan.num_samples_per_pack)
-    longest = int(pack_of[int(np.argmax(plan.lengths[plan.members]))])
-    numbers = dict.fromkeys([int(np.argmax(plan.num_samples_per_pack)), longest])
+    lengths = plan.lengths[plan.members]
+    longer = np.flatnonzero(lengths > window) if window else np.array([], dtype=np.int64)
+    asked_for = [int(np.argmax(lengths)), *longer[np.argsort(lengths[longer], kind="stable")][:1].tolist()]
+    numbers = dict.fromkeys([int(np.argmax(plan.num_samples_per_pack)), *pack_of[asked_for[::-1]].tolist()])
     rows = [list(_encoded(packs, epoch.samples(plan[number]))) for number in numbers]
     return [row for row in rows if row]
 
@@ -104,7 +108,7 @@ def _streamed(packs: Packs) -> list[Encoded]:
 def _filled(samples: Sequence[Encoded], capacity: int) -> list[Encoded]:
     row: list[Encoded] = []
     for sample in samples:
-        if sum(map(_length, row)) + _length(sample) <= capacity:
+        if sum(map(length_of, row)) + length_of(sample) <= capacity:
             row.append(sample)
     return row
 
@@ -132,7 +136,3 @@ def _kind_of_row(packs: Packs, at: tuple[int, int]) -> Hashable:
     row = packs.dataset.sources[source].rows[number]
     kinds = [medium.kind for medium in media(row)]
     return frozenset(kinds), len(kinds) > 1
-
-
-def _length(sample: Encoded) -> int:
-    return int(sample["length"])

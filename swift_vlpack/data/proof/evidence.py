@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -11,9 +11,9 @@ import torch
 from swift_vlpack.data.model import attention
 from swift_vlpack.data.proof.causes import EMBEDDINGS, Evidence, Profile, facts_of
 from swift_vlpack.data.proof.changes import can_be_replaced, kinds_of_media, media_of, replaced, with_other_media
-from swift_vlpack.data.proof.measure import Limits, gap, gap_by_token
-from swift_vlpack.data.proof.reference import own_attention, repeatable_training, untouched
-from swift_vlpack.data.proof.subject import Subject
+from swift_vlpack.data.proof.reference import fitting, own_attention, repeatable_training, untouched
+from swift_vlpack.data.proof.subject import Subject, length_of
+from swift_vlpack.data.proof.tolerance import Limits, gap_by_token, gap_of
 from swift_vlpack.data.rows.samples import Encoded
 
 _VISION = ("visual", "vision", "audio", "image")
@@ -61,11 +61,11 @@ def where(row: Sequence[Encoded], evidence: Evidence) -> str:
 def first_layer(subject: Subject, row: Sequence[Encoded], sample: int, limits: Limits) -> int | None:
     """The first layer after which a sample's hidden states in the row are not those that it has alone."""
     layers = decoder_layers(subject.model)
-    start = sum(int(one["length"]) for one in row[:sample])
-    own = slice(start, start + int(row[sample]["length"]))
+    start = sum(length_of(one) for one in row[:sample])
+    own = slice(start, start + length_of(row[sample]))
     with hidden_states(layers) as packed:
         subject.run(row, packed=True)
-    with own_attention(subject.model), hidden_states(layers) as alone:
+    with _own_for(subject, row[sample]), hidden_states(layers) as alone:
         ran = subject.run([row[sample]], packed=False)
     num_tokens = len(ran.logits[0])
     for number, (here, there) in enumerate(zip(packed, alone, strict=False), start=EMBEDDINGS):
@@ -110,8 +110,8 @@ def hidden_states(layers: Sequence[torch.nn.Module]) -> Iterator[list[torch.Tens
 def _profiles(subject: Subject, row: Sequence[Encoded], limits: Limits) -> list[Profile]:
     packed = subject.run(row, packed=True).logits
     profiles = []
-    with own_attention(subject.model):
-        for logits, sample in zip(packed, row, strict=True):
+    for logits, sample in zip(packed, row, strict=True):
+        with _own_for(subject, sample):
             by_token = gap_by_token(logits, subject.run([sample], packed=False).logits[0])
             wrong = torch.nonzero(~(by_token <= limits.alone)).flatten().tolist()
             first, last = (wrong[0], wrong[-1]) if wrong else (None, None)
@@ -146,15 +146,19 @@ def _given(
     """A sample that gives what it gives with the media of another one."""
     packed = subject.run(row, packed=True).logits
     suspects = [at for at, profile in enumerate(profiles) if profile.differs and profile.has_media]
-    with own_attention(subject.model):
-        for at in suspects:
-            for other, sample in enumerate(row):
-                if other == at or not _fits(row[at], sample):
-                    continue
+    for at in suspects:
+        for other, sample in enumerate(row):
+            if other == at or not _fits(row[at], sample):
+                continue
+            with _own_for(subject, row[at]):
                 alone = subject.run([{**row[at], **media_of(sample)}], packed=False).logits[0]
-                if gap(packed[at], alone) <= limits.alone:
-                    return at, other
+            if gap_of(packed[at], alone).over_tokens <= limits.alone:
+                return at, other
     return None
+
+
+def _own_for(subject: Subject, sample: Encoded) -> AbstractContextManager[None]:
+    return own_attention(subject.model, fitting(subject.model, length_of(sample)))
 
 
 def _fits(sample: Encoded, other: Encoded) -> bool:

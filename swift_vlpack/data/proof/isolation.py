@@ -20,8 +20,9 @@ from swift_vlpack.data.model import attention
 from swift_vlpack.data.proof.causes import cause_of, of_linear_attention
 from swift_vlpack.data.proof.changes import kinds_of_media, with_other_media
 from swift_vlpack.data.proof.evidence import evidence_of, where
-from swift_vlpack.data.proof.measure import Measured, measured, worst
+from swift_vlpack.data.proof.measure import Measured, measured
 from swift_vlpack.data.proof.subject import Subject
+from swift_vlpack.data.proof.tolerance import worst
 from swift_vlpack.data.rows.samples import Encoded
 
 
@@ -97,7 +98,7 @@ def proof_from(of: Measured) -> Proof:
     return Proof(
         num_samples=len(of.samples),
         moved=worst([*of.moves, *of.moves_by_media]),
-        alone=worst(gaps),
+        alone=worst([gap.most for gap in gaps]),
         gradient=worst(list(of.gradient.values())) if of.gradient else None,
         largest_logit=of.largest_logit,
         num_more=sum(len(row) for row, _ in of.rows),
@@ -112,7 +113,7 @@ def finding_in(of: Measured) -> Finding | None:
         return Finding(f"logits are nan or infinite {said}", cause="the model itself gives them, without packing, too")
     if of.targets:
         return Finding(of.targets, cause="labels or loss weights of the row are not those of its samples")
-    if not of.repeated <= limits.moved:
+    if not of.repeated <= limits.alone:
         return Finding(
             f"the same row gave logits that differ by {of.repeated:.3g} when it was run again {said}",
             cause="something stays in the model from one forward to the next (a cache, a state), or it draws at random "
@@ -131,10 +132,10 @@ def finding_in(of: Measured) -> Finding | None:
             of.samples,
         )
     for row, gaps in [(of.samples, of.gaps), *of.rows]:
-        if not (alone := worst(gaps)) <= limits.alone:
+        if not worst([gap.over_tokens for gap in gaps]) <= limits.alone:
             return Finding(
                 f"a packed sample does not give what the model's own attention gives it alone: logits differ by "
-                f"{alone:.3g} {said}",
+                f"{worst([gap.most for gap in gaps]):.3g} {said}",
                 row,
             )
     return _blindness(of, said) or _gradient(of)

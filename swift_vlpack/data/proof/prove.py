@@ -11,6 +11,7 @@ from swift_vlpack.data.feeds.packs import Packs
 from swift_vlpack.data.lengths.sizes import num_supervised
 from swift_vlpack.data.model import attention
 from swift_vlpack.data.model.prepare import unwrapped
+from swift_vlpack.data.proof.causes import facts_of
 from swift_vlpack.data.proof.changes import can_be_replaced
 from swift_vlpack.data.proof.choose_samples import chosen_samples, rows_of_plan, tokens_of_epoch
 from swift_vlpack.data.proof.isolation import IsolationError, proved
@@ -39,7 +40,9 @@ def prove(
             "tokens of text); the log has the reasons of those that cannot be encoded"
         )
     try:
-        proof = proved(subject, samples, rows_of_plan(packs), tokens_of_epoch(packs))
+        proof = proved(
+            subject, samples, rows_of_plan(packs, facts_of(subject.model.config)["window"]), tokens_of_epoch(packs)
+        )
     except VLPackError:
         raise
     except Exception as error:

@@ -82,6 +82,11 @@ def longest_for_own(model: Any, *, is_trained: bool = False) -> int:
     return int((most / (10 * num_heads * num_layers)) ** 0.5)  # 10: in float for softmax, and twice in the data type
 
 
+def fitting(model: Any, num_tokens: int) -> str:
+    """The attention to ask what a sample of so many tokens gives."""
+    return OWN if num_tokens <= longest_for_own(model) else QUICK
+
+
 def configs_of(model: torch.nn.Module) -> list[Any]:
     """The configs that the parts of a model read while they run."""
     found: dict[int, Any] = {}

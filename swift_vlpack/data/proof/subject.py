@@ -99,7 +99,7 @@ class Subject:
                 loss = sum_of_losses(logits, row.labels, row.weights) / num_targets
                 found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
                 gradient = {name: grad for name, grad in zip(parameters, found, strict=True) if grad is not None}
-        parts = [int(sample["length"]) for sample in samples]
+        parts = list(map(length_of, samples))
         cut = _packed if packed else _padded(row.inputs.get("attention_mask"))
         return Ran(
             cut(some_columns(logits.detach()), parts),
@@ -107,6 +107,11 @@ class Subject:
             cut(row.weights, parts) if row.weights is not None else (None,) * len(parts),
             gradient,
         )
+
+
+def length_of(sample: Encoded) -> int:
+    """Tokens of a sample."""
+    return int(sample["length"])
 
 
 def some_columns(logits: torch.Tensor) -> torch.Tensor:

@@ -113,6 +113,14 @@ def test_rows_of_the_plan_are_the_fullest_and_that_of_the_longest(packs):
     assert tokens_of_epoch(made) == sum(made.plan.num_tokens_per_pack)
 
 
+def test_row_with_a_sample_longer_than_the_window_is_there(packs):
+    """ISO-12: the shortest that is longer, which is quicker than the longest."""
+    made = packs([*texts(30), text_row("long", "word " * 300), text_row("middling", "word " * 90)])
+    rows = rows_of_plan(made, 80)
+    assert 31 in {row for ids_of_row in map(ids, rows) for row in ids_of_row}
+    assert len(rows_of_plan(made, 10**6)) == len(rows_of_plan(made))
+
+
 def test_row_of_a_stream_is_filled_from_its_first_rows(packs):
     """ISO-12"""
     (row,) = rows_of_plan(made := packs(texts(30), packing_mode="buffer"))

@@ -21,7 +21,7 @@ from transformers import Trainer, TrainingArguments
 from swift_vlpack import Collator, PackingConfig, PackingDataset, prepare_model, prove
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.data.proof.isolation import IsolationError
-from swift_vlpack.data.proof.measure import precision_of
+from swift_vlpack.data.proof.tolerance import precision_of
 from tests.rows import mixed_rows, text_row, write_jsonl
 
 FAMILY = "qwen2_5_vl"
