@@ -10,7 +10,7 @@ import pytest
 from swift_vlpack.core.errors import DataError
 from swift_vlpack.data.lengths import failure_log
 from swift_vlpack.host.lengths.length_pass import with_lengths
-from tests.data.rows.test_faults import bad_rows
+from tests.host.rows.test_faults import bad_rows
 from tests.host.lengths.support import ARGS, FAMILY, dataset, source, texts, variant
 from tests.host.runs import epoch_report, packed_argv, train
 from tests.images import photo

@@ -11,7 +11,7 @@ from swift.dataset import load_dataset
 
 from swift_vlpack.data.rows.fusion import encode_row
 from swift_vlpack.data.rows.samples import SampleError, SampleId
-from tests.data.rows.test_faults import bomb
+from tests.host.rows.test_faults import bomb
 from tests.images import photo
 from tests.rows import text_row, write_jsonl
 
