@@ -75,7 +75,7 @@ def gathered(mine: Any, what: str = "what every rank found") -> list[Any]:
     return everyone
 
 
-def together(work: Callable[[], Result], what: str = "what every rank found") -> list[Result]:
+def results_of_all(work: Callable[[], Result], what: str = "what every rank found") -> list[Result]:
     """Do the work on every rank and give everyone all results; where it fails on one, all stop instead of waiting."""
     mine: Any = None
     error: Exception | None = None
@@ -92,9 +92,9 @@ def together(work: Callable[[], Result], what: str = "what every rank found") ->
     return [result for result, _ in everyone]
 
 
-def check_equal(what: str, facts: Mapping[str, Any]) -> None:
-    """Stop on every rank, naming what differs, unless all ranks have the same facts."""
-    first, *others = gathered(dict(facts), what)
+def check_equal(what: str, mine: Mapping[str, Any]) -> None:
+    """Stop on every rank, naming what differs, unless all ranks have the same."""
+    first, *others = gathered(dict(mine), what)
     for other, theirs in enumerate(others, start=1):
         if names := differing_fields(first, theirs):
             shown = "; ".join(f"{name}: {first.get(name)!r} and {theirs.get(name)!r}" for name in names)
@@ -114,12 +114,12 @@ def options_of_run(args: Any, config: PackingConfig) -> dict[str, Any]:
 
     A rank with other steps, other batches or another loss would let the others wait for ever.
     """
-    facts: dict[str, Any] = {name: value for name, value in vars_of(config).items() if _is_common(name, value)}
+    options: dict[str, Any] = {name: value for name, value in vars_of(config).items() if _is_common(name, value)}
     for name, value in {**vars_of(args.training_args), **vars_of(args)}.items():
         value = value.value if isinstance(value, Enum) else value
         if isinstance(value, (bool, int, float, str, type(None))) and _is_common(name, value):
-            facts.setdefault(name, value)
-    return {**facts, RESUME_DATA: os.environ.get(RESUME_DATA)}
+            options.setdefault(name, value)
+    return {**options, RESUME_DATA: os.environ.get(RESUME_DATA)}
 
 
 def vars_of(options: Any) -> dict[str, Any]:

@@ -64,8 +64,8 @@ def _about_data(report: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("", f"{counted(num_deleted, 'more row was', 'more rows were')} deleted by ms-swift's loader"))
     if unnamed := [name for name, source in report["sources"].items() if source["num_deleted_by_loader"] is None]:
         lines.append(("", f"how many rows the loader deleted of {', '.join(unnamed)} is not known"))
-    facts = report["lengths"]
-    lengths = ", ".join(f"{name} {facts[name]}" for name in ("min", "median", "p95", "p99", "max", "mean"))
+    numbers = report["lengths"]
+    lengths = ", ".join(f"{name} {numbers[name]}" for name in ("min", "median", "p95", "p99", "max", "mean"))
     images = f"{report['share_of_rows_with_image']:.1%} of the rows have one"
     if report["share_of_vision_tokens"] is not None:
         images += f", {report['share_of_vision_tokens']:.1%} of the tokens are vision"

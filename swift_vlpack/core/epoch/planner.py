@@ -66,7 +66,7 @@ def plan(  # noqa: PLR0913 - columns of the data, then options with defaults
             raise DataError(f"{len(column)} values of {name} for {len(sizes)} lengths")
         if column is None and getattr(config, f"packing_max_{name}") is not None:
             raise DataError(f"packing_max_{name} is set, but the plan was given no {name} per item")
-    facts = {
+    inputs = {
         "config": config,
         "lengths": sizes,
         "images": counts[0],
@@ -74,7 +74,7 @@ def plan(  # noqa: PLR0913 - columns of the data, then options with defaults
         "cost": cost or CostModel(),
         "seed": seed,
     }
-    planned = _packed_in_windows(facts, label)
+    planned = _packed_in_windows(inputs, label)
     if config.packing_strategy != "exact" or config.has_caps:
         return planned
     for group, method, max_items in (
@@ -83,13 +83,13 @@ def plan(  # noqa: PLR0913 - columns of the data, then options with defaults
     ):
         if len(planned) == planned.lower_bound or len(sizes) > max_items:
             break
-        whole = _packed_at_once(facts, group, method)
+        whole = _packed_at_once(inputs, group, method)
         if len(whole) < len(planned) and len(whole.members) >= len(planned.members):
             planned = whole
     return planned
 
 
-def _packed_in_windows(facts: dict[str, Any], label: Label | None) -> Plan:
+def _packed_in_windows(inputs: dict[str, Any], label: Label | None) -> Plan:
     """Run the packer over the lengths, in chunks."""
     members, counts = array("i"), array("i")
     dropped: dict[str, array[int]] = {}
@@ -102,18 +102,18 @@ def _packed_in_windows(facts: dict[str, Any], label: Label | None) -> Plan:
             members.extend([item.id for item in pack.items])  # type: ignore[misc]
             counts.append(len(pack.items))
 
-    packer = Packer(facts["config"], seed=facts["seed"], on_drop=on_drop, label=label)
+    packer = Packer(inputs["config"], seed=inputs["seed"], on_drop=on_drop, label=label)
     push = packer.push_checked
-    for item in _items(facts["lengths"], facts["images"], facts["patches"]):
+    for item in _items(inputs["lengths"], inputs["images"], inputs["patches"]):
         if packs := push(item):
             keep(packs)
     keep(packer.flush())
     return Plan(
-        **facts,
+        **inputs,
         members=_int32(members),
         offsets=_offsets(_int32(counts)),
         dropped={reason: _int32(items) for reason, items in dropped.items()},
-        method=facts["config"].packing_strategy,
+        method=inputs["config"].packing_strategy,
     )
 
 
@@ -135,9 +135,9 @@ def _as_ms_swift(lengths: NDArray[np.int32], capacity: int) -> tuple[NDArray[np.
     return pack_of, num_packs
 
 
-def _packed_at_once(facts: dict[str, Any], group: Assignment, method: str) -> Plan:
+def _packed_at_once(inputs: dict[str, Any], group: Assignment, method: str) -> Plan:
     """Group all the lengths at once, in an order that owes nothing to size."""
-    config, lengths = facts["config"], facts["lengths"]
+    config, lengths = inputs["config"], inputs["lengths"]
     alone = lengths >= config.packing_length
     shared = np.flatnonzero(~alone)
     pack_of, num_packs = group(lengths[shared], config.packing_length)
@@ -151,7 +151,7 @@ def _packed_at_once(facts: dict[str, Any], group: Assignment, method: str) -> Pl
     items = np.concatenate((shared, singles)).astype(np.int32)
     counts = np.bincount(owner, minlength=num_packs + len(singles))
     whole = Plan(
-        **facts,
+        **inputs,
         members=items[np.argsort(owner, kind="stable")],
         offsets=_offsets(counts),
         dropped={reason: items for reason, items in dropped.items() if len(items)},

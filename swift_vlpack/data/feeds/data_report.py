@@ -28,7 +28,7 @@ def data_report(epoch: EpochPlan, dataset: FusionCaptionDataset, merge_size: int
     unreadable = Counter(reason for source in dataset.sources for reason in _failures(source).values())
     return {
         "rows": sum(len(source.rows) for source in dataset.sources),
-        "lengths": _length_facts(lengths),
+        "lengths": _summary(lengths),
         "share_of_rows_with_image": _share(int((epoch.images[is_usable] > 0).sum()), len(lengths)),
         "share_of_vision_tokens": None if merge_size is None else _share(num_patches // merge_size**2, num_tokens),
         "unreadable": dict(sorted(unreadable.items())),
@@ -53,7 +53,7 @@ def _failures(source: RowSource) -> dict[int, str]:
     return {} if source.sizes is None else dict(source.sizes.failures)
 
 
-def _length_facts(lengths: NDArray[Any]) -> dict[str, float]:
+def _summary(lengths: NDArray[Any]) -> dict[str, float]:
     # The percentiles are lengths that occur, so that they are whole numbers of tokens.
     median, p95, p99 = np.percentile(lengths, (50, 95, 99), method="higher").tolist()
     least, most, mean = int(lengths.min()), int(lengths.max()), round(float(lengths.mean()), 1)

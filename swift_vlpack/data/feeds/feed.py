@@ -26,7 +26,7 @@ MakeLoader = Callable[..., Any]
 class EpochStart:
     """What is known of an epoch when it begins."""
 
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    must_agree: Mapping[str, Any] = field(default_factory=dict)
     """That all ranks must have alike."""
     left_out: Sequence[LeftOut] = ()
     """Rows that are in no pack."""

@@ -91,7 +91,7 @@ class PlannedFeed:
         self._epochs.make_ahead(epoch + 1)
         left_out = left_out_by(self.epoch_plan, self.dataset)
         return EpochStart(
-            facts={"digest": self.epoch_plan.digest(), "packs": len(self.epoch_plan)},
+            must_agree={"digest": self.epoch_plan.digest(), "packs": len(self.epoch_plan)},
             left_out=left_out,
             warning=left_out_warning(left_out, num_rows=len(self.epoch_plan.schedule)),
         )

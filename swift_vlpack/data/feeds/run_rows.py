@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
 from swift_vlpack.data.rows.saved_rows import (
     Changes,
-    SourceFacts,
+    SavedSource,
     changes,
-    facts_of,
     row_digests,
+    saved_source,
     to_bytes,
     with_sizes,
 )
@@ -33,16 +33,16 @@ class RunRows:
     def as_file(self) -> bytes:
         """The same for every checkpoint of the run, so made once."""
         if self._written is None:
-            self._written = to_bytes([facts_of(*both) for both in zip(self.sources, self.contents, strict=True)])
+            self._written = to_bytes([saved_source(*both) for both in zip(self.sources, self.contents, strict=True)])
         return self._written
 
-    def compared(self, saved: Sequence[SourceFacts]) -> Changes | None:
+    def compared(self, saved: Sequence[SavedSource]) -> Changes | None:
         """What became of the rows; None where the sources are other ones."""
-        if [facts.name for facts in saved] != [source.name for source in self.sources]:
+        if [one.name for one in saved] != [source.name for source in self.sources]:
             return None
         return sum((changes(*each) for each in zip(saved, self.sources, self.contents, strict=True)), Changes())
 
-    def take_sizes(self, saved: Sequence[SourceFacts]) -> None:
+    def take_sizes(self, saved: Sequence[SavedSource]) -> None:
         """Go on with the sizes of the saved run."""
         self.sources, self._written = with_sizes(self.sources, saved), None
 
@@ -59,8 +59,12 @@ class RunRows:
 def _content(source: RowSource, digests: NDArray[np.uint64]) -> list[bytes]:
     """What a source is made of: how it takes part, which rows of its file it has, and what is in them."""
     numbers = () if source.row_numbers is None else source.row_numbers
-    facts = [source.name, source.system, source.max_pixels, source.seed]
-    return [json.dumps(facts).encode(), np.asarray(numbers, dtype="<i8").tobytes(), digests.astype("<u8").tobytes()]
+    part = [source.name, source.system, source.max_pixels, source.seed]
+    return [
+        json.dumps(part).encode(),
+        np.asarray(numbers, dtype="<i8").tobytes(),
+        digests.astype("<u8").tobytes(),
+    ]
 
 
 def digest_of(*parts: bytes) -> str:

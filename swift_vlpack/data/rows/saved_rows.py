@@ -34,7 +34,7 @@ NUM_PLANNED_COLUMNS = 3
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SourceFacts:
+class SavedSource:
     """One source: sizes of all rows, digests of some."""
 
     name: str
@@ -95,10 +95,10 @@ def _indices(source: RowSource) -> list[int]:
     return indices
 
 
-def facts_of(source: RowSource, contents: NDArray[np.uint64]) -> SourceFacts:
+def saved_source(source: RowSource, contents: NDArray[np.uint64]) -> SavedSource:
     """What is remembered of a source; one without lengths has sizes of 0."""
     sizes = source.sizes or LengthIndex(np.zeros((NUM_COLUMNS, len(source.rows)), dtype=np.int64), {})
-    return SourceFacts(name=source.name, sizes=sizes, contents=contents, numbers=_numbers(source))
+    return SavedSource(name=source.name, sizes=sizes, contents=contents, numbers=_numbers(source))
 
 
 def _numbers(source: RowSource) -> NDArray[np.int64]:
@@ -108,11 +108,11 @@ def _numbers(source: RowSource) -> NDArray[np.int64]:
 # -- as a file --------------------------------------------------------------------------------------------------------
 
 
-def to_bytes(facts: Sequence[SourceFacts]) -> bytes:
+def to_bytes(sources: Sequence[SavedSource]) -> bytes:
     """As a compressed file of numpy."""
-    reasons = sorted({reason for source in facts for reason in source.sizes.failures.values()})
-    arrays: dict[str, NDArray[Any]] = {"names": _text([source.name for source in facts]), "reasons": _text(reasons)}
-    for number, source in enumerate(facts):
+    reasons = sorted({reason for source in sources for reason in source.sizes.failures.values()})
+    arrays: dict[str, NDArray[Any]] = {"names": _text([source.name for source in sources]), "reasons": _text(reasons)}
+    for number, source in enumerate(sources):
         failed = sorted(source.sizes.failures)
         arrays[f"sizes{number}"] = source.sizes.columns.astype("<i4")
         arrays[f"failed{number}"] = np.array(failed, dtype="<i8")
@@ -124,7 +124,7 @@ def to_bytes(facts: Sequence[SourceFacts]) -> bytes:
     return file.getvalue()
 
 
-def from_bytes(content: bytes) -> list[SourceFacts]:
+def from_bytes(content: bytes) -> list[SavedSource]:
     """What was saved; anything else is refused."""
     try:
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
@@ -134,12 +134,12 @@ def from_bytes(content: bytes) -> list[SourceFacts]:
         raise StateMismatch(f"damaged: {type(error).__name__}: {error}") from error
 
 
-def _loaded(arrays: Mapping[str, NDArray[Any]], number: int, name: str, reasons: list[str]) -> SourceFacts:
+def _loaded(arrays: Mapping[str, NDArray[Any]], number: int, name: str, reasons: list[str]) -> SavedSource:
     columns = arrays[f"sizes{number}"].astype(np.int64)
     why = [reasons[at] for at in arrays[f"reason{number}"].tolist()]
     failures = dict(zip(arrays[f"failed{number}"].tolist(), why, strict=True))
     sizes, contents, numbers = LengthIndex(columns, failures), arrays[f"contents{number}"], arrays[f"numbers{number}"]
-    return SourceFacts(name=name, sizes=sizes, contents=contents, numbers=numbers)
+    return SavedSource(name=name, sizes=sizes, contents=contents, numbers=numbers)
 
 
 def _text(words: list[str]) -> NDArray[Any]:
@@ -149,7 +149,7 @@ def _text(words: list[str]) -> NDArray[Any]:
 # -- against what is there now ----------------------------------------------------------------------------------------
 
 
-def changes(saved: SourceFacts, source: RowSource, contents: NDArray[np.uint64]) -> Changes:
+def changes(saved: SavedSource, source: RowSource, contents: NDArray[np.uint64]) -> Changes:
     """What became of the rows of a source; `contents` are the digests of now."""
     num_now = len(source.rows)
     if len(saved.sizes) != num_now:
@@ -176,12 +176,12 @@ def _some(rows: Sequence[int] | NDArray[np.int64], said: Callable[[int], str]) -
     return Some(len(rows), tuple(said(int(at)) for at in rows[:NUM_CHANGES_NAMED]))
 
 
-def with_sizes(sources: Iterable[RowSource], saved: Iterable[SourceFacts]) -> tuple[RowSource, ...]:
+def with_sizes(sources: Iterable[RowSource], saved: Iterable[SavedSource]) -> tuple[RowSource, ...]:
     """The sources with the sizes that the plan of the saved run was made of."""
-    return tuple(replace(source, sizes=facts.sizes) for source, facts in zip(sources, saved, strict=True))
+    return tuple(replace(source, sizes=one.sizes) for source, one in zip(sources, saved, strict=True))
 
 
-def _first_of_another_number(saved: SourceFacts, source: RowSource, contents: NDArray[np.uint64]) -> str:
+def _first_of_another_number(saved: SavedSource, source: RowSource, contents: NDArray[np.uint64]) -> str:
     num_then, num_now = len(saved.sizes), len(source.rows)
     said = f"{source.name} has {num_now} rows, then {num_then}"
     if max(num_then, num_now) > NUM_ROWS_READ:  # the digests are of other rows

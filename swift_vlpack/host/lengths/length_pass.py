@@ -70,7 +70,7 @@ class _RanksOfRun:
         return ranks.num_ranks()
 
     def results_of_all(self, work: Callable[[], Result]) -> list[Result]:
-        return ranks.together(work)
+        return ranks.results_of_all(work)
 
 
 def cache_path(source: RowSource, context: str, cache_dir: str | None) -> Path:

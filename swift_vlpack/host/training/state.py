@@ -27,7 +27,7 @@ from swift_vlpack.data.feeds.run_rows import RunRows, digest_of
 from swift_vlpack.data.feeds.streamed_feed import StreamedFeed
 from swift_vlpack.data.rows.saved_rows import (
     Changes,
-    SourceFacts,
+    SavedSource,
     from_bytes,
 )
 
@@ -49,16 +49,16 @@ class StateNotSaved(VLPackError):
 
 def save_rank_state(checkpoint: Path, rank: int, global_step: int, state: Mapping[str, Any]) -> None:
     """Write where a rank is, before the state that marks the checkpoint as complete."""
-    facts = {"rank": rank, "global_step": global_step}
-    _write_state(checkpoint / RANK_FILE.format(rank), seal("progress", facts, state))
+    fingerprint = {"rank": rank, "global_step": global_step}
+    _write_state(checkpoint / RANK_FILE.format(rank), seal("progress", fingerprint, state))
 
 
 def load_rank_state(checkpoint: Path, rank: int, global_step: int) -> dict[str, Any]:
     """Where a rank was when the checkpoint was written."""
     path = checkpoint / RANK_FILE.format(rank)
     with refused(path, "every rank writes one, so collect them where nodes share no disk"):
-        facts, state = opened(json.loads(path.read_text(encoding="utf-8")), "progress", shape=PROGRESS, is_signed=True)
-        check_fingerprint("progress", facts, {"rank": rank, "global_step": global_step})
+        then, state = opened(json.loads(path.read_text(encoding="utf-8")), "progress", shape=PROGRESS, is_signed=True)
+        check_fingerprint("progress", then, {"rank": rank, "global_step": global_step})
         return ReaderProgress.of(state).state()
 
 
@@ -118,21 +118,21 @@ def load_state(
     path = checkpoint / FILE
     with refused(path, "it is incomplete, or was written without packing"):
         envelope = json.loads(path.read_text(encoding="utf-8"))
-        facts, state = opened(envelope, kind, shape=STATES.get(kind), is_signed=True)
+        then, state = opened(envelope, kind, shape=STATES.get(kind), is_signed=True)
     saved = _load_rows(checkpoint / ROWS_FILE, state["rows"]) if rows else []
     changed = rows.compared(saved) if rows else None
     is_planned_alike = kind == PlannedFeed.kind and changed is not None and not changed.texts and not changed.sizes
-    current = {**fingerprint, "lengths": facts.get("lengths")} if is_planned_alike else fingerprint
+    current = {**fingerprint, "lengths": then.get("lengths")} if is_planned_alike else fingerprint
     words = {} if changed is None else {"data": changed.texts, "lengths": changed.sizes}
     with refused(path):
-        check_fingerprint(kind, facts, current, {name: str(said) for name, said in words.items() if said})
+        check_fingerprint(kind, then, current, {name: str(said) for name, said in words.items() if said})
     if rows is not None and changed is not None and is_planned_alike:
         _tell(changed)
         rows.take_sizes(saved)
     return state
 
 
-def _load_rows(path: Path, digest: str) -> list[SourceFacts]:
+def _load_rows(path: Path, digest: str) -> list[SavedSource]:
     with refused(path, "every checkpoint has one, so copy it with the rest"):
         content = path.read_bytes()
         if digest_of(content) != digest:

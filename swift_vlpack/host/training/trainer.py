@@ -24,7 +24,7 @@ from swift_vlpack.data.model.transport import WorkerCollator
 from swift_vlpack.data.rows.contents import NO_LABEL
 from swift_vlpack.data.rows.randomness import RandomStream
 from swift_vlpack.data.rows.samples import PackRecord
-from swift_vlpack.host.ranks import check_equal, gathered, together, tolerate_packs_without_images, versions
+from swift_vlpack.host.ranks import check_equal, gathered, results_of_all, tolerate_packs_without_images, versions
 from swift_vlpack.host.training.account import Account
 from swift_vlpack.host.training.checkpoints import nothing_deleted, rotate, save_training_args, sync
 from swift_vlpack.host.training.loader import PackLoader
@@ -169,7 +169,7 @@ class PackingTrainer(Seq2SeqTrainer):
         """Train an epoch on the same data on all ranks; a resumed one can have more or fewer steps than the others."""
         start = self.feed.begin(epoch)
         self.account.begin_epoch(epoch, start.left_out)
-        check_equal(f"plan of epoch {epoch}", start.facts)
+        check_equal(f"plan of epoch {epoch}", start.must_agree)
         _warn(start.warning)
         if (left := self.feed.batches_left) is not None:
             accumulation = self.args.gradient_accumulation_steps
@@ -202,12 +202,12 @@ class PackingTrainer(Seq2SeqTrainer):
         step = self._global_step_before = _global_step(checkpoint)
         if self.args.ignore_data_skip:  # the trainer's own way to say that the data shall start anew
             return
-        saved, *_ = together(lambda: load_state(checkpoint, self.feed.kind, self._fingerprint, self.feed.rows))
+        saved, *_ = results_of_all(lambda: load_state(checkpoint, self.feed.kind, self._fingerprint, self.feed.rows))
         if saved is None:
             return
         rank = self.args.process_index
         is_of_rank = self.feed.rank_state() is not None
-        rank_state = together(lambda: load_rank_state(checkpoint, rank, step) if is_of_rank else None)[rank]
+        rank_state = results_of_all(lambda: load_rank_state(checkpoint, rank, step) if is_of_rank else None)[rank]
         with refused(checkpoint / FILE):
             self.feed.restore(saved, rank_state)
         self._fingerprint = self.feed.fingerprint()
@@ -257,10 +257,10 @@ class PackingTrainer(Seq2SeqTrainer):
         with nothing_deleted(self.args):
             result = super()._save_checkpoint(*args, **kwargs)
         self._is_saving = False
-        together(self._save_rank_state, "where the readers stand, for a checkpoint")
+        results_of_all(self._save_rank_state, "where the readers stand, for a checkpoint")
         counted = self.account.over_all_ranks()  # by now all ranks have written what is theirs
-        together(self._sync_checkpoint, "a checkpoint that is brought to the disk")
-        together(lambda: self._complete_checkpoint(counted), "the state of a checkpoint")
+        results_of_all(self._sync_checkpoint, "a checkpoint that is brought to the disk")
+        results_of_all(lambda: self._complete_checkpoint(counted), "the state of a checkpoint")
         self._update_last_checkpoint_symlink(barrier=False)
         return result
 

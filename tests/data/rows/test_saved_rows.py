@@ -7,7 +7,7 @@ from swift_vlpack.core.errors import StateMismatch
 from swift_vlpack.data.lengths.sizes import LengthIndex, RowSize
 from swift_vlpack.data.rows import saved_rows
 from swift_vlpack.data.rows.fusion import RowSource
-from swift_vlpack.data.rows.saved_rows import changes, facts_of, from_bytes, row_digests, to_bytes, with_sizes
+from swift_vlpack.data.rows.saved_rows import changes, from_bytes, row_digests, saved_source, to_bytes, with_sizes
 from tests.rows import text_row
 
 NUM_ROWS = 40
@@ -26,7 +26,7 @@ def without(rows, reason="file_missing"):
 
 
 def saved(made):
-    [facts] = from_bytes(to_bytes([facts_of(made, row_digests(made))]))
+    [facts] = from_bytes(to_bytes([saved_source(made, row_digests(made))]))
     return facts
 
 
@@ -37,7 +37,7 @@ def compared(then, now):
 def test_rows_go_through_a_file():
     """RESUME-1"""
     sources = [without([3, 5], "image_unreadable"), replace(source(), name="ünï"), source(sizes=[])]
-    facts = from_bytes(to_bytes([facts_of(made, row_digests(made)) for made in sources]))
+    facts = from_bytes(to_bytes([saved_source(made, row_digests(made)) for made in sources]))
     assert [fact.name for fact in facts] == ["photos", "ünï", "photos"]
     for fact, made in zip(facts, sources, strict=True):
         assert np.array_equal(fact.sizes.columns, made.sizes.columns)

@@ -10,8 +10,8 @@ import pytest
 from swift_vlpack.core.errors import DataError
 from swift_vlpack.data.lengths import failure_log
 from swift_vlpack.host.lengths.length_pass import with_lengths
-from tests.host.rows.test_faults import bad_rows
 from tests.host.lengths.support import ARGS, FAMILY, dataset, source, texts, variant
+from tests.host.rows.test_faults import bad_rows
 from tests.host.runs import epoch_report, packed_argv, train
 from tests.images import photo
 from tests.rows import image_row, text_row, write_jsonl
