@@ -25,7 +25,7 @@ def test_doctests_of_the_core(name):
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/strategies.md", "docs/core.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/strategies.md", "docs/documents.md", "docs/core.md"])
 def test_examples_of_a_page(page):
     text = (ROOT / page).read_text()
     parser, runner = doctest.DocTestParser(), doctest.DocTestRunner()

@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from swift_vlpack.core.account.reasons import Reason
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.epoch.planner import plan
@@ -23,6 +26,7 @@ from swift_vlpack.text.special import edge_tokens, token_ids
 WINDOW = "window"
 """The strategy that lays all documents end to end and cuts every `max_length` tokens."""
 
+Tokens = NDArray[np.int64]
 Strategy = str | Callable[[Sequence[int], int], Iterable[Iterable[int]]]
 
 
@@ -99,12 +103,14 @@ def block_tokenize(  # noqa: PLR0913 - the options of one `functools.partial`, a
     blocks = _blocks([len(tokens) for tokens in documents], options, lost)
     if shuffle_output:
         blocks = [blocks[index] for index in _order(len(blocks), seed)]
-    return _columns(documents, blocks, options, lost)
+    columns = _columns(documents, blocks, options, lost)
+    # `Dataset.map` hands over a batch of its own kind, and stores arrays many times as fast as lists of numbers.
+    return columns if type(features).__module__.startswith("datasets.") else _as_lists(columns)
 
 
 def _documents(
     features: Mapping[str, Sequence[Any]], feature: str, tokenizer: Any, edges: tuple[list[int], list[int]]
-) -> list[list[int]]:
+) -> list[Tokens]:
     """The tokens of every document, with BOS and EOS; of one that is null, none."""
     if feature not in features:
         raise DataError(f"the rows have no {feature!r}; they have {', '.join(features)}: name the text with feature=")
@@ -116,7 +122,7 @@ def _documents(
             raise DataError(f"row {row}: {feature} must be a text, got {type(text).__name__}")
     before, behind = edges
     tokens = iter(token_ids(tokenizer, [text for text in texts if text is not None]))
-    return [[] if text is None else [*before, *next(tokens), *behind] for text in texts]
+    return [np.array([] if text is None else [*before, *next(tokens), *behind], dtype=np.int64) for text in texts]
 
 
 def _blocks(lengths: list[int], options: BlockOptions, lost: Counter[str]) -> list[list[Piece]]:
@@ -180,33 +186,41 @@ def _order(num_blocks: int, seed: int | None) -> list[int]:
 
 
 def _columns(
-    documents: list[list[int]], blocks: list[list[Piece]], options: BlockOptions, lost: Counter[str]
+    documents: list[Tokens], blocks: list[list[Piece]], options: BlockOptions, lost: Counter[str]
 ) -> dict[str, list[Any]]:
     num_pieces = Counter(piece.document for block in blocks for piece in block)
     columns: dict[str, list[Any]] = {
         "input_ids": [
-            [token for piece in block for token in documents[piece.document][piece.start : piece.end]]
-            for block in blocks
+            np.concatenate([documents[piece.document][piece.start : piece.end] for piece in block]) for block in blocks
         ],
         "document_starts": [
-            list(Boundaries(tuple(piece.length for piece in block)).document_starts) for block in blocks
+            np.array(Boundaries(tuple(piece.length for piece in block)).document_starts) for block in blocks
         ],
     }
     if options.stride:
         columns["labels"] = [
-            [label for piece in block for label in _labels(documents[piece.document], piece)] for block in blocks
+            np.concatenate([_labels(documents[piece.document], piece) for piece in block]) for block in blocks
         ]
     counted = [_counts(block, documents, num_pieces, options) for block in blocks]
     return {**columns, COLUMN: records(counted, lost)}
 
 
-def _labels(tokens: list[int], piece: Piece) -> list[int]:
+def _as_lists(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    return {
+        name: [value.tolist() if isinstance(value, np.ndarray) else value for value in column]
+        for name, column in columns.items()
+    }
+
+
+def _labels(tokens: Tokens, piece: Piece) -> Tokens:
     """What the piece before has as targets is context here, and is not trained on again."""
-    return [IGNORED] * piece.num_repeated + tokens[piece.start + piece.num_repeated : piece.end]
+    labels = tokens[piece.start : piece.end].copy()
+    labels[: piece.num_repeated] = IGNORED
+    return labels
 
 
 def _counts(
-    block: list[Piece], documents: list[list[int]], num_pieces: Counter[int], options: BlockOptions
+    block: list[Piece], documents: list[Tokens], num_pieces: Counter[int], options: BlockOptions
 ) -> Counter[str]:
     counts: Counter[str] = Counter(max_length=options.max_length)
     for piece in block:
