@@ -31,6 +31,7 @@ __all__ = [
     "prove",
     "register_strategy",
     "schedule",
+    "verify",
 ]
 
 _NEED_TORCH = {
@@ -42,6 +43,7 @@ _NEED_TORCH = {
     "choose_attention": "swift_vlpack.data.model.choose_attention",
     "prepare_model": "swift_vlpack.data.model.prepare",
     "prove": "swift_vlpack.data.proof.prove",
+    "verify": "swift_vlpack.data.proof.verify",
 }
 
 

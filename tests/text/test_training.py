@@ -3,7 +3,10 @@
 import pytest
 import torch
 
+import swift_vlpack
+from swift_vlpack.core.errors import DataError
 from swift_vlpack.data.model import attention
+from swift_vlpack.data.proof.isolation import IsolationError
 from swift_vlpack.text import PackedCollator, block_tokenize
 from tests.text.vocabularies import corpus, words
 
@@ -118,3 +121,76 @@ def test_a_trainer_takes_it(tokenizer, rows, tmp_path):
     assert trainer.train().training_loss == pytest.approx(loss, abs=1e-5)
     for name, value in model.named_parameters():
         assert torch.allclose(before[name] - value.detach(), rate * wanted[name], atol=1e-5), name
+
+
+# -- the proof on a collator ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("implementation", "cache", "options"),
+    [
+        (attention.NAME, True, {"cu_seqlens": True, "padding": 16, "segment_ids": True}),
+        (attention.NAME, False, {}),
+        ("sdpa", False, {"padding": 32, "segment_ids": True}),
+        ("eager", False, {"train_on_eos": False}),
+    ],
+)
+def test_the_proof_holds_on_the_collator(tokenizer, rows, implementation, cache, options):
+    """TEXT-18"""
+    model = model_of("Qwen3", implementation)
+    model.config.use_cache = cache
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    said = swift_vlpack.verify(model, PackedCollator(tokenizer, **options), rows)
+    assert said.startswith("isolation verified: max difference 0.0 over 4 samples")
+    assert "samples in rows of the plan" in said
+    assert model.training
+    assert model.config._attn_implementation == implementation
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(value.grad is None for value in model.parameters())
+
+
+def _shifted(collator):
+    """Boundaries one token late, positions and all."""
+
+    def collate(rows):
+        starts = [[0, *(start + 1 for start in row["document_starts"][1:])] for row in rows]
+        moved = [{**row, "document_starts": one} for row, one in zip(rows, starts, strict=True)]
+        return {**collator(moved), "labels": collator(rows)["labels"]}
+
+    return collate
+
+
+@pytest.mark.parametrize(
+    ("implementation", "collator", "said"),
+    [
+        ("sdpa", lambda tokenizer: PackedCollator(tokenizer), "use_cache to False"),
+        (attention.NAME, lambda tokenizer: PackedCollator(tokenizer), "use_cache to False"),
+        (attention.NAME, lambda tokenizer: PackedCollator(tokenizer, packed_sequences=False), "see each other"),
+        (
+            attention.NAME,
+            lambda tokenizer: PackedCollator(tokenizer, cu_seqlens=True, mask_boundary_loss=False),
+            "target",
+        ),
+        (attention.NAME, lambda tokenizer: _shifted(PackedCollator(tokenizer, cu_seqlens=True)), "not"),
+    ],
+)
+def test_the_proof_stops_what_leaks(tokenizer, rows, implementation, collator, said):
+    """TEXT-18"""
+    model = model_of("Qwen2", implementation)
+    assert model.config.use_cache, "as it is in a loop of one's own"
+    with pytest.raises(IsolationError, match=said):
+        swift_vlpack.verify(model, collator(tokenizer), rows)
+
+
+def test_the_proof_needs_documents_to_look_at(tokenizer):
+    """TEXT-18"""
+    model = model_of("Qwen2", attention.NAME)
+    for rows in (
+        [],
+        [{"input_ids": [5, 5, 5], "document_starts": [0]}],
+        [{"input_ids": [5, 6], "labels": [-100, -100]}],
+    ):
+        with pytest.raises(DataError, match="no document with a target"):
+            swift_vlpack.verify(model, PackedCollator(tokenizer, cu_seqlens=True), rows)
+    one = [{"input_ids": [5, 6, 7, 8]}]
+    assert "over 2 samples" in swift_vlpack.verify(model, PackedCollator(tokenizer, cu_seqlens=True), one)

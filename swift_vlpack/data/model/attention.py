@@ -65,6 +65,7 @@ def segmented_attention(
             raise AttentionError(_of_another_row(module, ends, query, key))
         return _unpacked(module, (query, key, value), mask, kwargs), None
     check_mask(module, mask, query.shape[2])
+    kwargs.pop("segment_ids", None)  # of `PackedCollator`: the boundaries in other words
     asked = asked_of(module, kwargs)
     query = counted_in_samples(module, query, ends)
     row = PackedRow(module, query, key, value, mask, kwargs.get("sliding_window"), asked, ends)

@@ -132,7 +132,7 @@ def sum_of_losses(logits: torch.Tensor, labels: torch.Tensor | None, weights: to
 
 
 def _packed(row: torch.Tensor, parts: list[int]) -> tuple[torch.Tensor, ...]:
-    return row[0].split(parts)
+    return row[0, : sum(parts)].split(parts)  # what is behind the samples is padding
 
 
 def _padded(mask: torch.Tensor | None) -> Callable[[torch.Tensor, list[int]], tuple[torch.Tensor, ...]]:
