@@ -68,9 +68,9 @@ def test_what_a_kernel_cannot_do_segments_do():
     model = built(gemma3_vision())
     attention.use_kernel(model, grouped)
     samples = samples_of((23, 30, 24))
-    for sample in samples:
+    for number, sample in enumerate(samples):
         sample["token_type_ids"] = torch.zeros_like(sample["input_ids"])
-        sample["token_type_ids"][:, 3:9] = 1
+        sample["token_type_ids"][:, 3 + 4 * number : 9 + 4 * number] = 1
     assert max(compared(model, samples, taken=lambda name: True)) < 1e-5
 
 
