@@ -22,6 +22,7 @@ from swift_vlpack.text.counts import COLUMN, left_out, records
 from swift_vlpack.text.cutting import Piece, pieces_of, windows_of
 from swift_vlpack.text.rows import IGNORED
 from swift_vlpack.text.special import edge_tokens, token_ids
+from swift_vlpack.text.vocabulary import tokenizer_of
 
 WINDOW = "window"
 """The strategy that lays all documents end to end and cuts every `max_length` tokens."""
@@ -97,6 +98,7 @@ def block_tokenize(  # noqa: PLR0913 - the options of one `functools.partial`, a
         min_len=min_len,
         max_len=max_len,
     )
+    tokenizer = tokenizer_of(tokenizer)
     edges = edge_tokens(tokenizer, add_bos=add_bos, add_eos=add_eos)
     documents = _documents(features, feature, tokenizer, edges)
     lost: Counter[str] = Counter()

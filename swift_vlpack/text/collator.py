@@ -14,6 +14,7 @@ from swift_vlpack.core.packing.boundaries import Boundaries
 from swift_vlpack.text.batch import MASK, PackedBatch, batch_of
 from swift_vlpack.text.rows import IGNORED, Row, Specials, has_starts, joined, row_of
 from swift_vlpack.text.special import token_id
+from swift_vlpack.text.vocabulary import tokenizer_of
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class PackedCollator:
         rows of the batch end to end in one, as variable-length attention reads them.
         `mask_boundary_loss`: the first token of a document is no target. `train_on_eos=False`: nor is EOS.
         """
-        self.tokenizer = tokenizer
+        self.tokenizer = tokenizer_of(tokenizer)
         self.packed_sequences = packed_sequences
         self.padding = "longest" if padding is True else padding
         self.max_length = max_length
@@ -49,7 +50,7 @@ class PackedCollator:
         self.cu_seqlens = cu_seqlens
         self.mask_boundary_loss = mask_boundary_loss
         self.train_on_eos = train_on_eos
-        self._specials = Specials(*(token_id(tokenizer, name) for name in ("bos", "eos", "pad")))
+        self._specials = Specials(*(token_id(self.tokenizer, name) for name in ("bos", "eos", "pad")))
         self._has_warned = False
         _check(self)
 

@@ -7,7 +7,15 @@ import sys
 import pytest
 
 from swift_vlpack.core.errors import ConfigError
-from swift_vlpack.text import ByteTokenizer, TextStream, cutting, padded_vocab_size, vocabulary
+from swift_vlpack.text import (
+    ByteTokenizer,
+    PackedCollator,
+    TextStream,
+    block_tokenize,
+    cutting,
+    padded_vocab_size,
+    vocabulary,
+)
 from tests.text.vocabularies import qwen, words
 
 
@@ -50,6 +58,15 @@ def test_any_tokenizer_makes_a_stream():
     tokens = [*tokenizer("a small house")["input_ids"], tokenizer.eos_token_id]
     assert window.tokens[: len(tokens)].tolist() == tokens
     assert window.segment_ids.tolist() == [1] * len(tokens) + [0] * (10 - len(tokens))
+
+
+def test_byte_is_a_tokenizer_everywhere():
+    """TEXT-28"""
+    made = block_tokenize({"text": ["ab", "c"]}, tokenizer="byte", max_length=9)
+    assert made["input_ids"] == [[256, 97, 98, 257, 256, 99, 257]]
+    row = {name: column[0] for name, column in made.items()}
+    batch = PackedCollator("byte", padding=8, return_tensors="np")([row])
+    assert batch["input_ids"].tolist() == [[256, 97, 98, 257, 256, 99, 257, 258]]
 
 
 def test_streams_need_numpy_alone():
