@@ -137,7 +137,7 @@ class StreamSource:
         """The next row."""
         for row in self._iterator:
             text = text_of(row, self._text_key, f"{self.name}: row {self._num_read} of epoch {self._epoch}")
-            place = self._rows.state_dict() if self._can_seek else None
+            place = copy.deepcopy(self._rows.state_dict()) if self._can_seek else None
             self._before, self._place = self._place, place
             self._last = _digest(text)
             self._num_read += 1

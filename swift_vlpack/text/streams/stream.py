@@ -19,7 +19,7 @@ from swift_vlpack.text.special import edge_tokens, token_id, token_ids
 from swift_vlpack.text.streams.local import LocalText
 from swift_vlpack.text.streams.reading import Documents, ReadOptions
 from swift_vlpack.text.streams.sources import source_of
-from swift_vlpack.text.streams.windows import Bins, Part, Sequential, Tokens, Windows
+from swift_vlpack.text.streams.windows import Bins, Fetch, Part, Sequential, Tokens, Windows
 from swift_vlpack.text.vocabulary import tokenizer_of
 
 SEQUENTIAL, BIN = "sequential", "bin"
@@ -164,7 +164,7 @@ class TextStream:
         saved = envelope.unseal(state, KIND, plain(self._fingerprint()), shape=_STATE)
         self._start()
         self._documents.load(saved["documents"])
-        self._windows.load(saved["windows"], self._fetched)
+        self._windows.load(saved["windows"], self._fetcher())
         self._is_over = saved["is_over"]
         self.counts = Counter(saved["counts"])
 
@@ -208,9 +208,16 @@ class TextStream:
         before, behind = self._edges
         return np.array([*before, *ids, *behind], dtype=np.int32)
 
-    def _fetched(self, address: Any) -> Tokens:
-        """A document that was counted when it came first."""
-        return self._encoded(self._documents.fetch(address), Counter())
+    def _fetcher(self) -> Fetch:
+        """Documents that were counted when they came first; one that is held in many pieces is tokenized once."""
+        known: dict[str, Tokens] = {}
+
+        def fetch(address: Any) -> Tokens:
+            if str(address) not in known:
+                known[str(address)] = self._encoded(self._documents.fetch(address), Counter())
+            return known[str(address)]
+
+        return fetch
 
     def _window(self, parts: list[Part]) -> Window:
         size = self.options.seq_len + 1

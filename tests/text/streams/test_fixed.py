@@ -250,6 +250,15 @@ def test_resuming_a_seekable_source_reads_nothing_again(stream, tmp_path):
     next(again)
     assert rows.asked < 10
 
+    rows = Watched([text(*range(400)), *corpus(1, 2000)])
+    one, again = (stream(rows, packing_mode="bin", packing_buffer_docs=200) for _ in range(2))
+    for _ in islice(one, 20):
+        pass
+    state, rows.asked = one.state_dict(), 0
+    assert len(state["state"]["windows"]["parts"]) + len(state["state"]["windows"]["ready"]) > 20
+    again.load_state_dict(state)
+    assert rows.asked < 10, "one document in many pieces is asked for once"
+
     class Rows:
         """A streaming data set that counts what is read of it."""
 
