@@ -53,6 +53,8 @@ class Evidence:
     """Where the difference begins."""
     layer_type: str = ""
     is_only_in_training: bool = False
+    is_so_unpacked: bool = False
+    """The host's padded batch of the same samples, by the model's own attention, is not its samples alone either."""
     window: int | None = None
     rope_type: str = "default"
     model_types: tuple[str, ...] = field(default=())
@@ -66,6 +68,8 @@ def cause_of(evidence: Evidence) -> str:
         return f"attention {name} knows no boundaries; leave attn_impl unset, so that packing chooses its own"
     has_moved = evidence.moved or (evidence.moved_by_media and evidence.given is None)
     cause = _of_moved(evidence) if has_moved else _of_differing(evidence)
+    if evidence.is_so_unpacked:
+        return f"the model mixes the samples of any batch, without packing too. In the pack, {cause}"
     if evidence.is_only_in_training:
         return f"in training mode, not in evaluation, {cause}"
     return cause

@@ -31,6 +31,7 @@ def evidence_of(subject: Subject, row: Sequence[Encoded], limits: Limits) -> Evi
             worst = next((at for at, profile in enumerate(profiles) if profile.differs), None)
             layer = None if worst is None else first_layer(subject, row, worst, limits)
             given = _given(subject, row, profiles, limits)
+            is_so_unpacked = _is_so_unpacked(subject, row, limits)
     return Evidence(
         attention=attention.name_of(subject.model.config),
         profiles=tuple(profiles),
@@ -38,6 +39,7 @@ def evidence_of(subject: Subject, row: Sequence[Encoded], limits: Limits) -> Evi
         moved_by_media=by_media,
         given=given,
         layer=layer,
+        is_so_unpacked=is_so_unpacked,
         layer_type=_type_of(layer, facts["model_types"]),
         is_only_in_training=any(p.differs for p in profiles) and not any(p.differs for p in in_evaluation),
         **facts,
@@ -134,6 +136,15 @@ def _moved(
             if moved != changed and num_tokens:
                 pairs[changed, moved] = num_tokens
     return pairs
+
+
+def _is_so_unpacked(subject: Subject, row: Sequence[Encoded], limits: Limits) -> bool:
+    """Whether the host's padded batch of two samples of the row is not the two alone; those with media tell most."""
+    two = sorted(row, key=lambda sample: (not kinds_of_media(sample), length_of(sample)))[:2]
+    with _own_for(subject, max(two, key=length_of)):
+        together = subject.run(two, packed=False).logits
+        alone = [subject.run([sample], packed=False).logits[0] for sample in two]
+    return any(not gap_of(*pair).over_tokens <= limits.alone for pair in zip(together, alone, strict=True))
 
 
 def _with_other_tokens(subject: Subject, sample: Encoded) -> Encoded | None:
