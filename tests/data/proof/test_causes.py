@@ -29,7 +29,7 @@ CAUSES = {
     "one boundary": (seen(RIGHT, WRONG, RIGHT, moved={(0, 1): 30}), "boundary before sample 2 of the row is lost"),
     "a token at a boundary": (seen(RIGHT, WRONG, RIGHT, moved={(0, 1): 1}), "a boundary is shifted: where sample 2"),
     "its last token": (seen(Profile(30, False, 29, 29), RIGHT), "a boundary is shifted: only a few tokens"),
-    "a layer with a state": (seen(RIGHT, WRONG, moved={(0, 1): 9}, layer_type="linear_attention"), "linear attention, w"),
+    "a layer with a state": (seen(RIGHT, WRONG, moved={(0, 1): 9}, layer_type="linear_attention"), "linear attention"),
     "media, in the embeddings": (
         seen(WRONG_PICTURE, RIGHT, PICTURE, moved_by_media={(2, 0): 9}, layer=EMBEDDINGS), "reach another: their feat",
     ),
