@@ -22,7 +22,7 @@ from swift_vlpack.core.config import PackingConfig, chosen_options, kind_of, opt
 from swift_vlpack.core.epoch.length_files import read_lengths
 from swift_vlpack.core.epoch.planner import plan
 from swift_vlpack.core.errors import ConfigError, VLPackError
-from swift_vlpack.launch import checked_num_ranks, plan_launch, plugin_path, sft_launch
+from swift_vlpack.launch import COMMANDS, checked_num_ranks, plan_launch, plugin_path, train_launch
 
 EXIT_USAGE = 2
 LIST = "vlpack_failures.jsonl"
@@ -38,9 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="[%(levelname)s:vlpack] %(message)s")  # as ms-swift's lines look
     try:
         if not {"-h", "--help"} & set(argv):  # most of the flags of these are ms-swift's, which argparse does not know
-            if command == "sft":
+            if command in COMMANDS:
                 _need_ms_swift()
-                return _sft(argv[1:])
+                return _train(command, argv[1:])
             if command == "plan" and not _is_given(argv, "--lengths"):
                 _need_ms_swift()
                 return _plan_run(argv[1:])
@@ -71,7 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"vlpack {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_plan(commands)
-    _add_sft(commands)
+    _add_train(commands, "sft", "swift sft with packing, and with the packing options as flags and YAML keys")
+    _add_train(commands, "pt", "the same for swift pt: text and interleaved documents, every token a target")
     path = commands.add_parser("plugin-path", help="print the file for swift's --external_plugins")
     path.set_defaults(run=_plugin_path)
     return parser
@@ -83,13 +84,14 @@ def _add_plan(commands: Any) -> None:
         allow_abbrev=False,
         usage=(
             "vlpack plan --lengths FILE [packing options] [--num_ranks N] [--seed N] [--json]\n"
-            "       vlpack plan [--config CONFIG.yaml] [packing options] [any option of swift sft]\n"
+            "       vlpack plan [sft|pt] [--config CONFIG.yaml] [packing options] [any option of swift sft]\n"
             "                   [--num_ranks N] [--json] [--failures FILE]"
         ),
         help="report what training would see, before it starts",
         description=(
             "Report what training would see: from a file of lengths, or from the very file, flags and environment of "
-            "a run, whose rows are then measured as in training. No weights are loaded and no GPU is used."
+            "a run, whose rows are then measured as in training; `vlpack plan pt` is for a run of `swift pt`. No "
+            "weights are loaded and no GPU is used."
         ),
     )
     command.add_argument(
@@ -127,14 +129,14 @@ def _add_plan_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_sft(commands: Any) -> None:
+def _add_train(commands: Any, name: str, text: str) -> None:
     command = commands.add_parser(
-        "sft",
-        usage="vlpack sft [CONFIG.yaml] [packing options] [any option of swift sft]",
-        help="swift sft with packing, and with the packing options as flags and YAML keys",
+        name,
+        usage=f"vlpack {name} [CONFIG.yaml] [packing options] [any option of swift {name}]",
+        help=text,
         description=(
-            "Train packed: the command of `swift sft`, with the packing options as flags and YAML keys. Everything "
-            "else is handed to ms-swift unchanged (`swift sft --help` lists it); NPROC_PER_NODE and friends start "
+            f"Train packed: the command of `swift {name}`, with the packing options as flags and YAML keys. Everything "
+            f"else is handed to ms-swift unchanged (`swift {name} --help` lists it); NPROC_PER_NODE and friends start "
             "torchrun as there."
         ),
     )
@@ -168,8 +170,8 @@ def _plugin_path(args: argparse.Namespace) -> int:
     return 0
 
 
-def _sft(argv: Sequence[str]) -> NoReturn:
-    launch = sft_launch(argv, os.environ)
+def _train(command: str, argv: Sequence[str]) -> NoReturn:
+    launch = train_launch(argv, os.environ, command=command)
     print(f"run sh: `{' '.join(launch.command)}`", flush=True)  # as ms-swift says it
     _become(launch.command, launch.environ)
 
@@ -203,6 +205,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _plan_run(argv: Sequence[str]) -> NoReturn:
     """Become the process that plans a training run, which starts with the run's environment."""
+    command, argv = (argv[0], argv[1:]) if argv and argv[0] in COMMANDS else ("sft", argv)
     parser = argparse.ArgumentParser(prog="vlpack plan", add_help=False, allow_abbrev=False)
     _add_plan_flags(parser)
     args, options = parser.parse_known_args(argv)
@@ -217,8 +220,8 @@ def _plan_run(argv: Sequence[str]) -> NoReturn:
     os.set_inheritable(report, True)
     os.dup2(STDERR, STDOUT)  # what libraries print is no part of the report
     form = "json" if args.json else "text"
-    command = [sys.executable, "-m", "swift_vlpack.host.commands.process", str(report), form, str(failures)]
-    _become([*command, str(launch.num_ranks), *launch.flags], launch.environ)
+    process = [sys.executable, "-m", "swift_vlpack.host.commands.process", str(report), form, str(failures)]
+    _become([*process, str(launch.num_ranks), command, *launch.flags], launch.environ)
 
 
 def _list_of(args: argparse.Namespace) -> Path:

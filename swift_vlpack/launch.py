@@ -1,4 +1,4 @@
-"""`vlpack sft`: ms-swift's command with the packing options as real flags and YAML keys.
+"""`vlpack sft` and `vlpack pt`: ms-swift's command with the packing options as real flags and YAML keys.
 
 The options are taken out and travel as `VLPACK_*` variables, which every rank that torchrun starts inherits; everything
 else goes to ms-swift unchanged: what its own command does with a training file before it starts training is done here,
@@ -24,6 +24,8 @@ from swift_vlpack.yaml_files import read_yaml
 
 logger = logging.getLogger(__name__)
 
+COMMANDS = ("sft", "pt")
+"""ms-swift's commands that are packed, by their names."""
 FLAGS_OF_SWIFT = ("packing", "packing_length")
 """Options that are flags of ms-swift as well and go to it as they are."""
 
@@ -48,7 +50,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class PlanLaunch:
-    """A run to plan: the flags of `swift sft`, the environment, and how many ranks it is of."""
+    """A run to plan: the flags of ms-swift, the environment, and how many ranks it is of."""
 
     flags: list[str]
     environ: dict[str, str]
@@ -60,13 +62,14 @@ def plugin_path() -> Path:
     return Path(__file__).parent / "plugin" / "vlpack.py"
 
 
-def sft_launch(argv: Sequence[str], environ: Mapping[str, str]) -> Launch:
+def train_launch(argv: Sequence[str], environ: Mapping[str, str], *, command: str = "sft") -> Launch:
     """Take the packing options out of flags and YAML, check them, and build the command that trains.
 
-    It is the one that `swift sft` would start and wait for, so a signal meets the training process or torchrun.
+    It is the one that `swift sft` or `swift pt` would start and wait for, so a signal meets the training process or
+    torchrun.
     """
     flags, own = _taken_apart(argv, environ)
-    return Launch([sys.executable, *_torchrun(own), str(source_file("swift", "cli", "sft")), *flags], own)
+    return Launch([sys.executable, *_torchrun(own), str(source_file("swift", "cli", command)), *flags], own)
 
 
 def plan_launch(argv: Sequence[str], environ: Mapping[str, str], *, num_ranks: int | None = None) -> PlanLaunch:

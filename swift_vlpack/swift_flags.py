@@ -1,6 +1,7 @@
-"""The names of `swift sft`'s flags, read from source in a moment: importing ms-swift would take ten seconds.
+"""The flags of `swift sft` and `swift pt`, read from source in a moment: importing ms-swift would take ten seconds.
 
-ms-swift makes a flag of every field of the dataclass `SftArguments` and its bases, here and in transformers.
+ms-swift makes a flag of every field of the dataclass `SftArguments` and its bases, here and in transformers; `swift pt`
+adds none.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import yaml
 from swift_vlpack import PackingConfig
 from swift_vlpack.core.config import options_in_env
 from swift_vlpack.core.errors import ConfigError
-from swift_vlpack.launch import plan_launch, plugin_path, sft_launch, split_flags
+from swift_vlpack.launch import plan_launch, plugin_path, split_flags, train_launch
 from swift_vlpack.swift_flags import flag_names
 
 ROOT = Path(__file__).parent.parent
@@ -25,7 +25,7 @@ def test_packing_flags_are_separated_from_the_others():
 
 def test_launch_hands_the_rest_to_ms_swift_unchanged():
     """TRAIN-3 CLI-10"""
-    launch = sft_launch(["--model", "m", "--packing_strategy", "exact", "--lora_rank", "8"], {"A": "b"})
+    launch = train_launch(["--model", "m", "--packing_strategy", "exact", "--lora_rank", "8"], {"A": "b"})
     assert launch.command[0] == sys.executable
     assert Path(launch.command[1]).parts[-3:] == ("swift", "cli", "sft.py")
     assert launch.command[2:6] == ["--model", "m", "--lora_rank", "8"]
@@ -35,7 +35,7 @@ def test_launch_hands_the_rest_to_ms_swift_unchanged():
 
 def test_ms_swifts_own_flags_go_to_it():
     """TRAIN-3"""
-    command = sft_launch(["--packing_length", "4096", "--packing", "false"], {}).command
+    command = train_launch(["--packing_length", "4096", "--packing", "false"], {}).command
     assert command[command.index("--packing_length") + 1] == "4096"
     assert command[command.index("--packing") + 1] == "false"
     assert command.count("--packing") == 1
@@ -44,7 +44,7 @@ def test_ms_swifts_own_flags_go_to_it():
 @pytest.mark.parametrize("given", [["--external_plugins", "mine.py"], ["--external-plugins=mine.py"]])
 def test_plugins_of_the_user_stay_and_ours_comes_first(given):
     """TRAIN-3"""
-    command = sft_launch([*given, "--model", "m"], {}).command
+    command = train_launch([*given, "--model", "m"], {}).command
     at = command.index("--external_plugins")
     assert command[at : at + 3] == ["--external_plugins", str(plugin_path()), "mine.py"]
     assert sum("plugins" in part and part.startswith("--") for part in command) == 1
@@ -58,7 +58,7 @@ def test_keys_of_a_training_file_are_options_and_flags_win(tmp_path, monkeypatch
         "model: m\npacking_min_fill_ratio: 0.7\npacking_drop_last: false\npacking_buffer: 8\n"
         "external_plugins: [mine.py]\nENV: {MAX_PIXELS: 1003520}\n"
     )
-    launch = sft_launch([str(tmp_path / "train.yaml"), "--packing_buffer", "16"], {"VLPACK_PACKING_BUFFER": "4"})
+    launch = train_launch([str(tmp_path / "train.yaml"), "--packing_buffer", "16"], {"VLPACK_PACKING_BUFFER": "4"})
     options = options_in_env(launch.environ)
     assert options == {"packing_min_fill_ratio": "0.7", "packing_drop_last": "false", "packing_buffer": "16"}
     assert launch.command[2:8] == ["--model", "m", "--external_plugins", str(plugin_path()), "mine.py", "--packing"]
@@ -71,7 +71,7 @@ def test_mistyped_names_are_found_before_ms_swift_is_started(tmp_path):
     """CLI-11: flags and keys, ms-swift's and ours, all at once."""
     (tmp_path / "train.yaml").write_text("modle: m\nlora_rank: 8\npacking_bufer: 3\n")
     with pytest.raises(ConfigError) as refused:
-        sft_launch([str(tmp_path / "train.yaml"), "--learning_rat", "1", "--lerning_rate=1", "--Packing", "true"], {})
+        train_launch([str(tmp_path / "train.yaml"), "--learning_rat", "1", "--lerning_rate=1", "--Packing", "true"], {})
     said = str(refused.value)
     assert "unknown option --lerning_rate, did you mean --learning_rate?" in said
     assert "unknown option --Packing, did you mean --packing?" in said
@@ -91,16 +91,25 @@ def test_mistyped_names_are_found_before_ms_swift_is_started(tmp_path):
 )
 def test_what_ms_swift_takes_is_not_refused(argv):
     """CLI-11"""
-    assert sft_launch(argv, {}).command[2 : 2 + len(argv)] == argv
+    assert train_launch(argv, {}).command[2 : 2 + len(argv)] == argv
 
 
 def test_flags_are_those_of_ms_swifts_arguments():
     """CLI-11: read from source, and the same as the classes have when they are imported."""
     from dataclasses import fields
 
-    from swift.arguments import SftArguments
+    from swift.arguments import PretrainArguments, SftArguments
 
     assert flag_names() == {spec.name for spec in fields(SftArguments) if spec.init}
+    assert flag_names() == {spec.name for spec in fields(PretrainArguments) if spec.init}
+
+
+def test_pretraining_is_launched_by_its_own_file():
+    """TRAIN-27: everything else is as for `vlpack sft`."""
+    argv = ["--model", "m", "--packing_strategy", "exact"]
+    pt, sft = train_launch(argv, {}, command="pt"), train_launch(argv, {})
+    assert Path(pt.command[1]).parts[-3:] == ("swift", "cli", "pt.py")
+    assert (pt.command[2:], pt.environ) == (sft.command[2:], sft.environ)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +124,7 @@ def test_flags_are_those_of_ms_swifts_arguments():
 def test_mistakes_stop_before_ms_swift_is_started(argv, message):
     """TRAIN-3"""
     with pytest.raises(ConfigError, match=message):
-        sft_launch(argv, {})
+        train_launch(argv, {})
 
 
 TRAINING = {
@@ -139,7 +148,7 @@ def test_a_training_file_means_what_it_means_to_ms_swift(tmp_path, monkeypatch):
         (tmp_path / name).write_text(yaml.safe_dump(content, allow_unicode=True))
     argv = [str(tmp_path / "train.yaml"), "--lora_alpha", "8", "--packing_max_carry", "2"]
     environ = {"MAX_PIXELS": "1000", "VLPACK_PACKING_LENGTH": "64", "MASTER_PORT": "29511"}
-    planned, launch = plan_launch(argv, environ), sft_launch(argv, environ)
+    planned, launch = plan_launch(argv, environ), train_launch(argv, environ)
 
     with monkeypatch.context() as patch:
         for name in (*TRAINING["ENV"], "SWIFT_CONFIG_FILE", "NNODES", "NODE_RANK", "MASTER_ADDR"):
@@ -207,7 +216,7 @@ def test_every_config_of_the_project_is_valid(path, monkeypatch):
 
         assert [spec.name for spec in read_fusion_config(str(path))]
         return
-    launch = sft_launch([str(path)], {})
+    launch = train_launch([str(path)], {})
     environ = {**launch.environ, **{key: str(value) for key, value in content.get("ENV", {}).items()}}
     assert PackingConfig.from_env(environ, packing_length=content["max_length"])
     from swift.arguments import SftArguments
@@ -223,10 +232,10 @@ def test_a_strategy_that_a_plugin_registers_is_left_to_the_training_process(give
     """STRAT-9"""
     file = tmp_path / "train.yaml"
     file.write_text("model: m\npacking_strategy: of_the_plugin\n" + (given if isinstance(given, str) else ""))
-    launch = sft_launch([str(file), *([] if isinstance(given, str) else given)], {})
+    launch = train_launch([str(file), *([] if isinstance(given, str) else given)], {})
     assert launch.environ["VLPACK_PACKING_STRATEGY"] == "of_the_plugin"
     with pytest.raises(ConfigError, match="packing_strategy must be one of"):
-        sft_launch(["--model", "m", "--packing_strategy", "of_the_plugin"], {})
+        train_launch(["--model", "m", "--packing_strategy", "of_the_plugin"], {})
 
 
 def test_a_module_that_cannot_be_imported_stops_at_once_but_for_a_path_of_the_run(tmp_path):
@@ -234,7 +243,7 @@ def test_a_module_that_cannot_be_imported_stops_at_once_but_for_a_path_of_the_ru
     file = tmp_path / "train.yaml"
     file.write_text("model: m\npacking_strategy: module_of_the_run:function\n")
     with pytest.raises(ConfigError, match="cannot import 'module_of_the_run'"):
-        sft_launch([str(file)], {})
+        train_launch([str(file)], {})
     file.write_text(file.read_text() + f"ENV: {{PYTHONPATH: {tmp_path}}}\n")
-    launch = sft_launch([str(file)], {})
+    launch = train_launch([str(file)], {})
     assert launch.environ["VLPACK_PACKING_STRATEGY"] == "module_of_the_run:function"

@@ -131,7 +131,7 @@ def test_what_needs_more_says_which_package_is_missing(with_numpy_only):
     """PKG-3"""
     done = with_numpy_only("-c", "import swift_vlpack; swift_vlpack.Collator")
     assert "ImportError: Collator needs torch, which a full `pip install swift-vlpack` brings" in done.stderr
-    for command in ("sft", "plan"):
+    for command in ("sft", "pt", "plan"):
         done = with_numpy_only("-m", "swift_vlpack", command, "--model", "some", "--dataset", "some.jsonl")
         assert done.returncode == 2
         assert done.stderr.startswith(f"vlpack {command}: ms-swift is not installed; a full `pip install swift-vlpack`")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from swift.arguments import SftArguments
+from swift.arguments import PretrainArguments, SftArguments
 from swift.utils import get_logger, parse_args
 
 from swift_vlpack.core.config import ENV_PREFIX, PackingConfig, chosen_options, is_planned
@@ -27,12 +27,14 @@ logger = get_logger()
 
 FIELDS_OF_SWIFT = ("packing", "packing_length", "packing_strategy")
 """Packing options that are fields of ms-swift's arguments as well."""
+OURS = (SftArguments, PretrainArguments)
+"""`swift sft`, and `swift pt`, which is the same with two other defaults; other commands have subclasses of these."""
 OWN_ATTENTION = (None, "sdpa", "eager", attention.NAME)
 
 
 def is_ours(args: Any) -> bool:
-    """Exactly `swift sft --packing true`; the arguments of pt, rlhf, infer, export and Megatron are other classes."""
-    return type(args) is SftArguments and bool(args.packing)
+    """`swift sft` or `swift pt` with packing; the arguments of rlhf, infer, export and Megatron are other classes."""
+    return type(args) in OURS and bool(args.packing)
 
 
 def packing_config(args: Any) -> PackingConfig:
@@ -80,30 +82,24 @@ def _flags_given(args: Any) -> set[str]:
 
 
 def check_packing_of_others(args: Any, *, flash_check: Callable[[Any], None]) -> None:
-    """`swift pt`, `swift rlhf` and their kind pack as ms-swift does; say so, and what would serve where it refuses."""
+    """`swift rlhf` and its kind pack as ms-swift does; say so, and what would serve where it refuses."""
     if not args.packing:
         flash_check(args)
         return
-    command, way_out = _OTHERS.get(type(args).__name__, (type(args).__name__, ""))
-    served = f"swift_vlpack packs `swift sft` only; --packing true of {command} is ms-swift's own packing"
+    command = _OTHERS.get(type(args).__name__, type(args).__name__)
+    served = f"swift_vlpack packs `swift sft` and `swift pt`; --packing true of {command} is ms-swift's own packing"
     try:
         flash_check(args)
     except ValueError:
         raise ConfigError(
             f"{served}, which needs the flash-attn package and --attn_impl flash_attn. Give that, "
-            f"or leave --packing out{way_out}"
+            "or leave --packing out"
         ) from None
     logger.warning(served)
 
 
-_OTHERS = {
-    "PretrainArguments": (
-        "`swift pt`",
-        ", or train with `swift sft --use_chat_template false --loss_scale all`, which is what `swift pt` is",
-    ),
-    "RLHFArguments": ("`swift rlhf`", ""),
-}
-"""What a command is called, and what to do instead."""
+_OTHERS = {"RLHFArguments": "`swift rlhf`"}
+"""What a command is called."""
 
 
 def portable(args: Any) -> Any:

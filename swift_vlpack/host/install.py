@@ -2,7 +2,7 @@
 
 `install()` runs when `--external_plugins` loads the plugin: it registers the attention function and wraps two methods,
 the first one that follows, where variables become arguments, and the check that ms-swift makes of `--packing`. Only
-when that check meets `swift sft --packing true` is the rest put in.
+when that check meets `swift sft --packing true`, or `swift pt`, is the rest put in.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TRAINER = "swift_vlpack.host.training.trainer.PackingTrainer"
 
 
 def install() -> None:
-    """Let `swift sft --packing true` pack with this package. Calling it again changes nothing."""
+    """Let `swift sft` and `swift pt` with `--packing true` pack with this package. Calling it again changes nothing."""
     if multiprocessing.parent_process() is not None and "swift.arguments" not in sys.modules:
         return  # a dataloader worker that replays the plugin: it reads no arguments, so it trains nothing
     join_log()
@@ -53,9 +53,9 @@ def install() -> None:
 
     @functools.wraps(prepare_model_kwargs)
     def _init_model_kwargs(self: Any) -> None:  # the first that ms-swift calls after it has loaded the plugins
-        from swift_vlpack.host.args import settle_options
+        from swift_vlpack.host.args import OURS, settle_options
 
-        if type(self) is SftArguments:
+        if type(self) in OURS:
             settle_options(self)
         prepare_model_kwargs(self)
 
@@ -65,6 +65,7 @@ def install() -> None:
 def activate() -> None:
     """Put the trainer, the callback and the data set of packing in place."""
     from swift.callbacks import callbacks_map
+    from swift.pipelines.train.pretrain import SwiftPretrain
     from swift.pipelines.train.sft import SwiftSft
     from swift.trainers import TrainerFactory
 
@@ -82,7 +83,8 @@ def activate() -> None:
         from swift_vlpack.host.args import is_ours
         from swift_vlpack.host.pipeline import prepare_dataset
 
-        return prepare_dataset(self) if type(self) is SwiftSft and is_ours(self.args) else prepare(self)
+        is_packed = type(self) in (SwiftSft, SwiftPretrain) and is_ours(self.args)
+        return prepare_dataset(self) if is_packed else prepare(self)
 
     _prepare_dataset._vlpack_original = prepare  # type: ignore[attr-defined]
     SwiftSft._prepare_dataset = _prepare_dataset

@@ -1,4 +1,4 @@
-"""Build the data of a packed `swift sft`: sources, lengths, packs, and an evaluation set that is not packed."""
+"""Build the data of a packed run: sources, lengths, packs, and an evaluation set that is not packed."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ SEAM: tuple[tuple[str, str, frozenset[str]], ...] = tuple(
     (module, name, frozenset(parameters.split()))
     for module, name, parameters in (
         ("swift.arguments", "SftArguments._check_padding_free", "self"),
+        ("swift.arguments", "PretrainArguments", ""),
         ("swift.arguments", "SftArguments._init_model_kwargs", "self"),
         ("swift.arguments", "SftArguments.get_dataset_kwargs", "self"),
         ("swift.arguments", "SftArguments.save_args", "self output_dir"),
@@ -35,6 +36,7 @@ SEAM: tuple[tuple[str, str, frozenset[str]], ...] = tuple(
         ("swift.dataset", "RowPreprocessor.prepare_dataset", "self dataset"),
         ("swift.dataset", "RowPreprocessor.preprocess", "self row"),
         ("swift.dataset", "load_dataset", "datasets split_dataset_ratio shuffle use_hf"),
+        ("swift.pipelines.train.pretrain", "SwiftPretrain._prepare_dataset", "self"),
         ("swift.pipelines.train.sft", "SwiftSft._prepare_dataset", "self"),
         ("swift.pipelines.train.sft", "SwiftSft._encode_dataset", "self train_dataset val_dataset"),
         ("swift.pipelines.train.sft", "SwiftSft._save_val_dataset", "self val_dataset"),

@@ -1,4 +1,4 @@
-"""Real `swift sft` runs on tiny models, in this process."""
+"""Real `swift sft` and `swift pt` runs on tiny models, in this process."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def packed_argv(model: Path, family: str, output: Path, **options: Any) -> list[
     return argv(model, family, output, **{"external_plugins": plugin_path(), "packing": "true", **options})
 
 
-def train(flags: list[str]) -> dict[str, Any]:
+def train(flags: list[str], command: str = "sft") -> dict[str, Any]:
     """Run it; ms-swift's own result, with `log_history`."""
     import torch.utils.data._utils as of_loaders
-    from swift.pipelines import sft_main
+    from swift.pipelines import pretrain_main, sft_main
 
     of_loaders.MP_STATUS_CHECK_INTERVAL = 0.5  # seconds; at 5 every loader with workers waits so long for its end
     with restored_environment():  # also where a fixture trains for a whole module
-        result: dict[str, Any] = sft_main(flags)
+        result: dict[str, Any] = {"sft": sft_main, "pt": pretrain_main}[command](flags)
     return result
 
 

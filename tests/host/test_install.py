@@ -66,12 +66,11 @@ def test_install_twice_changes_nothing_more():
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("PretrainArguments", "of `swift pt` is .* flash-attn .* or train with `swift sft --use_chat_template false"),
         ("RLHFArguments", "of `swift rlhf` is ms-swift's own packing, which needs the flash-attn package"),
     ],
 )
 def test_other_commands_keep_ms_swifts_own_check_and_say_what_is_served(name, said, caplog):
-    """TRAIN-2 TRAIN-11: `swift pt` and `swift rlhf` with packing and without flash-attn are refused as before."""
+    """TRAIN-2 TRAIN-11: `swift rlhf` with packing and without flash-attn is refused as before."""
     import swift.arguments
 
     install()
@@ -85,8 +84,8 @@ def test_other_commands_keep_ms_swifts_own_check_and_say_what_is_served(name, sa
         args._check_padding_free()
 
 
-def test_pt_is_what_the_way_out_says():
-    """TRAIN-11: `swift pt` differs from `swift sft` in two defaults, and in nothing else."""
+def test_pt_is_sft_with_two_other_defaults():
+    """TRAIN-27: `swift pt` differs from `swift sft` in nothing else, so packing it is packing the same."""
     from dataclasses import fields
 
     from swift.arguments import PretrainArguments, SftArguments

@@ -12,7 +12,7 @@ from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.host.args import is_ours, packing_config
 from swift_vlpack.host.install import install
-from swift_vlpack.launch import plan_launch, plugin_path, sft_launch
+from swift_vlpack.launch import plan_launch, plugin_path, train_launch
 from tests.host.runs import epoch_report, packed_argv, train
 from tests.rows import text_row, write_jsonl
 
@@ -80,7 +80,7 @@ def run_of(command, option, given, tmp_path):
         return [*keys, *flags, "--packing", "true"], environ
     argv = [file_with(tmp_path, **({option: key} if given[1] else {})), *([f"--{option}={flag}"] if given[0] else [])]
     if command == "vlpack sft":
-        launch = sft_launch(argv, environ)
+        launch = train_launch(argv, environ)
         return launch.command[2:], own(launch.environ)
     launch = plan_launch(argv, environ)
     return launch.flags, own(launch.environ)
@@ -128,10 +128,10 @@ def test_one_precedence_where_lengths_are_planned(option, given, monkeypatch):
 def test_packing_itself_has_the_same_precedence(flags, environ, packs, settled, tmp_path):
     """CONF-9 CONF-11: and the default of `vlpack sft` is to pack, which a variable turns off."""
     assert settled(flags, environ)["packing"] is packs
-    launch = sft_launch(flags, environ)
+    launch = train_launch(flags, environ)
     expected = packs if flags or environ else True
     assert settled(launch.command[2:], own(launch.environ))["packing"] is expected
-    assert ("false" in sft_launch([], {"VLPACK_PACKING": "false"}).command) is True
+    assert ("false" in train_launch([], {"VLPACK_PACKING": "false"}).command) is True
 
 
 def test_variables_of_a_run_that_does_not_pack_are_not_looked_at(settled):

@@ -1,4 +1,4 @@
-"""`vlpack plan` for a training run: what `swift sft` would train on, by the same functions, without weights.
+"""`vlpack plan` for a run of `swift sft` or `swift pt`: what it would train on, by its functions, without weights.
 
 The `vlpack` command becomes `plan_process`, which runs `main` here, with the environment of the run, which has to be in
 place before ms-swift is imported. The report goes to a file number of its own: whatever a library prints is not in it.
@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from swift.arguments import PretrainArguments
 from swift.pipelines.train.sft import SwiftSft
 from swift.utils import get_logger
 
@@ -91,7 +92,9 @@ def _is_of_network(error: BaseException | None) -> bool:
 class _WithoutWeights(SwiftSft):
     """The arguments, processor and template of a training run, by the methods of the run."""
 
-    def __init__(self, argv: Sequence[str]) -> None:
+    def __init__(self, argv: Sequence[str], command: str) -> None:
+        if command == "pt":
+            self.args_class = PretrainArguments  # which is all that its pipeline changes
         with _said_by_swift("refuses the options"):
             super(SwiftSft, self).__init__(list(argv))
         self.train_msg: dict[str, Any] = {}
@@ -102,9 +105,9 @@ class _WithoutWeights(SwiftSft):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Plan and write the report, as JSON or text; a mistake of the user is one line on stderr and exit code 2."""
-    file_number, form, failures_file, num_ranks, *options = sys.argv[1:] if argv is None else argv
+    file_number, form, failures_file, num_ranks, command, *options = sys.argv[1:] if argv is None else argv
     try:
-        report = training_report(options, num_ranks=int(num_ranks), failures_file=Path(failures_file))
+        report = training_report(options, num_ranks=int(num_ranks), failures_file=Path(failures_file), command=command)
     except VLPackError as error:
         print(f"vlpack plan: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -113,13 +116,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def training_report(argv: Sequence[str], *, num_ranks: int, failures_file: Path) -> dict[str, Any]:
-    """What `swift sft` with the options `argv` on so many ranks would train on; rows that cannot be go into a file."""
+def training_report(
+    argv: Sequence[str], *, num_ranks: int, failures_file: Path, command: str = "sft"
+) -> dict[str, Any]:
+    """What ms-swift's command with the options on so many ranks would train on; rows that cannot be go into a file."""
     start = time.perf_counter()
     _check_list(failures_file)
     with tempfile.TemporaryDirectory(prefix="vlpack-") as folder, counted_as(num_ranks):
         # ms-swift makes the output folder when it reads its arguments; a plan leaves none behind.
-        pipeline = _WithoutWeights([*_without(argv, LEFT_OUT), *OVERRIDDEN, "--output_dir", folder])
+        pipeline = _WithoutWeights([*_without(argv, LEFT_OUT), *OVERRIDDEN, "--output_dir", folder], command)
         feed, seconds = _feed(pipeline)
     epoch = feed.epoch_plan
     num_listed = _write_list(feed, failures_file)

@@ -1,7 +1,7 @@
 """The process of `vlpack plan` for a training run: stopped, it leaves nothing behind, and says nothing of it.
 
-`python -m swift_vlpack.host.commands.process FILE_NUMBER json|text FAILURES NUM_RANKS [options of swift sft]`. Heavy
-imports stay inside, so that it is ready for signals in a moment.
+`python -m swift_vlpack.host.commands.process FILE_NUMBER json|text FAILURES NUM_RANKS sft|pt [options
+of the command]`. Heavy imports stay inside, so that it is ready for signals in a moment.
 """
 
 from __future__ import annotations
