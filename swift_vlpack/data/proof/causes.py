@@ -47,6 +47,8 @@ class Evidence:
     """(changed, moved): the tokens of the first were replaced, and so many of the second moved."""
     moved_by_media: Mapping[tuple[int, int], int] = field(default_factory=dict)
     """The same for media."""
+    changed: tuple[int, ...] = ()
+    """The samples that were changed: all of a short row, some of a long one."""
     given: tuple[int, int] | None = None
     """(sample, other): the sample gives what it gives alone with the media of the other."""
     layer: int | None = None
@@ -120,7 +122,8 @@ def _of_moved(evidence: Evidence) -> str:
             "a mask that a hook or the model replaces, or no mask at all"
         )
     crossed = {moved for changed, moved in evidence.moved if moved == changed + 1}
-    boundaries = set(range(1, len(evidence.profiles)))
+    asked = evidence.changed or range(len(evidence.profiles))
+    boundaries = {at + 1 for at in asked if at + 1 < len(evidence.profiles)}
     far = {(changed, moved) for changed, moved in evidence.moved if moved > changed + 1}
     few = [of <= min(_FEW, evidence.profiles[moved].num_tokens // 2) for (_, moved), of in evidence.moved.items()]
     is_edge = any(few) or any(profile.is_edge for profile in evidence.profiles)

@@ -26,15 +26,17 @@ def evidence_of(subject: Subject, row: Sequence[Encoded], limits: Limits) -> Evi
         in_evaluation = _profiles(subject, row, limits)
         with repeatable_training(subject.model):
             profiles = _profiles(subject, row, limits)
-            moved = _moved(subject, row, limits, lambda sample: _with_other_tokens(subject, sample))
-            by_media = _moved(subject, row, limits, lambda one: with_other_media(one) if kinds_of_media(one) else None)
             worst = next((at for at, profile in enumerate(profiles) if profile.differs), None)
+            asked = few_of(len(row), worst or 0)
+            moved = _moved(subject, row, limits, asked, lambda sample: _with_other_tokens(subject, sample))
+            by_media = _moved(subject, row, limits, asked, _with_other_media)
             layer = None if worst is None else first_layer(subject, row, worst, limits)
             given = _given(subject, row, profiles, limits)
             is_so_unpacked = _is_so_unpacked(subject, row, limits)
     return Evidence(
         attention=attention.name_of(subject.model.config),
         profiles=tuple(profiles),
+        changed=asked,
         moved=moved,
         moved_by_media=by_media,
         given=given,
@@ -44,6 +46,12 @@ def evidence_of(subject: Subject, row: Sequence[Encoded], limits: Limits) -> Evi
         is_only_in_training=any(p.differs for p in profiles) and not any(p.differs for p in in_evaluation),
         **facts,
     )
+
+
+def few_of(num_samples: int, worst: int) -> tuple[int, ...]:
+    """Samples to change, each of which takes a forward of the row: all of few; else those around one, and the ends."""
+    around = {0, 1, *range(worst - 2, worst + 3), num_samples - 2, num_samples - 1}
+    return tuple(at for at in range(num_samples) if num_samples <= len(around) or at in around)
 
 
 def where(row: Sequence[Encoded], evidence: Evidence) -> str:
@@ -122,13 +130,17 @@ def _profiles(subject: Subject, row: Sequence[Encoded], limits: Limits) -> list[
 
 
 def _moved(
-    subject: Subject, row: Sequence[Encoded], limits: Limits, change: Callable[[Encoded], Encoded | None]
+    subject: Subject,
+    row: Sequence[Encoded],
+    limits: Limits,
+    asked: Sequence[int],
+    change: Callable[[Encoded], Encoded | None],
 ) -> dict[tuple[int, int], int]:
     """Change one sample after the other; which others moved, and how many of their tokens."""
     before = subject.run(row, packed=True).logits
     pairs = {}
-    for changed, sample in enumerate(row):
-        if (other := change(sample)) is None:
+    for changed in asked:
+        if (other := change(row[changed])) is None:
             continue
         after = subject.run([*row[:changed], other, *row[changed + 1 :]], packed=True).logits
         for moved, (one, two) in enumerate(zip(before, after, strict=True)):
@@ -149,6 +161,10 @@ def _is_so_unpacked(subject: Subject, row: Sequence[Encoded], limits: Limits) ->
 
 def _with_other_tokens(subject: Subject, sample: Encoded) -> Encoded | None:
     return replaced(sample, subject.is_ordinary) if can_be_replaced(sample, subject.is_ordinary) else None
+
+
+def _with_other_media(sample: Encoded) -> Encoded | None:
+    return with_other_media(sample) if kinds_of_media(sample) else None
 
 
 def _given(

@@ -13,7 +13,7 @@ from swift_vlpack.data.model import attention
 from swift_vlpack.data.model.prepare import unwrapped
 from swift_vlpack.data.proof.causes import facts_of
 from swift_vlpack.data.proof.changes import can_be_replaced
-from swift_vlpack.data.proof.choose_samples import chosen_samples, rows_of_plan, tokens_of_epoch
+from swift_vlpack.data.proof.choose_samples import chosen_samples, rows_of_plan, short_samples, tokens_of_epoch
 from swift_vlpack.data.proof.isolation import IsolationError, proved
 from swift_vlpack.data.proof.subject import Subject, TemplateRows
 
@@ -35,9 +35,10 @@ def prove(
         packs, lambda sample: num_supervised(sample) > 0 and can_be_replaced(sample, subject.is_ordinary)
     )
     if not samples:
+        readable = short_samples(packs)  # of none this says so
         raise DataError(
-            "the isolation proof found no row that it can use (one that can be encoded, has a label and two different "
-            "tokens of text); the log has the reasons of those that cannot be encoded"
+            f"the isolation proof found no row that it can use, one with a label and two different tokens of text; "
+            f"one that it cannot is {readable[0].get('sample_id')}. Set packing_verify=false to train without a proof"
         )
     try:
         proof = proved(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from swift_vlpack.data.proof.causes import EMBEDDINGS, Evidence, Profile, cause_of, facts_of
-from swift_vlpack.data.proof.evidence import evidence_of, where
+from swift_vlpack.data.proof.evidence import evidence_of, few_of, where
 from swift_vlpack.data.proof.reference import own_attention
 from swift_vlpack.data.proof.tolerance import Limits
 from tests.data.proof import sabotage as s
@@ -84,6 +84,20 @@ def test_evidence_names_sample_tokens_and_layer():
     assert where(samples, evidence) == (
         "text:1, number 2 of 3 in its row, differs from token 0 to 8 of 9, first in layer 1"
     )
+
+
+def test_of_a_long_row_the_samples_around_the_wrong_one_are_changed():
+    """ISO-15"""
+    assert few_of(9, 4) == tuple(range(9))
+    assert few_of(60, 30) == (0, 1, 28, 29, 30, 31, 32, 58, 59)
+    assert few_of(60, 59) == (0, 1, 57, 58, 59)
+
+
+def test_boundary_that_is_lost_in_a_long_row_is_named():
+    """ISO-15: 19 other boundaries hold, of which a few are asked."""
+    right, samples = s.llama(), text_samples(*[12] * 20)
+    lost = s.rows_changed(right, s.boundaries_at(lambda ends: [*ends[:10], *ends[11:]]))
+    assert "the boundary before sample 11 of the row is lost" in cause_of(evidence_of(lost, samples, LIMITS))
 
 
 def test_model_that_mixes_any_batch_is_told_from_a_wrong_pack():

@@ -4,6 +4,7 @@ import pytest
 
 from swift_vlpack import PackingConfig, PackingDataset, prove
 from swift_vlpack.core.errors import DataError
+from swift_vlpack.data.proof import prove as prove_module
 from swift_vlpack.data.proof.choose_samples import chosen_samples, rows_of_plan, short_samples, tokens_of_epoch
 from swift_vlpack.data.rows.contents import contents_of
 from tests.rows import image_row, text_row
@@ -95,10 +96,14 @@ def test_data_without_one_usable_row_is_named(packs, training, monkeypatch):
     made = packs(texts(5))
     breaking(monkeypatch, made, lambda row: True)
     loaded = training(QWEN)
-    with pytest.raises(DataError, match="the isolation proof found no row that it can use"):
-        prove(loaded.model, loaded.template, made)
-    with pytest.raises(DataError, match="not one row could be encoded"):
-        short_samples(made)
+    for refused in (lambda: prove(loaded.model, loaded.template, made), lambda: short_samples(made)):
+        with pytest.raises(DataError, match="not one row could be encoded; the log has the reasons"):
+            refused()
+    monkeypatch.undo()
+    odd = packs(texts(3))
+    monkeypatch.setattr(prove_module, "can_be_replaced", lambda *args: False)
+    with pytest.raises(DataError, match=r"no row that it can use, one with a label.* one that it cannot is data:0"):
+        prove(loaded.model, loaded.template, odd)
 
 
 def test_rows_of_the_plan_are_the_fullest_and_that_of_the_longest(packs):
