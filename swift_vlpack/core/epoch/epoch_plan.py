@@ -127,9 +127,28 @@ class EpochPlan(PackedEpoch):
         return self.packs.digest()
 
 
-def plan_epoch(recipe: Recipe, epoch: int, cuts: Sequence[Cut] = (), *, least_packs: int = 0) -> EpochPlan:
-    """Draw, pack and share an epoch; one without cuts, which is new, has `least_packs` packs or more."""
-    return share_epoch(pack_epoch(recipe, epoch), recipe, cuts, least_packs=least_packs)
+def plan_epoch(
+    recipe: Recipe,
+    epoch: int,
+    cuts: Sequence[Cut] = (),
+    *,
+    least_packs: int = 0,
+    packed: PackedEpoch | None = None,
+) -> EpochPlan:
+    """Draw, pack and share an epoch, from where the cuts left it; a new one, without cuts, has `least_packs` or more.
+
+    `packed` is what `pack_epoch` makes of it, where that was made ahead of time.
+    """
+    packed = packed or pack_epoch(recipe, epoch)
+    packs, present = share(packed.packs, cuts, recipe.num_ranks, least_packs=least_packs)
+    return EpochPlan(
+        epoch=epoch,
+        schedule=packed.schedule,
+        sizes=packed.sizes,
+        packs=packs,
+        unshared=packed.packs,
+        cuts=present,
+    )
 
 
 def pack_epoch(recipe: Recipe, epoch: int, name_of: NameOfRow | None = None) -> PackedEpoch:
@@ -153,19 +172,6 @@ def pack_epoch(recipe: Recipe, epoch: int, name_of: NameOfRow | None = None) -> 
         raise DataError(f"epoch {epoch} has no pack; all {len(readable)} rows were left out: {made.num_dropped}")
     packs = made if of_readable is sizes else made.renumbered(readable, sizes[: PATCHES + 1])
     return PackedEpoch(epoch=epoch, schedule=schedule, sizes=sizes, packs=packs)
-
-
-def share_epoch(packed: PackedEpoch, recipe: Recipe, cuts: Sequence[Cut] = (), *, least_packs: int = 0) -> EpochPlan:
-    """Let the ranks share what is packed, from where the cuts left it."""
-    packs, present = share(packed.packs, cuts, recipe.num_ranks, least_packs=least_packs)
-    return EpochPlan(
-        epoch=packed.epoch,
-        schedule=packed.schedule,
-        sizes=packed.sizes,
-        packs=packs,
-        unshared=packed.packs,
-        cuts=present,
-    )
 
 
 def saved_digest(packed: PackedEpoch, cuts: Sequence[Cut]) -> str:

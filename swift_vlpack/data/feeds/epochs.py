@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tqdm import tqdm
 
 from swift_vlpack.core.epoch.cuts import Cut
-from swift_vlpack.core.epoch.epoch_plan import EpochPlan, NameOfRow, PackedEpoch, Recipe, pack_epoch, share_epoch
+from swift_vlpack.core.epoch.epoch_plan import EpochPlan, NameOfRow, PackedEpoch, Recipe, pack_epoch, plan_epoch
 
 NUM_ROWS_SHOWN = 500_000
 """Planning more rows than that takes long enough for a progress bar."""
@@ -71,7 +71,7 @@ class Epochs:
 
     def plan(self, epoch: int, cuts: Sequence[Cut] = ()) -> EpochPlan:
         """An epoch; waits for it where it is being made. An error of the thread that makes it is raised here."""
-        return share_epoch(self.packed(epoch), self.recipe, cuts, least_packs=self.num_packs)
+        return plan_epoch(self.recipe, epoch, cuts, least_packs=self.num_packs, packed=self.packed(epoch))
 
     def packed(self, epoch: int) -> PackedEpoch:
         """The packs of an epoch before ranks share them."""

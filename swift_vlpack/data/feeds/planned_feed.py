@@ -9,7 +9,7 @@ from typing import Any
 from swift_vlpack.core.account.telemetry import Telemetry
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.epoch.cuts import cuts_from, with_consumed
-from swift_vlpack.core.epoch.epoch_plan import EpochPlan, saved_digest, share_epoch
+from swift_vlpack.core.epoch.epoch_plan import EpochPlan, plan_epoch, saved_digest
 from swift_vlpack.core.epoch.rest_of_run import batches_behind
 from swift_vlpack.core.errors import PlanError, StateMismatch
 from swift_vlpack.data.feeds.agreement import Voting
@@ -157,7 +157,8 @@ class PlannedFeed:
         packed = self._epochs.packed(state["epoch"])
         try:
             digest = saved_digest(packed, cuts)
-            self.epoch_plan, self._num_trained = share_epoch(packed, self._epochs.recipe, cuts), 0
+            self.epoch_plan = plan_epoch(self._epochs.recipe, state["epoch"], cuts, packed=packed)
+            self._num_trained = 0
         except PlanError as error:
             raise StateMismatch(f"damaged: state.cuts are not of this plan: {error}") from error
         if digest != state["plan"]:
