@@ -41,9 +41,9 @@ def _environment() -> Iterator[None]:
 
 
 def _is_first(record: logging.LogRecord) -> bool:
-    """Not a line of `core` or `data` that ms-swift's log was handed and that the root hears again."""
+    """Not a line of `core`, `data` or `text` that ms-swift's log was handed and that the root hears again."""
     is_handed_on = record.name != "swift_vlpack" and not record.name.startswith("swift_vlpack.")
-    return not (is_handed_on and re.search(r"/swift_vlpack/(core|data)/", record.pathname))
+    return not (is_handed_on and re.search(r"/swift_vlpack/(core|data|text)/", record.pathname))
 
 
 @pytest.fixture
@@ -62,6 +62,17 @@ def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
     ours.propagate = before[0]
     ours.setLevel(before[1])
     data.setLevel(before[2])
+
+
+@pytest.fixture
+def no_other_bars() -> Iterator[None]:
+    """Bars that a test before has left open would move these to other lines."""
+    from tqdm import tqdm
+
+    instances = list(getattr(tqdm, "_instances", ()))
+    for bar in instances:
+        bar.close()
+    yield
 
 
 class Tiny(NamedTuple):

@@ -114,8 +114,10 @@ def test_a_trainer_takes_it(tokenizer, rows, tmp_path):
         "lr_scheduler_type": "constant", "per_device_train_batch_size": 2, "disable_tqdm": True,
         "gradient_accumulation_steps": (len(rows) + 1) // 2, "logging_steps": 1,
     }  # fmt: skip
+    arguments = TrainingArguments(**options)
+    arguments.max_epochs = None  # ms-swift, once its trainers are loaded, asks every Trainer's arguments for it
     trainer = Trainer(
-        model=model, args=TrainingArguments(**options), train_dataset=Dataset.from_list(rows),
+        model=model, args=arguments, train_dataset=Dataset.from_list(rows),
         data_collator=PackedCollator(tokenizer, cu_seqlens=True),
     )  # fmt: skip
     assert trainer.train().training_loss == pytest.approx(loss, abs=1e-5)

@@ -1,4 +1,8 @@
+import pytest
+
 from swift_vlpack.data.lengths.pass_bar import one_bar, stage
+
+pytestmark = pytest.mark.usefixtures("no_other_bars")
 
 
 def lines(captured):

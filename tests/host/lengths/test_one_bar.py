@@ -1,3 +1,5 @@
+import pytest
+
 """One progress bar for the passes of all sources of a run."""
 
 from types import SimpleNamespace
@@ -9,6 +11,8 @@ from swift_vlpack.data.rows.fusion import RowSource
 from swift_vlpack.host.pipeline import measured_rows
 from tests.data.lengths.test_pass_bar import lines
 from tests.rows import text_row
+
+pytestmark = pytest.mark.usefixtures("no_other_bars")
 
 
 def test_all_sources_are_measured_with_one_bar(tiny, tmp_path, capsys):
