@@ -65,14 +65,13 @@ def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
 
 
 @pytest.fixture
-def no_other_bars() -> Iterator[None]:
+def no_other_bars() -> None:
     """Bars that a test before has left open would move these to other lines."""
     from tqdm import tqdm
 
     instances = list(getattr(tqdm, "_instances", ()))
     for bar in instances:
         bar.close()
-    yield
 
 
 class Tiny(NamedTuple):

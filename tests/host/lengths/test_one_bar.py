@@ -1,10 +1,9 @@
-import pytest
-
 """One progress bar for the passes of all sources of a run."""
 
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from swift_vlpack import PackingConfig
 from swift_vlpack.data.rows.fusion import RowSource
