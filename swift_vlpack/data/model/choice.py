@@ -18,6 +18,8 @@ from swift_vlpack.data.model.kernels import PackedRow, segments
 from swift_vlpack.data.model.row_kernels import KERNELS, CannotDo, RowKernel
 from swift_vlpack.data.model.trials import Kind, kinds_of
 
+OfAll = Callable[[Callable[[], Any]], list[Any]]
+"""Does work on every rank, and gives everyone all results, in order of rank."""
 AUTO, DEFAULT = "auto", "segments"
 GAIN = 0.95
 """Of the time of `segments` that another kernel may take to be worth it: less is what two measurements differ by."""
@@ -32,26 +34,34 @@ class Trial:
     reason: str = ""
 
 
+def alone(work: Callable[[], Any]) -> list[Any]:
+    """The only rank."""
+    return [work()]
+
+
 def choose(
     model: torch.nn.Module,
     forward: Callable[[], Any],
     lengths: Sequence[int],
     *,
     wanted: str = AUTO,
-    gather: Callable[[Any], list[Any]] = lambda mine: [mine],
+    results_of_all: OfAll = alone,
     kernels: Mapping[str, RowKernel] = KERNELS,
 ) -> str:
     """Choose for this model, switch to it, and say in a line what and why.
 
     `forward` runs the model on a packed row, whatever it holds, to see what its layers ask for; `lengths` are those of
-    the samples of a typical row. With many ranks, `gather` collects what each of them found: all choose the same.
+    the samples of a typical row. With many ranks, `results_of_all` does the work on each of them: all choose the same.
     """
     attention.use_kernel(model, segments)
     if wanted == DEFAULT:
         return "attention vlpack: segments, as asked for"
-    kinds = kinds_of(_calls(model, forward))
     names = list(kernels) if wanted == AUTO else [DEFAULT, wanted]
-    found = _slowest(gather(_tried(kinds, lengths, {name: kernels[name] for name in names})))
+
+    def measure() -> dict[str, Trial]:
+        return _tried(kinds_of(_calls(model, forward)), lengths, {name: kernels[name] for name in names})
+
+    found = _slowest(results_of_all(measure))
     chosen = _quickest(found) if wanted == AUTO else wanted
     if found[chosen].seconds is None:
         raise ConfigError(f"packing_attention={chosen}: the kernel {found[chosen].reason}; set packing_attention=auto")

@@ -10,7 +10,7 @@ from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.core.packing.typical import typical_row
 from swift_vlpack.data.feeds.packs import Packs, epoch_plan_of
 from swift_vlpack.data.model import attention
-from swift_vlpack.data.model.choice import AUTO, choose
+from swift_vlpack.data.model.choice import AUTO, OfAll, alone, choose
 from swift_vlpack.data.model.collate import NOT_FOR_THE_MODEL, on_device, packed_row, placeholder
 from swift_vlpack.data.model.prepare import unwrapped
 
@@ -20,13 +20,14 @@ def choose_attention(
     template: Any,
     packs: Packs,
     *,
-    gather: Callable[[Any], list[Any]] = lambda mine: [mine],
+    results_of_all: OfAll = alone,
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> str:
     """Compute packed rows by the kernel that `packing_attention` of the packs asks for; a line that says which and why.
 
     `auto` compares and times the kernels that this device has. The model may be wrapped; with many ranks all call it,
-    and `gather` collects what each of them found. `forward_context` is what a trainer runs a forward in.
+    and `results_of_all` does work on each of them and gives everyone all results. `forward_context` is what a trainer
+    runs a forward in.
     """
     wanted, name = packs.config.packing_attention, attention.name_of(unwrapped(model).config)
     if name != attention.NAME:
@@ -45,4 +46,4 @@ def choose_attention(
 
     plan = epoch_plan_of(packs)
     lengths = typical_row(() if plan is None else plan.lengths, packs.config.packing_length)
-    return choose(model, forward, lengths, wanted=wanted, gather=gather)
+    return choose(model, forward, lengths, wanted=wanted, results_of_all=results_of_all)

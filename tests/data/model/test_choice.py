@@ -165,7 +165,11 @@ def test_all_ranks_choose_the_same():
     assert _quickest(merged) == _quickest(_slowest([two, one])) == "grouped"
     assert _quickest({"segments": Trial(1.0), "grouped": Trial(0.97)}) == "segments", "not worth it"
     model = built(mistral())
-    line = choose(model, forward_of(model), TYPICAL, gather=lambda mine: [mine, {**mine, "grouped": two["varlen"]}])
+
+    def of_both(work):
+        return [work(), {**work(), "grouped": two["varlen"]}]
+
+    line = choose(model, forward_of(model), TYPICAL, results_of_all=of_both)
     assert "grouped breaks" in line
 
 

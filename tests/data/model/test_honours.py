@@ -5,6 +5,7 @@ import torch
 import transformers as T
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from swift_vlpack.core.errors import AttentionError
 from swift_vlpack.data.model.attention import NAME
 from tests.data.model.one_by_one import IMAGE, SIGLIP, built, compared, samples_of, text, with_images
 
@@ -135,3 +136,14 @@ def test_gradient_checkpointing_keeps_the_boundaries(reentrant):
     model = built(gemma2()).train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     assert max(compared(model, samples_of())) < 1e-5
+
+
+def test_sparse_attention_is_refused_by_name():
+    """ATTN-4: which tokens it sees it reads from the mask of the whole row."""
+    heads = {"head_dim": None, "num_key_value_heads": 4, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    ranks = {"q_lora_rank": 24, "kv_lora_rank": 16, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+    index = {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 16}
+    model = built(T.DeepseekV32Config(**text(**heads, **experts), **ranks, **index))
+    with pytest.raises(AttentionError, match=r"the model's code .* its attention mask, .* without packing"):
+        compared(model, samples_of())

@@ -8,7 +8,7 @@ import transformers as T
 
 from swift_vlpack.core.errors import AttentionError
 from swift_vlpack.data.model.linear_attention import RESTARTED, restart_at_boundaries
-from tests.data.model.one_by_one import built, compared, packed, run, samples_of, text
+from tests.data.model.one_by_one import IMAGE, SIGLIP, built, compared, packed, run, samples_of, text
 
 LAYERS = ["linear_attention", "full_attention"]
 LINEAR = {
@@ -108,6 +108,25 @@ def test_state_restarts_with_every_sample(config):
     assert (
         restart_at_boundaries(model) == sum(type(module).__name__ == MODELS[config] for module in model.modules()) > 0
     )
+    assert max(compared(model, samples_of(LENGTHS))) < 1e-5
+
+
+def lfm2_vl():
+    vision = {**SIGLIP, "model_type": "siglip2_vision_model", "num_patches": 16}
+    language = lfm2().to_dict()
+    return T.Lfm2VlConfig(text_config=language, vision_config=vision, image_token_id=IMAGE)
+
+
+def qwen3_5_vl():
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 64}
+    return T.Qwen3_5Config(text_config=qwen3_5().to_dict(), vision_config=vision, image_token_id=IMAGE)
+
+
+@pytest.mark.parametrize("config", [lfm2_vl, qwen3_5_vl])
+def test_state_restarts_inside_a_vision_language_model(config):
+    """ATTN-7: its tower is not asked here; a run of ms-swift's with images is in tests/host/training."""
+    model = built(config())
+    assert restart_at_boundaries(model) == 1
     assert max(compared(model, samples_of(LENGTHS))) < 1e-5
 
 
