@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -157,11 +158,11 @@ class TextStream:
             "is_over": self._is_over,
             "counts": dict(self.counts),
         }
-        return envelope.seal(KIND, self._fingerprint(), state)
+        return envelope.seal(KIND, self._fingerprint, state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there; refused when the source, the tokenizer or the options are others."""
-        saved = envelope.unseal(state, KIND, plain(self._fingerprint()), shape=_STATE)
+        saved = envelope.unseal(state, KIND, plain(self._fingerprint), shape=_STATE)
         self._start()
         self._documents.load(saved["documents"])
         self._windows.load(saved["windows"], self._fetcher())
@@ -231,7 +232,9 @@ class TextStream:
         self.counts.update(windows=1, padding_tokens=size - at)
         return Window(tokens, segment_ids)
 
+    @cached_property
     def _fingerprint(self) -> dict[str, Any]:
+        """What a state belongs to; of the source as it was first asked, not once more for every state."""
         reading = {name: getattr(self._reading, name) for name in ("shuffle_buffer_size", "seed", "repeat")}
         special = [token_id(self.tokenizer, name) for name in ("bos", "eos", "pad")]
         size = len(self.tokenizer) if hasattr(self.tokenizer, "__len__") else None
