@@ -27,7 +27,7 @@ _SCALARS = (bool, int, float, str, type(None))
 @contextmanager
 def untouched(model: torch.nn.Module) -> Iterator[None]:
     """Run a check without gradients and dropout, then give back modes, settings, buffers and random states."""
-    settings, buffers = _settings(model), _buffers(model)
+    settings, buffers = _settings([*model.modules(), *configs_of(model)]), _buffers(model)
     states = random.getstate(), np.random.get_state()
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     try:
@@ -48,10 +48,11 @@ def untouched(model: torch.nn.Module) -> Iterator[None]:
 @contextmanager
 def repeatable_training(model: torch.nn.Module) -> Iterator[None]:
     """Training mode, as the model will train, in which the same samples give the same logits: all rates are 0."""
-    settings = _settings(model)
+    owners = [*model.modules(), *configs_of(model)]
+    settings = _settings(owners)
     try:
         model.train()
-        for owner in [*model.modules(), *configs_of(model)]:
+        for owner in owners:
             rates = [name for name, value in vars(owner).items() if type(value) is float and _DRAWS.search(name)]
             for name in [*rates, *(["p"] if isinstance(owner, _DROPOUTS) else [])]:
                 vars(owner)[name] = 0.0
@@ -63,7 +64,7 @@ def repeatable_training(model: torch.nn.Module) -> Iterator[None]:
 @contextmanager
 def own_attention(model: Any, name: str = OWN) -> Iterator[None]:
     """The attention that defines the model, in all its parts; for a while, and on the very model that trains."""
-    settings = _settings(model)
+    settings = _settings(configs_of(model))
     try:
         if hasattr(model, "set_attn_implementation"):
             model.set_attn_implementation(name)
@@ -101,9 +102,8 @@ def configs_of(model: torch.nn.Module) -> list[Any]:
     return list(found.values())
 
 
-def _settings(model: torch.nn.Module) -> list[tuple[Any, dict[str, Any]]]:
+def _settings(owners: list[Any]) -> list[tuple[Any, dict[str, Any]]]:
     """All plain values of modules and configs: modes, rates, attention, lengths that RoPE remembers."""
-    owners = [*model.modules(), *configs_of(model)]
     return [
         (owner, {name: value for name, value in vars(owner).items() if isinstance(value, _SCALARS)}) for owner in owners
     ]
