@@ -27,6 +27,7 @@ from swift_vlpack.data.feeds.streamed_feed import StreamedFeed
 from swift_vlpack.data.lengths.pass_bar import one_bar
 from swift_vlpack.data.model.row_effects import check_rope
 from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
+from swift_vlpack.data.rows.randomness import RandomStream
 from swift_vlpack.data.rows.samples import Address, Encoded, SampleError
 from swift_vlpack.data.rows.streams import StreamedRows
 from swift_vlpack.data.rows.urls import Urls
@@ -185,7 +186,8 @@ def _show_plan(pipeline: Any, feed: PlannedFeed) -> None:
     """Print one sample as ms-swift does, and what the plan of the first epoch is."""
     epoch, plan = feed.epoch_plan, feed.epoch_plan.packs
     first = epoch.samples(plan.members[:NUM_ROWS_SEEN].tolist())
-    _print_first(pipeline, (feed.dataset.sample_or_error(Address(*where)) for where in first))
+    with RandomStream(feed.seed, "shown"):  # on one rank only, and before LoRA's weights are drawn
+        _print_first(pipeline, (feed.dataset.sample_or_error(Address(*where)) for where in first))
     _, statistics = stat_array(plan.num_tokens_per_pack.tolist())
     pipeline.train_msg["train_dataset"] = statistics
     logger.info(f"pack lengths: {statistics}")

@@ -159,7 +159,7 @@ def changes(saved: SavedSource, source: RowSource, contents: NDArray[np.uint64])
     if source.sizes is None:
         return Changes(texts=texts)
     sizes = source.sizes
-    then, now = (index.columns[:NUM_PLANNED_COLUMNS] for index in (saved.sizes, sizes))
+    then, now = _planned(saved.sizes), _planned(sizes)
     kinds: dict[str, list[int]] = {"sizes": [], "gone": [], "back": []}
     for at in np.flatnonzero((then != now).any(axis=0)).tolist():
         reasons = {saved.sizes.failures.get(at), sizes.failures.get(at)}
@@ -177,8 +177,22 @@ def _some(rows: Sequence[int] | NDArray[np.int64], said: Callable[[int], str]) -
 
 
 def with_sizes(sources: Iterable[RowSource], saved: Iterable[SavedSource]) -> tuple[RowSource, ...]:
-    """The sources with the sizes that the plan of the saved run was made of."""
-    return tuple(replace(source, sizes=one.sizes) for source, one in zip(sources, saved, strict=True))
+    """The sources with the sizes that the plan of the saved run was made of; the same ones where those are theirs."""
+    return tuple(map(_with_sizes, sources, saved))
+
+
+def _with_sizes(source: RowSource, saved: SavedSource) -> RowSource:
+    if source.sizes is None:
+        return replace(source, sizes=saved.sizes)
+    if np.array_equal(_planned(source.sizes), _planned(saved.sizes)):
+        return source
+    # A checkpoint has the reasons only; what was said of rows is known where they fail now as then.
+    said = {at: fault for at, fault in source.sizes.faults.items() if saved.sizes.failures.get(at) == fault.reason}
+    return replace(source, sizes=replace(saved.sizes, faults=said))
+
+
+def _planned(sizes: LengthIndex) -> NDArray[np.int64]:
+    return sizes.columns[:NUM_PLANNED_COLUMNS]
 
 
 def _first_of_another_number(saved: SavedSource, source: RowSource, contents: NDArray[np.uint64]) -> str:

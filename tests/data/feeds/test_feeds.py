@@ -13,7 +13,9 @@ from swift_vlpack.core.epoch import steps
 from swift_vlpack.core.errors import StateMismatch
 from swift_vlpack.data.feeds import epochs
 from swift_vlpack.data.lengths.sizes import LengthIndex, RowSize
+from swift_vlpack.data.rows.faults import Fault
 from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
+from swift_vlpack.data.rows.saved_rows import from_bytes
 from tests.feeds import loader_over, planned_feed, resumed
 
 CONFIG = PackingConfig(packing_length=100, packing_strategy="best_fit", packing_drop_last=False)
@@ -90,6 +92,31 @@ def test_digest_covers_the_order_that_saved_numbers_count_in(monkeypatch):
     monkeypatch.setattr(steps, "STEPS_PER_WINDOW", 16)
     with pytest.raises(StateMismatch, match=r"another plan of epoch 0 than then .* is another version"):
         planned_feed(fused(800), Template(), CONFIG, num_ranks=2).restore(saved, None)
+
+
+def with_words(lost):
+    """Rows of which the first few cannot be read, with what was said of them."""
+    some = rows(40)
+    sizes = [RowSize(0 if at < lost else row["length"]) for at, row in enumerate(some)]
+    faults = {at: Fault("file_missing", f"no such file: /photos/{at}.jpg") for at in range(lost)}
+    index = LengthIndex.of(sizes, {at: fault.reason for at, fault in faults.items()}, faults)
+    return FusionCaptionDataset([RowSource(name="data", rows=some, sizes=index)], Template(), seed=3)
+
+
+@pytest.mark.parametrize(("lost_now", "is_planned_again"), [(2, False), (3, True)])
+def test_resumed_run_plans_again_only_where_sizes_are_others_and_keeps_what_was_said_of_rows(
+    monkeypatch, lost_now, is_planned_again
+):
+    """RESUME-1: a file that is gone since takes the sizes of then; where nothing is, the plan that is there will do."""
+    then = planned_feed(with_words(2), Template(), CONFIG, num_epochs=3)
+    now = planned_feed(with_words(lost_now), Template(), CONFIG, num_epochs=3)
+    planned = []
+    monkeypatch.setattr(epochs, "pack_epoch", slowly(epochs.pack_epoch, planned))
+    now.rows.take_sizes(from_bytes(then.rows.as_file()))
+    now.restore(json.loads(json.dumps(then.state())), None)
+    assert len(planned) == 1 + 2 * is_planned_again
+    assert now.epoch_plan.digest() == then.epoch_plan.digest()
+    assert sorted(one.detail for one in now.begin(0).left_out) == [f"no such file: /photos/{at}.jpg" for at in range(2)]
 
 
 def slowly(pack_epoch, running):

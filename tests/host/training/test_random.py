@@ -1,6 +1,7 @@
 """Random numbers of packs: functions of seed, epoch and pack, which leave those of training alone."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.data.feeds import reader
 from swift_vlpack.data.model.collate import batch_of
+from swift_vlpack.host import pipeline
 from swift_vlpack.host.training.loader import PackLoader
 from tests.feeds import OneRank, planned_feed, resumed, streamed_feed
 
@@ -65,6 +67,23 @@ def drawn_by(feed, *, workers=0, persistent=False, epochs=(0, 1)):
         assert before[:2] == after[:2], "the loader drew from the random states of training"
         assert torch.equal(before[2], after[2]), "the loader drew from torch's random state"
     return seen
+
+
+@pytest.mark.parametrize("make", [planned_packs, streamed_packs])
+def test_row_that_is_shown_before_training_draws_from_no_state_of_training(make):
+    """RAND-2: LoRA's weights are drawn behind it, and only one rank shows a row."""
+    feed, shown = make(), []
+    show = {"plan": pipeline._show_plan, "buffer": pipeline._show_stream}[feed.kind]
+    args = SimpleNamespace(
+        training_args=SimpleNamespace(gradient_accumulation_steps=1), model_info=SimpleNamespace(max_model_len=0)
+    )
+    template = SimpleNamespace(print_inputs=shown.append)
+    before = random.getstate(), str(np.random.get_state()), torch.get_rng_state()
+    show(SimpleNamespace(args=args, template=template, train_msg={}), feed)
+    after = random.getstate(), str(np.random.get_state()), torch.get_rng_state()
+    assert len(shown) == 1
+    assert before[:2] == after[:2]
+    assert torch.equal(before[2], after[2])
 
 
 def numbers(seen):
