@@ -124,7 +124,6 @@ def _of_moved(evidence: Evidence) -> str:
     crossed = {moved for changed, moved in evidence.moved if moved == changed + 1}
     asked = evidence.changed or range(len(evidence.profiles))
     boundaries = {at + 1 for at in asked if at + 1 < len(evidence.profiles)}
-    far = {(changed, moved) for changed, moved in evidence.moved if moved > changed + 1}
     few = [of <= min(_FEW, evidence.profiles[moved].num_tokens // 2) for (_, moved), of in evidence.moved.items()]
     is_edge = any(few) or any(profile.is_edge for profile in evidence.profiles)
     if crossed and is_edge and len(crossed) < max(2, len(boundaries)):
@@ -132,7 +131,7 @@ def _of_moved(evidence: Evidence) -> str:
             f"a boundary is shifted: where sample {min(crossed) + 1} of the row starts a few tokens belong to "
             "another sample than they should (wrong cu_seq_lens)"
         )
-    if crossed and not far and len(crossed) < len(boundaries):
+    if crossed and len(crossed) < len(boundaries):
         numbers = ", ".join(str(number + 1) for number in sorted(crossed))
         return f"the boundary before sample {numbers} of the row is lost, while others hold (wrong cu_seq_lens)"
     if any(map(is_stateful, evidence.model_types)):

@@ -85,6 +85,10 @@ def measured(
         num_tokens = sum(map(length_of, samples))
         kept = affordable(subject, rows, num_tokens, time.monotonic() - began, tokens_of_epoch)
         kept = [row for row in kept if truth.is_for(row)]
+        of_rows = [against_alone(subject, row, truth) for row in kept]
+        targets = [
+            wrong_targets_of(sample, at, compared.packed, compared.alone[at]) for at, sample in enumerate(samples)
+        ]
         return Measured(
             samples=samples,
             alone=[ran.logits[0] for ran in compared.alone],
@@ -97,8 +101,8 @@ def measured(
             moves_by_media=moves_by_media,
             gaps=[gap_of(a, ran.logits[0]) for a, ran in zip(compared.packed.logits, compared.alone, strict=True)],
             gradient=compared.gradient,
-            targets=wrong_targets(samples, compared.packed, compared.alone),
-            rows=[(row, against_alone(subject, row, truth)) for row in kept],
+            targets=next(filter(None, [*targets, *(wrong for _, wrong in of_rows)]), None),
+            rows=[(row, gaps) for row, (gaps, _) in zip(kept, of_rows, strict=True)],
             num_rows_left_out=len(rows) - len(kept),
         )
 
@@ -151,29 +155,32 @@ class Compared:
         return Noise(worst(gaps), worst(list(gradients.difference(off, right).values())))
 
 
-def against_alone(subject: Subject, row: Sequence[Encoded], truth: Truth) -> list[Gap]:
-    """How far each sample of a row is from what it gives alone."""
-    packed = subject.run(row, packed=True).logits
-    return [gap_of(logits, truth.logits(sample)) for logits, sample in zip(packed, row, strict=True)]
+def against_alone(subject: Subject, row: Sequence[Encoded], truth: Truth) -> tuple[list[Gap], str | None]:
+    """How far each sample of a row is from what it gives alone, and what is wrong with the row's labels."""
+    packed = subject.run(row, packed=True)
+    gaps, targets = [], None
+    for at, sample in enumerate(row):
+        alone = truth.of(sample)
+        gaps.append(gap_of(packed.logits[at], alone.logits[0]))
+        targets = targets or wrong_targets_of(sample, at, packed, alone)
+    return gaps, targets
 
 
-def wrong_targets(samples: Sequence[Encoded], packed: Ran, alone: Sequence[Ran]) -> str | None:
-    """What is wrong with labels or loss weights of the row, where they are not those of the samples alone."""
-    for at, (sample, ran) in enumerate(zip(samples, alone, strict=True)):
-        name = sample.get("sample_id", f"sample {at + 1}")
-        labels, expected = packed.labels[at], ran.labels[0]
-        assert labels is not None
-        assert expected is not None
-        if at and int(labels[0]) != NO_LABEL:
-            return f"the first token of {name} is a target of the sample before it: labels are shifted over a boundary"
-        if (wrong := _first_difference(labels, expected)) is not None:
-            return f"labels of {name} in the row are not those that it has alone, from its token {wrong} on"
-        weights, expected = (
-            torch.ones(length_of(sample)) if one is None else one for one in (packed.weights[at], ran.weights[0])
-        )
-        counted = (labels != NO_LABEL).cpu()
-        if (wrong := _first_difference(weights.cpu() * counted, expected.cpu() * counted)) is not None:
-            return f"loss weights of {name} in the row are not those that it has alone, from its token {wrong} on"
+def wrong_targets_of(sample: Encoded, at: int, packed: Ran, alone: Ran) -> str | None:
+    """What is wrong with labels or loss weights of a sample in the row, where they are not those that it has alone."""
+    name = sample.get("sample_id", f"sample {at + 1}")
+    labels, expected = packed.labels[at], alone.labels[0]
+    assert labels is not None
+    assert expected is not None
+    if at and int(labels[0]) != NO_LABEL:
+        return f"the first token of {name} is a target of the sample before it: labels are shifted over a boundary"
+    if (wrong := _first_difference(labels, expected)) is not None:
+        return f"labels of {name} in the row are not those that it has alone, from its token {wrong} on"
+    ones = torch.ones(length_of(sample))
+    weights, expected = (ones if one is None else one for one in (packed.weights[at], alone.weights[0]))
+    counted = (labels != NO_LABEL).cpu()
+    if (wrong := _first_difference(weights.cpu() * counted, expected.cpu() * counted)) is not None:
+        return f"loss weights of {name} in the row are not those that it has alone, from its token {wrong} on"
     return None
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
-import torch
-
 from swift_vlpack.data.proof.reference import OWN, QUICK, fitting, longest_for_own, own_attention
-from swift_vlpack.data.proof.subject import Subject, length_of
+from swift_vlpack.data.proof.subject import Ran, Subject, length_of
 from swift_vlpack.data.proof.tolerance import FLOORS, coarsest, gap_of
 from swift_vlpack.data.rows.contents import NO_LABEL
 from swift_vlpack.data.rows.samples import Encoded
@@ -33,10 +31,10 @@ class Truth:
         by_length = sorted(samples, key=length_of)
         return [one for one in samples if self.is_for([one])] if self.is_for(by_length[:2]) else by_length[:2]
 
-    def logits(self, sample: Encoded) -> torch.Tensor:
-        """Of one sample alone."""
+    def of(self, sample: Encoded) -> Ran:
+        """One sample alone."""
         with own_attention(self.subject.model, fitting(self.subject.model, length_of(sample))):
-            return self.subject.run([sample], packed=False).logits[0]
+            return self.subject.run([sample], packed=False)
 
     @cached_property
     def _has_equal(self) -> bool:

@@ -116,6 +116,28 @@ def test_frequencies_of_the_longest_sample_are_stopped(kind):
     check(nullcontext(text_subject(T.LlamaConfig(**config))), samples, cause, MISSED, rows=[[samples[0], long]])
 
 
+def fits_eight(ends):
+    return [*ends[:9], ends[-1]] if len(ends) > 9 else ends
+
+
+def test_boundaries_that_are_lost_in_full_rows_only_are_stopped():
+    """ISO-5 ISO-9 ISO-12: the few samples of the pack are right, a row of the plan is not."""
+    lost = s.rows_changed(s.llama(), s.boundaries_at(fits_eight))
+    cause = r"boundary before sample 10, 11 of the row is lost.*text:9, number 10 of 11 in its row"
+    check(nullcontext(lost), text_samples(*LENGTHS), cause, MISSED, rows=[text_samples(*[9] * 11)])
+
+
+def test_labels_that_are_wrong_in_full_rows_only_are_stopped():
+    """ISO-5 ISO-9 ISO-12"""
+
+    def shifted_if_long(row, samples):
+        return s.labels_shifted(row, samples) if len(samples) > 8 else row
+
+    wrong = s.rows_changed(s.llama(), shifted_if_long)
+    cause = r"labels or loss weights of the row .*labels of text:0 in the row are not those that it has alone"
+    check(nullcontext(wrong), text_samples(*LENGTHS), cause, MISSED, rows=[text_samples(*[9] * 11)])
+
+
 def test_convolution_without_boundaries_is_stopped():
     """ISO-5 ISO-7 ISO-9: transformers' own LFM2, as it is."""
     check(nullcontext(s.lfm2()), text_samples(*LENGTHS), rf"the model has conv, whose {LINEAR}", MISNAMED)
