@@ -78,6 +78,10 @@ class PackingConfig:
         ATTENTIONS,
     )
     packing_verify: bool = _option(True, "prove before step 1 that samples of a pack do not see each other")
+    mask_boundary_loss: bool = _option(
+        True, "the first token of a sample is no target, whatever the template says; false: as the template says"
+    )
+    train_on_eos: bool = _option(True, "EOS is a target where the template says so; false: never")
     packing_max_failures: int = _option(100, "consecutive unreadable rows before the run stops")
     packing_max_failed_share: float = _option(
         0.2, "share of the last 1,000 rows that may be unreadable, from 0 to 1; above it the run stops"
@@ -124,6 +128,12 @@ class PackingConfig:
         """The options that decide which items share a pack; a saved state is only good under the same ones."""
         return {name: getattr(self, name) for name in _PACK_OPTIONS}
 
+    def changed_targets(self) -> dict[str, Any]:
+        """What is trained of the samples, where it is not the default; a run goes on only under the same."""
+        defaults = {spec.name: spec.default for spec in fields(self)}
+        chosen = {name: getattr(self, name) for name in _TARGET_OPTIONS}
+        return {name: value for name, value in chosen.items() if value != defaults[name]}
+
     @property
     def has_caps(self) -> bool:
         """Whether a pack has a capacity other than tokens."""
@@ -144,6 +154,7 @@ _PACK_OPTIONS = (
     "packing_max_images",
     "packing_max_patches",
 )
+_TARGET_OPTIONS = ("mask_boundary_loss", "train_on_eos")
 _TYPES: dict[str, Any] = get_type_hints(PackingConfig)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -30,6 +31,7 @@ from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
 from swift_vlpack.data.rows.randomness import RandomStream
 from swift_vlpack.data.rows.samples import Address, Encoded, SampleError
 from swift_vlpack.data.rows.streams import StreamedRows
+from swift_vlpack.data.rows.targets import choose_targets, encoded
 from swift_vlpack.data.rows.urls import Urls
 from swift_vlpack.host.args import packing_config
 from swift_vlpack.host.lengths.headers import reading_urls
@@ -80,6 +82,7 @@ def build_feed(args: Any, template: Any, config: PackingConfig) -> tuple[Feed, A
 
 def measured_rows(sources: list[RowSource], template: Any, args: Any, config: PackingConfig) -> FusionCaptionDataset:
     """Sized rows, each with its length, which is what a plan is made of."""
+    choose_targets(template, config)  # which are measured too
     num_rows = sum(-(-len(source.rows) // num_ranks()) for source in sources)  # of this rank, which is shown
     with without_model(template), one_bar(num_rows, is_shown=is_master()):
         sources = [with_lengths(source, template, args, config.packing_cache_dir) for source in sources]
@@ -102,6 +105,7 @@ def _unmeasured_rows(
     args: Any, template: Any, config: PackingConfig
 ) -> tuple[FusionCaptionDataset | StreamedRows, Any]:
     """Rows that are packed as they come, of a stream or of sized data, and the validation rows."""
+    choose_targets(template, config)
     if args.streaming:
         return load_stream(args, reading_urls(template, urls_in_training()))
     sources, val_rows = load_sources(args, config)
@@ -171,7 +175,7 @@ def _validation(rows: Any, template: Any, args: Any, config: PackingConfig) -> A
     if rows is None or (args.predict_with_generate and not config.eval_packing):
         return rows
     if not config.eval_packing:
-        return LazyLLMDataset(rows, template.encode, strict=args.strict, random_state=args.data_seed)
+        return LazyLLMDataset(rows, partial(encoded, template), strict=args.strict, random_state=args.data_seed)
     if args.per_device_eval_batch_size > 1:
         logger.warning("eval_packing: per_device_eval_batch_size becomes 1, one row is one pack")
         args.training_args.per_device_eval_batch_size = 1

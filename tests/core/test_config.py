@@ -27,6 +27,8 @@ DESIGN_OPTIONS = {
     "packing_balance": True,
     "packing_attention": "auto",
     "packing_verify": True,
+    "mask_boundary_loss": True,
+    "train_on_eos": True,
     "packing_max_failures": 100,
     "packing_max_failed_share": 0.2,
     "packing_cache_dir": None,
@@ -145,6 +147,8 @@ OTHER_VALUES = {
     "packing_balance": False,
     "packing_attention": "grouped",
     "packing_verify": False,
+    "mask_boundary_loss": False,
+    "train_on_eos": False,
     "packing_max_failures": 1,
     "packing_max_failed_share": 0.5,
     "packing_cache_dir": "elsewhere",
@@ -179,6 +183,7 @@ EFFECTS = {
 SHOWN_ELSEWHERE = {
     *("packing", "packing_mode", "packing_attention", "packing_verify", "packing_max_failures"),
     *("packing_max_failed_share", "packing_cache_dir", "eval_packing", "fusion_config"),
+    *("mask_boundary_loss", "train_on_eos"),
 }
 """What these do is shown beside the code that does it."""
 

@@ -61,7 +61,7 @@ class BufferedPackingDataset(IterableDataset[PackedSamples]):
         num_ranks: int = 1,
     ) -> None:
         rows = rows_of(dataset, template)
-        make_packing(template, rows)
+        make_packing(template, rows, config)
         if isinstance(rows, StreamedRows):
             rows.seed = seed
         self.template = template

@@ -21,6 +21,7 @@ from swift_vlpack.data.rows.samples import (
     TooManyFailures,
 )
 from swift_vlpack.data.rows.streams import StreamedRows
+from swift_vlpack.data.rows.targets import choose_targets
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +48,12 @@ def rows_of(dataset: Any, template: Template) -> FusionCaptionDataset | Streamed
     return StreamedRows(dataset, template)
 
 
-def make_packing(template: Template, dataset: Any) -> None:
-    """Let the template collate packs, if it and the templates of sources are fit for that."""
-    for used in {id(one): one for one in (template, *getattr(dataset, "templates", ()))}.values():
+def make_packing(template: Template, dataset: Any, config: PackingConfig) -> None:
+    """Let the template collate packs of the targets that are wanted, if it and the templates of sources are fit."""
+    reading = getattr(dataset, "template", template)
+    for used in {id(one): one for one in (template, reading, *getattr(dataset, "templates", ()))}.values():
         check_ready(used, needs_model=False)
+        choose_targets(used, config)
     template.packing = True
     template.padding_free = True
 

@@ -43,7 +43,7 @@ class PlannedPackingDataset(Dataset[PackedSamples]):
         rows = rows_of(dataset, template)
         if not isinstance(rows, FusionCaptionDataset):
             raise DataError("data without a length cannot be planned; use PackingDataset, which packs it as it comes")
-        make_packing(template, rows)
+        make_packing(template, rows, config)
         rows.measure()
         self.template = template
         self.config = config

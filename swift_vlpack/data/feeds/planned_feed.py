@@ -40,7 +40,7 @@ class PlannedFeed:
         num_ranks: int = 1,
         extent: Extent = ONE_EPOCH,
     ) -> None:
-        make_packing(template, dataset)
+        make_packing(template, dataset, config)
         self.template = template
         self.config = config
         self.dataset = dataset
@@ -81,6 +81,7 @@ class PlannedFeed:
             **self.rows.fingerprint(self.dataset),
             "lengths": digest_of(*(column[:NUM_PLANNED_COLUMNS].astype("<i8").tobytes() for column in columns)),
             **self.config.pack_options(),
+            **self.config.changed_targets(),
             "packing_balance": self.config.packing_balance,
         }
 

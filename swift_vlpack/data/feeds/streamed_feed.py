@@ -62,6 +62,7 @@ class StreamedFeed:
             "seed": self.seed,
             **(_of_stream(data) if isinstance(data, StreamedRows) else self.rows.fingerprint(data)),
             **self.config.pack_options(),
+            **self.config.changed_targets(),
         }
 
     def begin(self, epoch: int) -> EpochStart:

@@ -26,6 +26,7 @@ from swift_vlpack.data.rows.media import media
 from swift_vlpack.data.rows.places import place
 from swift_vlpack.data.rows.randomness import RandomStream
 from swift_vlpack.data.rows.samples import Address, Encoded, LeftOut, SampleError, SampleId
+from swift_vlpack.data.rows.targets import encoded
 from swift_vlpack.data.rows.watch import Waits, watched
 
 logger = logging.getLogger(__name__)
@@ -256,27 +257,27 @@ def encode_row(
     A read that never ends is a failure too; with `is_watched` the caller sees to that, for many rows at once.
     """
     try:
-        encoded = _encoded(template, row) if is_watched else _watched(template, row)
+        sample = _encoded(template, row) if is_watched else _watched(template, row)
     except Exception as error:
         reason, said, files = fault_of(error, row)
         if strict:
             raise DataError(f"{sample_id}: {reason}: {said}") from error
         raise SampleError(sample_id, reason, said, is_lasting(error, reason, row), files) from error
-    if isinstance(encoded, list):
+    if isinstance(sample, list):
         raise ConfigError(
-            f"{sample_id}: the template made {len(encoded)} samples of one row; packing needs one sample a row, "
+            f"{sample_id}: the template made {len(sample)} samples of one row; packing needs one sample a row, "
             "so truncation_strategy=split cannot be used with it"
         )
-    encoded["length"] = int(encoded.get("length") or len(encoded["input_ids"]))
-    encoded["contents"] = found(encoded, row, patch_size=patch_size_of(template))
-    encoded["source"] = sample_id.source
-    encoded["sample_id"] = sample_id
-    return encoded
+    sample["length"] = int(sample.get("length") or len(sample["input_ids"]))
+    sample["contents"] = found(sample, row, patch_size=patch_size_of(template))
+    sample["source"] = sample_id.source
+    sample["sample_id"] = sample_id
+    return sample
 
 
 def _encoded(template: Template, row: Row) -> Any:
     check_openable(row)
-    return template.encode(row, return_length=True)
+    return encoded(template, row, return_length=True)
 
 
 def _watched(template: Template, row: Row) -> Any:
