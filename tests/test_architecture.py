@@ -96,6 +96,20 @@ def test_no_module_imports_itself_by_way_of_others():
     assert [name for name in graph if name in reached(name, graph)] == []
 
 
+def test_trainer_knows_no_mode():
+    """ARCH-8"""
+    trainer = (PACKAGE / "host" / "training" / "trainer.py").read_text()
+    assert re.findall(r"planned|streamed|buffer|packing_mode", trainer, flags=re.I) == []
+    asks = [path.name for path in PACKAGE.rglob("*.py") if "packing_mode" in code_of(path)]
+    assert asks == ["config.py"]
+
+
+def code_of(path: Path) -> str:
+    """Without comments, texts and docstrings."""
+    tree = ast.parse(path.read_text())
+    return " ".join(node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+
+
 HEAVY = ("swift", "torch", "transformers", "accelerate", "pyarrow", "yaml")
 
 
