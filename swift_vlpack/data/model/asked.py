@@ -33,8 +33,8 @@ class Asked:
 
     @property
     def is_plain(self) -> bool:
-        """Whether PyTorch's scaled dot-product attention can do it."""
-        return self.softcap is None and self.sinks is None
+        """Whether transformers' sdpa does it, in all versions."""
+        return self.softcap is None and self.sinks is None and self.position_bias is None
 
     def of_sample(self, start: int, end: int) -> Asked:
         """What is asked for the tokens of one sample."""

@@ -66,7 +66,6 @@ def attend(
         dropout=asked.dropout,
         scaling=asked.scaling,
         is_causal=mask.is_causal,
-        position_bias=asked.position_bias,
     )[0]
     return made
 

@@ -76,21 +76,33 @@ def varlen(row: PackedRow) -> torch.Tensor:
 
 def flex(row: PackedRow) -> torch.Tensor:
     """PyTorch's compiled flex attention over a block mask of the row."""
-    window = _window_of_all(row)
     if not row.query.is_cuda:
         raise CannotDo(f"has no backward on {row.query.device.type}")
-    if row.asked.sinks is not None or row.asked.position_bias is not None or row.asked.dropout:
-        raise CannotDo("is not given sinks, bias or dropout")
-    made: torch.Tensor = _compiled_flex()(
+    return by_flex(row, _compiled_flex())
+
+
+def by_flex(row: PackedRow, flex_attention: Any) -> torch.Tensor:
+    """The same by a flex attention that is given, so that its result can be tried without CUDA."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    if row.asked.position_bias is not None or row.asked.dropout:
+        raise CannotDo("is not given bias or dropout")
+    sinks = row.asked.sinks
+    made, aux = flex_attention(
         row.query,
         row.key,
         row.value,
         score_mod=_capped(row.asked.softcap),
-        block_mask=block_mask(row.ends, window, row.query.device),
+        block_mask=block_mask(row.ends, _window_of_all(row), row.query.device),
         scale=row.asked.scaling,
         enable_gqa=row.query.shape[1] != row.key.shape[1],
+        return_aux=AuxRequest(lse=sinks is not None),
     )
-    return made.transpose(1, 2).contiguous()
+    if sinks is not None:  # one more score in the sum of the softmax, of which nothing is taken
+        share = torch.sigmoid(aux.lse - sinks[:, None].to(aux.lse.dtype))
+        made = made * share[..., None].to(made.dtype)
+    attended: torch.Tensor = made.transpose(1, 2).contiguous()
+    return attended
 
 
 @cache

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.data.model import attention
 from swift_vlpack.data.model.attention import NAME, recorded_rows
 from swift_vlpack.data.model.choice import Trial, _quickest, _slowest, choose
 from swift_vlpack.data.model.kernels import segments
-from swift_vlpack.data.model.row_kernels import KERNELS, grouped
+from swift_vlpack.data.model.row_kernels import KERNELS, CannotDo, by_flex, grouped
 from swift_vlpack.data.model.trials import LENGTHS, kinds_of, reference, results
 from tests.data.model.one_by_one import built, compared, packed, run, samples_of
 from tests.data.model.test_honours import deepseek, gemma2, gemma3_vision, gpt_oss, llama4, mistral
@@ -53,6 +54,25 @@ def test_every_kernel_that_runs_here_gives_what_the_reference_gives(config, leng
         for kernel in (segments, grouped):
             for made, right in zip(results(row, kernel), expected, strict=True):
                 torch.testing.assert_close(made.double(), right.double(), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("config", [gpt_oss, gemma2, mistral])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_result_of_flex_is_that_of_the_reference(config):
+    """ATTN-8: compiled, and backward, it runs on CUDA only; its window, soft cap and sinks are the same code."""
+    for kind in kinds_of(calls_of(built(config()))):
+        row = kind.on(LENGTHS, 16)
+        for states in (row.query, row.key, row.value):
+            states.requires_grad_(False)
+        with torch.no_grad():
+            torch.testing.assert_close(by_flex(row, flex_attention).double(), reference(row), atol=2e-5, rtol=2e-5)
+
+
+def test_chunks_are_not_for_flex():
+    """ATTN-8"""
+    rows = [kind.on(LENGTHS, 16) for kind in kinds_of(calls_of(built(llama4())))]
+    with pytest.raises(CannotDo, match="knows causal masks"):
+        [by_flex(row, flex_attention) for row in rows]
 
 
 @pytest.mark.parametrize("config", [gpt_oss, gemma2, llama4])
