@@ -82,6 +82,9 @@ class PackingConfig:
         True, "the first token of a sample is no target, whatever the template says; false: as the template says"
     )
     train_on_eos: bool = _option(True, "EOS is a target where the template says so; false: never")
+    packing_any_family: bool = _option(
+        False, "pack families that ms-swift does not pack, if the proof passes; needs packing_verify"
+    )
     packing_max_failures: int = _option(100, "consecutive unreadable rows before the run stops")
     packing_max_failed_share: float = _option(
         0.2, "share of the last 1,000 rows that may be unreadable, from 0 to 1; above it the run stops"
@@ -275,6 +278,11 @@ def _check_choices(config: PackingConfig) -> None:
         raise ConfigError(
             f"packing_attention must be one of {', '.join(ATTENTIONS)}, got {config.packing_attention!r}; flash-attn "
             "is asked for by ms-swift's --attn_impl"
+        )
+    if config.packing_any_family and not config.packing_verify:
+        raise ConfigError(
+            "packing_any_family=true with packing_verify=false: whether a family that ms-swift does not pack can be "
+            "packed is what the proof finds out; leave packing_verify at true"
         )
     strategy_named(config.packing_strategy)  # refuses what cannot be found
     if config.packing_strategy == "binpack" and config.has_caps:

@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 from swift_vlpack.data.model import attention
+from swift_vlpack.data.rows.family import let_through
 from swift_vlpack.host.messages import join_log, quiet_mistakes
 from swift_vlpack.host.seam import CALLBACK, SEAM, UnsupportedSwift, check_seam
 
@@ -89,6 +90,26 @@ def activate() -> None:
     _prepare_dataset._vlpack_original = prepare  # type: ignore[attr-defined]
     SwiftSft._prepare_dataset = _prepare_dataset
     _save_portable_args()
+    _let_families_through()
+
+
+def _let_families_through() -> None:
+    """Let our own rule of which templates are packed answer before ms-swift's."""
+    from swift.arguments import SftArguments
+
+    get_template = SftArguments.get_template
+
+    @functools.wraps(get_template)
+    def _get_template(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from swift_vlpack.host.args import is_ours, packing_config
+
+        template = get_template(self, *args, **kwargs)
+        if is_ours(self):
+            any_family = packing_config(self).packing_any_family
+            let_through(template, any_family=any_family, way_in="packing_any_family=true")
+        return template
+
+    SftArguments.get_template = _get_template
 
 
 def _save_portable_args() -> None:

@@ -20,6 +20,7 @@ SEAM: tuple[tuple[str, str, frozenset[str]], ...] = tuple(
         ("swift.arguments", "PretrainArguments", ""),
         ("swift.arguments", "SftArguments._init_model_kwargs", "self"),
         ("swift.arguments", "SftArguments.get_dataset_kwargs", "self"),
+        ("swift.arguments", "SftArguments.get_template", "self processor"),
         ("swift.arguments", "SftArguments.save_args", "self output_dir"),
         ("swift.callbacks", "callbacks_map", ""),
         ("swift.callbacks", "TrainerCallback", "args trainer"),

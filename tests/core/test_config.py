@@ -29,6 +29,7 @@ DESIGN_OPTIONS = {
     "packing_verify": True,
     "mask_boundary_loss": True,
     "train_on_eos": True,
+    "packing_any_family": False,
     "packing_max_failures": 100,
     "packing_max_failed_share": 0.2,
     "packing_cache_dir": None,
@@ -149,6 +150,7 @@ OTHER_VALUES = {
     "packing_verify": False,
     "mask_boundary_loss": False,
     "train_on_eos": False,
+    "packing_any_family": True,
     "packing_max_failures": 1,
     "packing_max_failed_share": 0.5,
     "packing_cache_dir": "elsewhere",
@@ -181,7 +183,8 @@ EFFECTS = {
     "packing_balance": False,
 }
 SHOWN_ELSEWHERE = {
-    *("packing", "packing_mode", "packing_attention", "packing_verify", "packing_max_failures"),
+    *("packing", "packing_mode", "packing_attention", "packing_verify", "packing_any_family"),
+    "packing_max_failures",
     *("packing_max_failed_share", "packing_cache_dir", "eval_packing", "fusion_config"),
     *("mask_boundary_loss", "train_on_eos"),
 }

@@ -15,6 +15,7 @@ from swift_vlpack.core.packing.boundaries import Boundaries
 from swift_vlpack.data.model.prepare import check_ready
 from swift_vlpack.data.rows.contents import NO_LABEL
 from swift_vlpack.data.rows.fusion import Template
+from swift_vlpack.data.rows.join import completed
 from swift_vlpack.data.rows.randomness import RandomStream
 from swift_vlpack.data.rows.samples import Encoded, PackedSamples, PackRecord
 
@@ -139,15 +140,6 @@ def layout(template: Template, *, packed: bool) -> Iterator[None]:
         yield
     finally:
         template.packing, template.padding_free = before
-
-
-def completed(samples: list[Encoded]) -> list[Encoded]:
-    """Give every sample the per-token fields that any of them has: the template joins them end to end."""
-    if any(sample.get("loss_scale") is not None for sample in samples):
-        for sample in samples:
-            if sample.get("loss_scale") is None:
-                sample["loss_scale"] = [1.0] * len(sample["input_ids"])
-    return samples
 
 
 def check_row(row: dict[str, Any], boundaries: Boundaries, name: str) -> None:

@@ -11,6 +11,7 @@ from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.data.model import attention
 from swift_vlpack.data.model.linear_attention import restart_at_boundaries
 from swift_vlpack.data.rows.contents import NO_LABEL
+from swift_vlpack.data.rows.family import let_through
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -23,15 +24,19 @@ _OF_THE_CALL = ("num_items_in_batch", "use_cache", "return_dict", "output_attent
 _hooks: WeakKeyDictionary[torch.nn.Module, list[Any]] = WeakKeyDictionary()
 
 
-def prepare_model(model: Model, template: Any) -> Model:
+def prepare_model(model: Model, template: Any, *, any_family: bool = False) -> Model:
     """Make a model and its template train packs, in whatever trainer; gives the model back. Again changes nothing.
 
     Call it before the model is wrapped by DDP, FSDP or `Accelerator.prepare`, and before `PackingDataset` and
     `Collator`. The model gets the attention that walks the samples (flash-attn stays where it was asked for), reads
     images the way its template made them, uses no cache and has the loss 0 for a row without labels. Saved weights and
     config stay loadable without this package, and `generate` works as before.
+
+    `any_family` lets a family through that ms-swift does not pack. Whether its rows are right nobody has said then:
+    call `prove(model, template, packs)` before the first step, and train only if it holds.
     """
     _refuse_what_cannot_be_packed(template)
+    let_through(template, any_family=any_family, way_in="prepare_model(model, template, any_family=True), then prove")
     attention.register()
     template.set_mode(TRAINING)
     inner: Any = unwrapped(model)
@@ -75,12 +80,6 @@ def _refuse_what_cannot_be_packed(template: Any) -> None:
         raise ConfigError(f"the template's task is {template.task_type}; packing is for causal_lm")
     if template.mode in ("rlhf", "kto"):
         raise ConfigError(f"the template is in mode {template.mode!r}; packing is for supervised training")
-    is_supported = template.support_padding_free
-    if is_supported is None:  # ms-swift's own rule
-        is_supported = not template.model_meta.is_multimodal
-    if not is_supported:
-        name = template.template_meta.template_type
-        raise ConfigError(f"ms-swift does not pack the template {name!r}; train it without packing")
 
 
 class _BeforeForward:

@@ -9,8 +9,9 @@ from swift.utils import get_packed_seq_params
 
 from swift_vlpack.core.errors import BoundaryError, ConfigError
 from swift_vlpack.data.lengths.sizes import size_of
-from swift_vlpack.data.model.collate import Collator, boundary_tensors, completed, layout
+from swift_vlpack.data.model.collate import Collator, boundary_tensors, layout
 from swift_vlpack.data.rows.fusion import encode_row
+from swift_vlpack.data.rows.join import completed
 from swift_vlpack.data.rows.samples import PackedSamples, PackRecord, SampleId
 from tests.images import photo
 from tests.rows import image_row, text_row
