@@ -329,7 +329,6 @@ def _paddle_ocr(folder: Path) -> None:
         text_config=_text(tokenizer, rope_parameters=rope),
         vision_config={**TOWER, "image_size": SIDE},
         **{name: tokenizer.convert_tokens_to_ids(word) for name, word in ids.items()},
-        video_token_id=None,
     )
     processor = transformers.PaddleOCRVLProcessor(
         transformers.PaddleOCRVLImageProcessor(size={"shortest_edge": 784, "longest_edge": 20000}), tokenizer
@@ -354,6 +353,7 @@ def _minicpm(folder: Path) -> None:
             rope_parameters={**rope, "mrope_interleaved": True},
         ),
         vision_config={**TOWER, "image_size": 224},
+        insert_layer_id=0,
         image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
         video_token_id=tokenizer.convert_tokens_to_ids("<|video_pad|>"),
     )

@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from swift_vlpack.data.model import attention
-from swift_vlpack.data.rows.family import let_through
+from swift_vlpack.data.seam.family import let_through
 from swift_vlpack.host.messages import join_log, quiet_mistakes
 from swift_vlpack.host.seam import CALLBACK, SEAM, UnsupportedSwift, check_seam
 

@@ -11,7 +11,7 @@ from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.data.model import attention
 from swift_vlpack.data.model.linear_attention import restart_at_boundaries
 from swift_vlpack.data.rows.contents import NO_LABEL
-from swift_vlpack.data.rows.family import let_through
+from swift_vlpack.data.seam.family import let_through
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 

@@ -5,7 +5,7 @@ import pytest
 from swift_vlpack import PackingConfig, prepare_model
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.data.proof.isolation import IsolationError
-from swift_vlpack.data.rows.join import completed
+from swift_vlpack.data.seam.join import completed
 from tests.family_models import FAMILIES, load
 from tests.host import runs
 from tests.images import photo

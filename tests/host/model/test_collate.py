@@ -11,8 +11,8 @@ from swift_vlpack.core.errors import BoundaryError, ConfigError
 from swift_vlpack.data.lengths.sizes import size_of
 from swift_vlpack.data.model.collate import Collator, boundary_tensors, layout
 from swift_vlpack.data.rows.fusion import encode_row
-from swift_vlpack.data.rows.join import completed
 from swift_vlpack.data.rows.samples import PackedSamples, PackRecord, SampleId
+from swift_vlpack.data.seam.join import completed
 from tests.images import photo
 from tests.rows import image_row, text_row
 
