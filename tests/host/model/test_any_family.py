@@ -113,7 +113,7 @@ def test_pictures_of_many_shapes_are_filled_up_as_a_processor_does(shapes):
 
 
 def test_types_of_tokens_are_completed_or_left_out():
-    """FAM-2: a text has none; types of the media alone, as GLM-4.5V's template gives them, fit no row."""
+    """FAM-2: a text has none; types of the media alone, as GLM's template gives them, fit no row."""
     import torch
 
     text = {"input_ids": [1, 2]}
