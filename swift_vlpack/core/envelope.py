@@ -58,6 +58,7 @@ def opened(
     """Fingerprint and state inside, if they are whole; `shape` is what the state must look like, see `check_shape`."""
     if not isinstance(envelope, Mapping) or not {"version", "kind", "fingerprint", "state"} <= set(envelope):
         raise StateMismatch(f"this is not a saved {kind} state: it has no version, kind, fingerprint and state")
+    # The version first: a state of another one may have another shape, and is not to be called damaged.
     if envelope["version"] != VERSION:
         raise StateMismatch(
             f"the saved {kind} state has format version {envelope['version']}; this package reads version {VERSION}"
@@ -114,6 +115,7 @@ def _is_like(value: Any, shape: Any) -> bool:
     if shape is None:
         return True
     if isinstance(shape, Whole):
+        # To Python a bool is an int; JSON's `true` is no count.
         return isinstance(value, int) and not isinstance(value, bool) and value >= shape.least
     if isinstance(shape, (dict, Named)):
         return isinstance(value, Mapping)
@@ -122,11 +124,13 @@ def _is_like(value: Any, shape: Any) -> bool:
     return isinstance(value, (list, tuple) if isinstance(shape, list) else shape)
 
 
+# A value of its own: None may be saved, and a field that is missing is another thing than one that is None.
 _ABSENT = object()
 
 
 def _digest(envelope: Mapping[str, Any]) -> str:
     content = {key: value for key, value in envelope.items() if key != "digest"}
+    # Compared as JSON gives it back: what was a tuple or a number as key in memory has the digest of what was written.
     stored = json.dumps(json.loads(json.dumps(content)), sort_keys=True)
     return hashlib.sha256(stored.encode()).hexdigest()[:16]
 

@@ -18,10 +18,12 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def write_whole(path: Path, content: bytes) -> None:
     """Write whole or not at all, also when the machine goes down."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder: a file system can only rename inside of itself. Hidden, as it is no file of a checkpoint yet.
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("wb") as file:
             file.write(content)
+            # Content before name: a file that is renamed first can be there and empty after a crash of the machine.
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
@@ -33,11 +35,14 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def sync_tree(folder: Path) -> None:
     """Wait until all that is in a folder, and its own name, is on the disk, where a crash cannot reach it."""
+    # From the leaves up, so that a name is on the disk only when what it names is.
     for below, _, names in os.walk(folder, topdown=False):
         for name in names:
+            # Opened for reading, which syncs as well: the files are those of others, and perhaps not ours to write.
             with open(Path(below, name), "rb") as file:
                 os.fsync(file.fileno())
         sync_folder(Path(below))
+    # The folder's own name stands in the one above it.
     sync_folder(folder.parent)
 
 

@@ -35,11 +35,13 @@ def append(path: Path, values: Iterable[Any], *, ensure_ascii: bool = True) -> N
     if not lines:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Unbuffered, so that what is written is one call of the system and not what a buffer makes of it.
     with path.open("ab+", buffering=0) as file:
         if fcntl is not None:
             with suppress(OSError):  # a file system without locks; appending is one write nearly always
                 fcntl.flock(file, fcntl.LOCK_EX)
         end = file.seek(0, os.SEEK_END)
+        # A killed process leaves half a line, which would swallow the first of ours.
         _write(file, lines if _ends_a_line(file, end) else b"\n" + lines, end)
 
 

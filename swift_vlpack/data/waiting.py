@@ -29,6 +29,7 @@ _num_points = 0
 def waiting(what: str) -> Iterator[None]:
     """Around something that all ranks have to come to."""
     global _num_points
+    # Numbers and not names: the same point comes again with every step.
     _num_points += 1
     with _watched(_store(), _num_points, what, SECONDS_BEFORE_IT_IS_SAID):
         yield
@@ -42,6 +43,7 @@ def _watched(store: Any, point: int, what: str, seconds: float) -> Iterator[None
     with suppress(RuntimeError):  # of a store that is gone: the collective will tell
         store.set(str(dist.get_rank()), f"{point} {what}")
     is_over = threading.Event()
+    # A daemon: it must not keep a run alive that ends by an error.
     watcher = threading.Thread(target=_watch, args=(store, point, what, seconds, is_over), daemon=True)
     watcher.start()
     try:
@@ -52,6 +54,7 @@ def _watched(store: Any, point: int, what: str, seconds: float) -> Iterator[None
 
 def _watch(store: Any, point: int, what: str, seconds: float, is_over: threading.Event) -> None:
     waited = 0.0
+    # Twice as long each time: a rank that hangs for a day says so in ten lines, not in five hundred.
     while not is_over.wait(max(seconds, waited)):
         waited += max(seconds, waited)
         with suppress(RuntimeError):
@@ -79,6 +82,7 @@ def _store() -> Any:
         return None
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        # A client of our own: what waits in one holds its lock, and torch's has collectives to serve.
         client = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECTING)  # type: ignore[attr-defined]
     except (KeyError, ValueError, RuntimeError) as error:
         logger.info("ranks that wait cannot say for whom: %s", error)

@@ -35,8 +35,10 @@ def join_log() -> None:
     if any(isinstance(handler, _ToSwift) for handler in ours.handlers):
         return
     ours.addHandler(_ToSwift())
+    # Our handler hands them on; through the root logger each line would come twice.
     ours.propagate = False
     ours.setLevel(get_logger().level)
+    # Other ranks than the first log errors only; of a row its own rank has to be heard.
     logging.getLogger("swift_vlpack.data").setLevel(min(get_logger().level, logging.WARNING))
 
 

@@ -57,6 +57,7 @@ def prepare_dataset(pipeline: Any) -> list[Any]:
     check_equal("versions and options", {**versions(), **options_of_run(args, config)})
     use_attention(pipeline.model, args.attn_impl)
     feed, val_rows = build_feed(args, template, config)
+    # Of all rows, before the first step: a mount that is gone shows in the length pass already.
     check_measured(getattr(feed.dataset, "sources", ()), config.packing_max_failed_share)
     check_rope(pipeline.model.config, feed.dataset, template.max_length, config)
     val_rows = _saved_validation(pipeline, val_rows)
@@ -92,8 +93,10 @@ def measured_rows(sources: list[RowSource], template: Any, args: Any, config: Pa
 def planned_feed(rows: FusionCaptionDataset, template: Any, args: Any, config: PackingConfig) -> PlannedFeed:
     """The epochs of the run, as values, and a feed over them."""
     num_ranks = num_ranks_of_run()
+    # The batch size is in the accumulation already, which packing folds into one (host/args.py).
     packs_per_step = num_ranks * args.training_args.gradient_accumulation_steps
     num_packs = args.max_steps * packs_per_step if args.max_steps > 0 else None
+    # A run may end within an epoch (of 2.5, say), which is planned as a whole.
     extent = Extent(math.ceil(args.num_train_epochs), num_packs)
     feed = PlannedFeed(rows, template, config, seed=data_seed(args), num_ranks=num_ranks, extent=extent)
     lengths = feed.epoch_plan.lengths
@@ -182,6 +185,7 @@ def _validation(rows: Any, template: Any, args: Any, config: PackingConfig) -> A
     source = RowSource(name="validation", rows=rows)
     with without_model(template):
         sized = with_lengths(source, template, args, config.packing_cache_dir)
+    # With its last pack too: an evaluation is over all rows, and has no next epoch for a remainder.
     everything = dataclasses.replace(config, packing_drop_last=False)
     return PlannedPackingDataset(FusionCaptionDataset([sized], template, shuffle=False), template, everything)
 
@@ -189,6 +193,7 @@ def _validation(rows: Any, template: Any, args: Any, config: PackingConfig) -> A
 def _show_plan(pipeline: Any, feed: PlannedFeed) -> None:
     """Print one sample as ms-swift does, and what the plan of the first epoch is."""
     epoch, plan = feed.epoch_plan, feed.epoch_plan.packs
+    # Of the packs that are trained first.
     first = epoch.samples(plan.members[:NUM_ROWS_SEEN].tolist())
     with RandomStream(feed.seed, "shown"):  # on one rank only, and before LoRA's weights are drawn
         _print_first(pipeline, (feed.dataset.sample_or_error(Address(*where)) for where in first))

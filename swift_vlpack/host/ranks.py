@@ -52,6 +52,7 @@ def counted_as(num_ranks: int) -> Iterator[None]:
 
 def num_ranks_of_run() -> int:
     """Ranks that the packs are shared by: those that were launched, or those that a plan is made for."""
+    # Those that were launched, as `torch.distributed` may not be there yet when a plan is made.
     return _counted_as.get() or max(1, get_dist_setting()[2])
 
 
@@ -83,7 +84,9 @@ def results_of_all(work: Callable[[], Result], what: str = "what every rank foun
         mine = work()
     except Exception as caught:
         error = caught
+    # The text and not the error: some do not survive pickle, and then nobody would hear of any.
     everyone = gathered((mine, None if error is None else f"{type(error).__name__}: {error}"), what)
+    # Its own first, with its traceback; the others say which rank it was.
     if error is not None:
         raise error
     for other, (_, said) in enumerate(everyone):
@@ -115,6 +118,7 @@ def options_of_run(args: Any, config: PackingConfig) -> dict[str, Any]:
     A rank with other steps, other batches or another loss would let the others wait for ever.
     """
     options: dict[str, Any] = {name: value for name, value in vars_of(config).items() if _is_common(name, value)}
+    # Of a name that both have ms-swift's own counts: it is what was asked for.
     for name, value in {**vars_of(args.training_args), **vars_of(args)}.items():
         value = value.value if isinstance(value, Enum) else value
         if isinstance(value, (bool, int, float, str, type(None))) and _is_common(name, value):
@@ -129,6 +133,7 @@ def vars_of(options: Any) -> dict[str, Any]:
 
 def _is_common(name: str, value: Any) -> bool:
     is_of_machine = name.startswith(OF_A_MACHINE) or name.endswith(("_token", "_dir", "_num_proc"))
+    # Paths differ from machine to machine, and what they lead to is compared by its content.
     return not is_of_machine and not (isinstance(value, str) and os.sep in value)
 
 

@@ -87,6 +87,7 @@ def length_warning(capacity: int, lengths: NDArray[Any], *, what: str = "rows") 
     """What to say of a capacity that nobody chose, the model's maximum; None where the data asks for that much."""
     if not len(lengths) or (suggested := suggested_length(lengths)) >= capacity:
         return None
+    # Lengths that occur: between two of them numpy would interpolate tokens that no row has.
     median, p99 = np.percentile(lengths, (50, 99), method="higher").tolist()
     return (
         f"a pack holds {capacity} tokens, the model's maximum, as neither max_length nor packing_length says less. "

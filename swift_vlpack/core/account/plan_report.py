@@ -9,6 +9,7 @@ from swift_vlpack.core.epoch.plan import Plan
 
 def plan_report(made: Plan, aligned: Plan, *, num_rows: int, seconds: float) -> dict[str, Any]:
     """Everything a plan knows; counts are of the plan before packs are cut for the ranks that share it (`aligned`)."""
+    # Brought back for a step that lacked a pack: then it is trained, and counted among the packs.
     if not len(aligned.remainder):
         made = made.with_remainder()
     balance = aligned.balance

@@ -92,6 +92,7 @@ class Telemetry:
             num_tokens += length
         self.num_packs += 1
         self.num_images += num_images
+        # How full it is says nothing about how well samples were put together.
         if single_long:
             self.num_single_long += 1
             return
@@ -150,6 +151,7 @@ class Telemetry:
     @property
     def account(self) -> str:
         """The law of conservation in words; what is not reached was planned, but training stopped before it."""
+        # A source of which more came out than went in is a mistake of ours, which must not hide in a sum of all.
         adds_up = all(counts.num_held >= 0 for counts in self.sources.values())
         return (
             f"counts {'add' if adds_up else 'do not add'} up: {self.num_read} read = {self.num_packed} packed + "
@@ -167,6 +169,7 @@ class Telemetry:
         seen, wanted = 0, sum(self.fill_histogram) * per_cent / 100
         for fill, num_packs in enumerate(self.fill_histogram):
             seen += num_packs
+            # The first bin that has packs: below the least fill there is nothing, whatever share is asked for.
             if num_packs and seen >= wanted:
                 return fill
         return 0

@@ -85,6 +85,7 @@ def cuts_from(saved: Sequence[Sequence[int]]) -> tuple[Cut, ...]:
     check_shape(saved, CUTS, "cuts")
     cuts = tuple(Cut(*numbers) for numbers in saved)
     for cut in cuts:
+        # Each rank trains one pack of a step, so whatever is no multiple was never written by a run.
         if cut.num_packs % cut.num_ranks or cut.num_consumed % cut.num_ranks or cut.num_consumed > cut.num_packs:
             raise StateMismatch(f"the saved state is damaged: {cut} cannot be")
     return cuts

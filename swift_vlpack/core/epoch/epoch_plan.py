@@ -156,6 +156,7 @@ def pack_epoch(recipe: Recipe, epoch: int, name_of: NameOfRow | None = None) -> 
     config = recipe.config
     schedule = recipe.mix.schedule(epoch, [can_be_packed(sizes, config) for sizes in recipe.sizes])
     sizes = _sizes_at(schedule, recipe.sizes)
+    # Rows that cannot be read never meet the packer: it has no length for them, and the account has its own reason.
     readable = np.flatnonzero(sizes[LENGTH])
     if not len(readable):
         raise DataError(f"epoch {epoch}: none of the {len(schedule)} rows can be packed; the log has the reasons")
@@ -165,11 +166,13 @@ def pack_epoch(recipe: Recipe, epoch: int, name_of: NameOfRow | None = None) -> 
         config,
         images=of_readable[IMAGES],
         patches=of_readable[PATCHES],
+        # Another one in every epoch, or packs of rows that are not mixed would come in the order of the epoch before.
         seed=recipe.seed + epoch,
         label=None if name_of is None else lambda item: name_of(*schedule[int(readable[item])]),
     )
     if not len(made):
         raise DataError(f"epoch {epoch} has no pack; all {len(readable)} rows were left out: {made.num_dropped}")
+    # Length, images and patches; what is supervised decides nothing.
     packs = made if of_readable is sizes else made.renumbered(readable, sizes[: PATCHES + 1])
     return PackedEpoch(epoch=epoch, schedule=schedule, sizes=sizes, packs=packs)
 

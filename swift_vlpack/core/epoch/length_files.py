@@ -44,6 +44,7 @@ def read_lengths(path: Path) -> Lengths:
 
 def _numpy(path: Path) -> NDArray[Any]:
     try:
+        # Without pickles, which can run code: a file of numbers from somebody else is only read.
         numbers = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{path}: not a numpy array ({error})") from None
@@ -89,6 +90,7 @@ def _length(row: Any, where: str) -> Any:
 
 
 def _counts(rows: list[Any], name: str) -> list[Any] | None:
+    # Half of a column would shift the numbers of all rows behind the first gap.
     if all(isinstance(row, dict) and isinstance(row.get(name), int) for row in rows):
         return [row[name] for row in rows]
     return None

@@ -84,6 +84,7 @@ class Mix:
         return replace(drawn, row=rows)
 
     def _of_those_that_take_part(self, usable: Sequence[NDArray[np.bool_]]) -> dict[str, NDArray[np.bool_]]:
+        # The mask is in rows of the source; a source that is limited draws among fewer, numbered anew.
         masks = zip(self.sources, self.rows, usable, strict=True)
         return {source.name: mask if some is None else mask[some] for source, some, mask in masks}
 
@@ -111,8 +112,10 @@ def schedule(
     for source in checked:
         own_seed = (seeds or {}).get(source.name, seed)
         drawn = _draw(source, own_seed, epoch, (usable or {}).get(source.name))
+        # Without shuffling the files' own order, but which rows are drawn stays as it was drawn.
         drawn = drawn if shuffle else np.sort(drawn, kind="stable")
         rows.append(drawn)
+        # By name and not by number, so that sources before this one may come or go.
         keys.append(sort_keys(len(drawn), own_seed, source.name, epoch, "order"))
     order = np.argsort(np.concatenate(keys), kind="stable") if keys and shuffle else slice(None)
     numbers = np.repeat(np.arange(len(checked), dtype=np.int32), [len(drawn) for drawn in rows])

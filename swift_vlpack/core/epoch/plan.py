@@ -68,6 +68,7 @@ class Plan(Sequence[list[int]]):
     @cached_property
     def num_tokens_per_pack(self) -> NDArray[np.int64]:
         """Tokens in each pack."""
+        # In 64 bits: ten million samples of a thousand tokens are beyond 2^31.
         return self._sum_per_pack(self.lengths[self.members].astype(np.int64))
 
     @cached_property
@@ -84,6 +85,7 @@ class Plan(Sequence[list[int]]):
     def is_single_long(self) -> NDArray[np.bool_]:
         """Which packs are one item that exceeds a capacity."""
         over: NDArray[np.bool_] = is_single_long(self.lengths, self.images, self.patches, self.config)
+        # Empty packs at the end begin behind the last member; they are not alone, whatever is looked at.
         first = self.members[np.minimum(self.offsets[:-1], max(0, len(self.members) - 1))]
         is_alone: NDArray[np.bool_] = self.num_samples_per_pack == 1
         return is_alone & over[first]
@@ -121,6 +123,7 @@ class Plan(Sequence[list[int]]):
 
     def digest(self) -> str:
         """16 hexadecimal digits that are equal exactly when the packs, their order, the ranks and the remainder are."""
+        # The number of ranks too: the same packs in the same order are other steps among other ranks.
         parts = hashlib.sha256(str(self.num_ranks).encode())
         for numbers in (self.offsets.astype("<i8"), self.members.astype("<i4"), self.remainder.astype("<i4")):
             parts.update(numbers.tobytes())
@@ -135,6 +138,7 @@ class Plan(Sequence[list[int]]):
         """The remainder as the last pack, where there is one."""
         if not len(self.remainder):
             return self
+        # Sorted, as samples of every other pack are: by place in the epoch.
         members = np.concatenate((self.members, np.sort(self.remainder)))
         kept = {reason: items for reason, items in self.dropped.items() if reason != Reason.UNDERFILLED.value}
         return replace(self, members=members, offsets=np.append(self.offsets, len(members)), dropped=kept)
@@ -166,6 +170,7 @@ class Plan(Sequence[list[int]]):
                 f"{len(grown.members)} samples cannot fill {target // num_ranks} steps of {num_ranks} ranks; "
                 "ask for fewer packs"
             )
+        # Again and again: one pass can at most double the packs, and one of three samples may be cut twice.
         while len(grown) < target:
             cut = packs_to_split(grown.num_samples_per_pack, grown.cost_per_pack, target - len(grown))
             grown = grown._cut_in_two(cut) if len(cut) else grown._with_empty(target - len(grown))
@@ -176,6 +181,7 @@ class Plan(Sequence[list[int]]):
         if self.config.packing_balance and num_ranks > 1:
             order = balanced_order(aligned.cost_per_pack, num_ranks, self.seed, "balance", num_ranks)
             aligned = aligned.reordered(order)
+        # After balancing, which would gather empty packs, all of cost 0, in the same steps.
         if aligned.num_empty:
             aligned = aligned.reordered(spread_empty(aligned.num_samples_per_pack == 0, num_ranks))
         return replace(aligned, num_ranks=num_ranks)
@@ -185,6 +191,7 @@ class Plan(Sequence[list[int]]):
         cuts = []
         for pack in packs:
             first, last = int(self.offsets[pack]), int(self.offsets[pack + 1])
+            # Without the last sum: a cut behind the last sample would leave an empty half.
             tokens = np.cumsum(self.lengths[self.members[first:last]])[:-1]
             cuts.append(first + 1 + int(np.abs(2 * tokens - self.num_tokens_per_pack[pack]).argmin()))
         return replace(self, offsets=np.sort(np.concatenate((self.offsets, np.array(cuts, dtype=np.int64)))))
@@ -226,6 +233,7 @@ class Plan(Sequence[list[int]]):
         return self.cost.of_samples(self.lengths, self.patches)
 
     def _sum_per_pack(self, values: NDArray[Any]) -> NDArray[Any]:
+        # Sums by differences of one running total: a loop over a million packs would take seconds.
         total = np.concatenate((np.zeros(1, values.dtype), np.cumsum(values)))
         sums: NDArray[Any] = total[self.offsets[1:]] - total[self.offsets[:-1]]
         return sums

@@ -84,6 +84,7 @@ def plan(  # noqa: PLR0913 - columns of the data, then options with defaults
         if len(planned) == planned.lower_bound or len(sizes) > max_items:
             break
         whole = _packed_at_once(inputs, group, method)
+        # Never at the price of a sample: fewer packs by leaving more out are no gain.
         if len(whole) < len(planned) and len(whole.members) >= len(planned.members):
             planned = whole
     return planned
@@ -91,6 +92,7 @@ def plan(  # noqa: PLR0913 - columns of the data, then options with defaults
 
 def _packed_in_windows(inputs: dict[str, Any], label: Label | None) -> Plan:
     """Run the packer over the lengths, in chunks."""
+    # Arrays of machine integers: as a list, ten million indices would take 80 MB for pointers alone.
     members, counts = array("i"), array("i")
     dropped: dict[str, array[int]] = {}
 
@@ -103,6 +105,7 @@ def _packed_in_windows(inputs: dict[str, Any], label: Label | None) -> Plan:
             counts.append(len(pack.items))
 
     packer = Packer(inputs["config"], seed=inputs["seed"], on_drop=on_drop, label=label)
+    # The columns were checked at once, so that each item need not be.
     push = packer.push_checked
     for item in _items(inputs["lengths"], inputs["images"], inputs["patches"]):
         if packs := push(item):
@@ -128,6 +131,7 @@ def _as_ms_swift(lengths: NDArray[np.int32], capacity: int) -> tuple[NDArray[np.
         window = np.concatenate((left, np.arange(start, min(start + _MS_SWIFT_WINDOW, len(lengths)))))
         packs = constant_volume(lengths[window].tolist(), capacity)
         is_last = start + _MS_SWIFT_WINDOW >= len(lengths)
+        # The last pack of a window goes into the next one, as ms-swift has it; the last window keeps all.
         left = window[[] if is_last else packs.pop()]
         for pack in packs:
             pack_of[window[pack]] = num_packs
@@ -158,6 +162,7 @@ def _packed_at_once(inputs: dict[str, Any], group: Assignment, method: str) -> P
         method=method,
     )
     kept = _without_remainder(whole, num_packs)
+    # Best fit lists packs by size; an epoch in that order would be a curriculum nobody asked for.
     return kept.reordered(permutation(len(kept), kept.seed, "epoch"))
 
 
@@ -200,6 +205,7 @@ def _whole_numbers(values: ArrayLike, name: str, *, least: int) -> NDArray[np.in
         raise DataError(f"{name}: expected a flat list of numbers, got {numbers.ndim} dimensions")
     if len(numbers) and numbers.dtype.kind not in "iu":
         objects = np.asarray(values, dtype=object).tolist()
+        # A bool is an integer to Python, and a column of them is a mistake in every file.
         at, value = next((i, v) for i, v in enumerate(objects) if isinstance(v, bool) or not isinstance(v, Integral))
         raise DataError(f"item {at}: {name} must be an integer, got {value!r} ({type(value).__name__})")
     wrong = np.flatnonzero((numbers < least) | (numbers > np.iinfo(np.int32).max))

@@ -55,6 +55,7 @@ class RestOfRun:
         max_steps = computed.max_steps
         if not are_steps_given:  # so they are those of a run which always had as many ranks as this one
             max_steps += self.global_step - self.epoch * steps_per_epoch - self.steps_behind
+            # A last epoch that is only begun (of 2.5 epochs, say) ends by steps, however many it would have.
             if num_train_epochs - self.epoch >= 1:
                 max_steps += self.steps_of_epoch - steps_per_epoch
         if max_steps <= self.global_step:

@@ -69,6 +69,7 @@ def balanced_order(costs: NDArray[Any], num_ranks: int, *name: object) -> NDArra
     window = STEPS_PER_WINDOW * num_ranks
     for number, start in enumerate(range(0, len(costs), window)):
         inside = order[start : start + window]
+        # Dearest first is as good as cheapest first: only that equals are neighbours counts.
         by_cost = inside[np.argsort(-costs[inside], kind="stable")].reshape(-1, num_ranks)
         steps = by_cost[permutation(len(by_cost), *name, "steps", number)]
         keys = permutation(steps.size, *name, "ranks", number).reshape(steps.shape)

@@ -60,6 +60,7 @@ class Boundaries:
         """Raise unless `position_ids` start at 0 and restart at 0 exactly where samples start."""
         if len(position_ids) != self.num_tokens:
             raise BoundaryError(f"{len(position_ids)} positions for a pack of {self.num_tokens} tokens")
+        # Who reads boundaries from positions takes every 0 for a start: one that is not would cut a sample in two.
         starts = {index for index, position in enumerate(position_ids) if position == 0}
         expected = set(self.document_starts)
         if missing := sorted(expected - starts):

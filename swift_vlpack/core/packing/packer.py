@@ -124,6 +124,7 @@ class Packer:
             for index in groups.pop(remainder):
                 self._drop(self._held[index].item, Reason.UNDERFILLED)
         packs = self._leave(self._shuffled(groups))
+        # Not before: groups are indices of what is held. A packer that was flushed can be pushed to again.
         self._held.clear()
         self._lengths.clear()
         return packs
@@ -138,6 +139,7 @@ class Packer:
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken; refused when it was written with another config or seed."""
         saved = envelope.unseal(state, "packer", self._fingerprint(), shape=_STATE)
+        # Whatever came in has to be somewhere; a sum that is off is a file that somebody edited.
         if saved["num_pushed"] != saved["num_emitted"] + len(saved["held"]) + sum(saved["num_dropped"].values()):
             raise StateMismatch("damaged: state.num_pushed is not what was emitted, is held and was dropped")
         for name in _COUNTERS:
@@ -169,6 +171,7 @@ class Packer:
 
     def _slide_window(self) -> list[Pack]:
         """`exact`: one pack around the oldest item, then the window is refilled."""
+        # At most one turn for each item: after that all have been the oldest once, and none could fill a pack.
         for _ in range(self.num_held):
             group = fill_oldest(self._lengths, self._capacity, self._caps())
             if self._is_filled(group) or self._has_waited([0]):
@@ -183,6 +186,7 @@ class Packer:
         num_tokens, caps = sum(self._lengths), self._caps()
         everything = range(self.num_held)
         if num_tokens > self._capacity or (caps is not None and not caps.fit(everything)):
+            # All but the newest, which opens the next pack.
             return self._part_with([list(everything[:-1])])
         return self._part_with([list(everything)]) if num_tokens == self._capacity else []
 
@@ -196,6 +200,7 @@ class Packer:
         is_behind = self.config.packing_strategy == "greedy" and self._held
         before = self._part_with([list(range(self.num_held))]) if is_behind else []
         self.num_emitted += 1
+        # An item of exactly the capacity is alone too, but simply a full pack: nothing to report.
         is_long = is_single_long(*item[1:], self.config)
         if is_long:
             self.num_single_long += 1
@@ -214,6 +219,7 @@ class Packer:
         packs = []
         for group in groups:
             entries = [self._held[index] for index in group]
+            # The window need not be in order of arrival: `exact` moves what it carries behind the others.
             entries.sort(key=_serial)
             packs.append(Pack(tuple([entry[0] for entry in entries])))
             self.num_emitted += len(entries)
@@ -223,6 +229,7 @@ class Packer:
         self._num_windows += 1
         if self.config.packing_strategy == "greedy":
             return groups
+        # Most strategies list packs by their largest sample; in that order every window would begin with its longest.
         return [groups[i] for i in permutation(len(groups), self._seed, "window", self._num_windows).tolist()]
 
     def _drop(self, item: Item, reason: Reason) -> None:
@@ -290,6 +297,7 @@ def remainder_to_drop(
     """
     if not config.packing_drop_last or len(fills) + num_others < 2 or not fills:
         return None
+    # Of equally empty groups the last, as the strategies open their packs in order and fill the first ones up.
     least = min(range(len(fills)), key=lambda index: (fills[index], -index))
     could_be_filled = rooms[least] >= shortest
     return least if fills[least] < config.packing_min_fill_ratio and could_be_filled else None

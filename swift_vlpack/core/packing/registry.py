@@ -93,6 +93,7 @@ class Checked:
             return []
         options = {"caps": caps} if caps is not None and "caps" in _parameters(self.function) else {}
         try:
+            # A copy: a strategy that sorts or empties its list must not touch the packer's own.
             groups = [sorted(map(as_index, group)) for group in self.function(list(lengths), capacity, **options)]
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
@@ -147,6 +148,7 @@ def _module(name: str, path: str) -> Any:
     here = os.getcwd()
     if not {here, ""} & set(sys.path):
         sys.path.append(here)  # last, so that no file there takes the place of a package
+        # Python has remembered what is in each folder; one that has just come is unknown without this.
         invalidate_caches()
     try:
         return import_module(name)

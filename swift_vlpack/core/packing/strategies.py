@@ -69,6 +69,7 @@ def binpack(lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> 
     if matched is None:
         return constant_volume(lengths, capacity)
     packs, _ = matched(list(enumerate(lengths)), capacity)
+    # Ascending like those of all strategies, whatever order the host's function puts items in; without its empty packs.
     return [group for pack in packs if (group := sorted(index for index, _ in pack))]
 
 
@@ -127,8 +128,10 @@ def first_fit(lengths: Sequence[int], capacity: int, caps: Caps | None = None) -
         node = 1
         while node < num_leaves:
             node *= 2
+            # The left child unless it lacks room, which finds the first pack that has it and not just any.
             if room[node] < length:
                 node += 1
+        # The pack is a new one where the leaf has none yet; leaves are in the order in which packs are opened.
         if node - num_leaves == len(groups):
             groups.append([])
         groups[node - num_leaves].append(index)
@@ -159,6 +162,7 @@ def best_fit_assignment(lengths: NDArray[Any], capacity: int) -> tuple[NDArray[n
     Items of one length are placed together: the fullest packs that have room, all of them equally full, take
     as many each as fit. So the work is in the distinct (length, room) pairs that meet, not in the items.
     """
+    # int32 halves the memory of ten million items, and no epoch has 2^31 of them.
     order = np.argsort(-lengths, kind="stable").astype(np.int32)
     descending = lengths[order]
     firsts = np.flatnonzero(np.diff(descending, prepend=0))  # where a length comes for the first time
@@ -224,6 +228,7 @@ class _PacksByRoom:
         return taken
 
     def add(self, room: int, packs: list[int]) -> None:
+        # A pack without room is never taken from again, and would only be searched past.
         if room == 0:
             return
         if room not in self._packs:
@@ -241,6 +246,7 @@ def exact(lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> Gr
     while left:
         inside = fill_oldest(sizes, capacity, caps.subset(left) if caps else None)
         groups.append([left[i] for i in inside])
+        # From behind, so that the indices that are still to be deleted stay right.
         for i in reversed(inside):
             del left[i], sizes[i]
     return groups
@@ -258,6 +264,7 @@ def fill_oldest(lengths: Sequence[int], capacity: int, caps: Caps | None = None)
     [0, 3]
     """
     room = capacity - lengths[0]
+    # No two others fit, so that a scan does; the first condition spares most calls the `min`, which is a scan too.
     if room < 2 * (capacity // 3) and room < 2 * min(lengths):
         inside = _with_longest(lengths, room)
     else:
@@ -283,6 +290,7 @@ def _with_subset(lengths: Sequence[int], room: int) -> list[int]:
         append(reachable)
         if reachable & 1:  # nothing is free: no later item can do better
             break
+    # The lowest bit that is set: the least room that some subset leaves.
     free = (trail[-1] & -trail[-1]).bit_length() - 1
     inside = []
     for index in range(len(trail) - 1, 0, -1):
@@ -335,6 +343,7 @@ def _any_fit(lengths: Sequence[int], order: Sequence[int], capacity: int, caps: 
 
 
 def _largest_first(lengths: Sequence[int]) -> list[int]:
+    # Of equal items the older ones first, so that they leave first.
     return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
 
 

@@ -24,6 +24,7 @@ def typical_row(lengths: Sequence[int] | NDArray[np.integer], capacity: int) -> 
     if not len(ordered):
         return (max(1, capacity // 4),) * 4
     num_samples = max(1, int(capacity // ordered.mean()))
+    # The middle of each of so many equal parts: the ends are the rarest lengths there are.
     places = (np.arange(num_samples) + 0.5) / num_samples * len(ordered)
     chosen = ordered[places.astype(np.int64)]
     fitting = np.cumsum(chosen) <= capacity

@@ -44,9 +44,11 @@ def in_step(packs: Iterable[T], empty: Callable[[], T], ranks: Voting) -> Iterat
     outcome = ranks.vote(mine)
     while (decided := outcome()) is Vote.PACK:
         current = empty() if mine is Vote.DRY else pack
+        # Before the current pack is given out: it trains while the vote is on its way.
         pack, error, mine = _fetch(iterator)
         outcome = ranks.vote(mine)
         yield current  # type: ignore[misc]  # a vote for PACK comes with one
+    # The rank's own error before the word that one has failed: it has the cause.
     if error is not None:
         raise error
     if decided is Vote.FAILED:
@@ -58,5 +60,6 @@ def _fetch(packs: Iterator[T]) -> tuple[T | None, Exception | None, Vote]:
         return next(packs), None, Vote.PACK
     except StopIteration:
         return None, None, Vote.DRY
+    # Raised once all have heard of it: the others would wait for this rank's vote.
     except Exception as error:
         return None, error, Vote.FAILED

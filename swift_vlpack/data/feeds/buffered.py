@@ -115,6 +115,7 @@ class ReaderProgress:
 
     def trained(self, record: PackRecord) -> None:
         """Note a pack that has been trained. One of another epoch starts anew."""
+        # The pack says which epoch it is of, as readers are ahead of what is trained.
         if record.epoch != self.epoch:
             self.epoch, self.turn, self.num_trained, self.workers = record.epoch, 0, 0, {}
         self.num_trained += 1
@@ -167,6 +168,7 @@ class _Buffer:
     def packs(self, dataset: Any, share: Share) -> Iterator[PackedSamples]:
         """Pack a share. One pack is kept back, so that what the end leaves out has a record to travel in."""
         samples = dataset.samples(self._epoch, share, start=self._num_read, held=self._held_ids())
+        # Before the rows that follow, as the one iterator gives both.
         self._encode_held_again(samples)
         if not self._is_at_end:
             for sample in samples:
@@ -178,6 +180,7 @@ class _Buffer:
         while self._ready:
             yield self._next()
         if self._left_out:
+            # A pack without samples: what was left out needs a record to travel in.
             yield self._pack([])
 
     def state(self) -> WorkerState:
@@ -205,6 +208,7 @@ class _Buffer:
         self._packer.load(state["packer"])
 
     def _held(self) -> list[Item]:
+        # In order of number, which is that in which their rows come when they are read again.
         return sorted([*self._packer.held, *(item for items in self._ready for item in items)])
 
     def _held_ids(self) -> set[ItemId]:
@@ -252,6 +256,7 @@ class _Buffer:
         left_out, self._left_out = self._left_out, []
         self._num_packs += 1
         pack = packed_samples(samples, self._epoch, self._num_packs - 1, self._config, left_out)
+        # Behind the pack, whose own samples are no longer held: the state is that after it.
         pack.record = replace(pack.record, progress=(self.state(),))
         return pack
 

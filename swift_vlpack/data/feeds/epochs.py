@@ -78,6 +78,7 @@ class Epochs:
         number, ahead = self._ahead or (None, None)
         if ahead is None or number != epoch:
             return pack_epoch(self.recipe, epoch, self._name_of)
+        # Each future is asked for once; kept, it would hold the arrays of an epoch that has ended.
         self._ahead = None
         return ahead.result()
 
@@ -98,6 +99,7 @@ class Epochs:
 def _fill(future: Future[PackedEpoch], recipe: Recipe, epoch: int, name_of: NameOfRow | None) -> None:
     try:
         future.set_result(pack_epoch(recipe, epoch, name_of))
+    # Exits and interrupts too: whoever waits for the result would wait for ever.
     except BaseException as error:
         future.set_exception(error)
 

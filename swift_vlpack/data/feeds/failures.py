@@ -34,6 +34,7 @@ class FailedShare:
         """Count the rows of a pack."""
         self._reasons.extend([""] * num_read)
         for one in left_out:
+            # A row that is left out for its length is no sign of a broken disk.
             if is_failure(one.reason):
                 self._reasons.append(one.reason)
                 self._last = one
@@ -51,6 +52,7 @@ class FailedShare:
             raise TooManyFailures(f"{found}; the last is {_shown(self._last)}. {_way_out(self.most)}")
         if share > SHARE_WARNED_OF and not self._is_warned_of:
             logger.warning("%s; the last is %s. Above %.0f%% the run stops", found, _shown(self._last), 100 * self.most)
+        # As long as it stays above, it is said once; when it has been below, once more.
         self._is_warned_of = share > SHARE_WARNED_OF
 
 

@@ -51,6 +51,7 @@ def rows_of(dataset: Any, template: Template) -> FusionCaptionDataset | Streamed
 def make_packing(template: Template, dataset: Any, config: PackingConfig) -> None:
     """Let the template collate packs of the targets that are wanted, if it and the templates of sources are fit."""
     reading = getattr(dataset, "template", template)
+    # Each template once: most sources share the run's.
     for used in {id(one): one for one in (template, reading, *getattr(dataset, "templates", ()))}.values():
         check_ready(used, needs_model=False)
         choose_targets(used, config)

@@ -79,6 +79,7 @@ class PlannedFeed:
         return {
             "seed": self.seed,
             **self.rows.fingerprint(self.dataset),
+            # Without the tokens with a label, which decide nothing.
             "lengths": digest_of(*(column[:NUM_PLANNED_COLUMNS].astype("<i8").tobytes() for column in columns)),
             **self.config.pack_options(),
             **self.config.changed_targets(),
@@ -87,6 +88,7 @@ class PlannedFeed:
 
     def begin(self, epoch: int) -> EpochStart:
         """Come to an epoch, and let the next one be planned while it trains."""
+        # The trainer asks and then its loader does; the second time there is nothing to plan.
         if epoch != self.epoch:
             self.epoch_plan, self._num_trained = self._epochs.plan(epoch), 0
         self._epochs.make_ahead(epoch + 1)
@@ -157,6 +159,7 @@ class PlannedFeed:
         cuts = cuts_from(state["cuts"])
         packed = self._epochs.packed(state["epoch"])
         try:
+            # Before the new sharing, which a run on other ranks has: saved numbers count in that of then.
             digest = saved_digest(packed, cuts)
             self.epoch_plan = plan_epoch(self._epochs.recipe, state["epoch"], cuts, packed=packed)
             self._num_trained = 0

@@ -44,6 +44,7 @@ class PublishedAddresses:
     def publish(self, plan: EpochPlan) -> None:
         """In the training process: what workers deliver from now on."""
         if not self.is_there:
+            # For the owner only: temporary folders are shared by all users of a machine.
             self._folder.mkdir(mode=0o700)
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         members = plan.packs.members
@@ -53,6 +54,7 @@ class PublishedAddresses:
         latest = int(self._latest[0])
         np.save(self._file(latest + 1, "samples"), samples)
         np.save(self._file(latest + 1, "offsets"), np.append(plan.packs.offsets, plan.epoch))
+        # Last: a worker that sees the number finds both files whole.
         self._latest[0] = latest + 1
         for name in ("samples", "offsets"):  # of the epoch before the last one, which nobody reads any more
             self._file(latest - 1, name).unlink(missing_ok=True)
@@ -76,6 +78,7 @@ class PublishedAddresses:
         """Where packs begin, with the end of the last and the number of the epoch; and their samples."""
         latest = int(self._latest[0])
         if self._read is None or self._read[0] != latest:
+            # Mapped and not read: all workers of a machine share the pages.
             offsets, samples = (np.load(self._file(latest, name), mmap_mode="r") for name in ("offsets", "samples"))
             self._read = latest, offsets, samples
         return self._read[1:]

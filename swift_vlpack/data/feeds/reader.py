@@ -59,6 +59,7 @@ class PackReader(Dataset[PackedSamples]):
     def _fitting(self, found: list[tuple[Encoded, bool]]) -> tuple[list[Encoded], list[LeftOut]]:
         """Those that fit beside each other, in their order. Samples that grew give way to those that did not."""
         keeps, left_out, num_tokens = [False] * len(found), [], 0
+        # Those that are as long as planned first, which fit beside each other by the plan.
         for at in sorted(range(len(found)), key=lambda at: found[at][1]):
             sample, has_grown = found[at]
             is_alone = not any(keeps) and (self.config.packing_allow_single_long or not has_grown)
@@ -85,6 +86,7 @@ class PackReader(Dataset[PackedSamples]):
             self._draws_at_random = stream.has_drawn
             if not self._draws_at_random:
                 return encoded
+        # Encoded anew where any was drawn: in threads the numbers went to whoever came first.
         with RandomStream(*name):
             return [self.dataset.sample_or_error(where) for where in address.samples]
 
@@ -93,5 +95,6 @@ def threads_per_worker() -> int:
     """The cores of this machine, shared by its ranks and their dataloader workers."""
     worker = get_worker_info()
     num_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * (worker.num_workers if worker else 1)
+    # The cores that this process may use, which in a container are fewer than the machine has.
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, num_cores // num_sharing)

@@ -38,6 +38,7 @@ class RunRows:
 
     def compared(self, saved: Sequence[SavedSource]) -> Changes | None:
         """What became of the rows; None where the sources are other ones."""
+        # Names in their order too: schedules draw by name, and sizes are kept by place.
         if [one.name for one in saved] != [source.name for source in self.sources]:
             return None
         return sum((changes(*each) for each in zip(saved, self.sources, self.contents, strict=True)), Changes())
@@ -71,6 +72,7 @@ def digest_of(*parts: bytes) -> str:
     """16 hexadecimal digits of parts that cannot run into each other."""
     total = hashlib.sha256()
     for part in parts:
+        # The length of each before it, or ("ab", "c") would be ("a", "bc").
         total.update(len(part).to_bytes(8, "little"))
         total.update(part)
     return total.hexdigest()[:16]

@@ -76,6 +76,7 @@ class StreamedFeed:
 
     def loader(self, rank: int, make: MakeLoader, *, ranks: Callable[[], Voting], **options: Any) -> Any:
         """A loader whose workers read shares of their own."""
+        # Now, and not at the first vote: making a group is a point that all ranks have to come to.
         self._ranks = ranks()
         self._empty_row = options["collate_fn"]
         self._device = options.get("device")

@@ -48,6 +48,7 @@ class KnownSizes:
     def __init__(self, records: Records, cures: bytes = bytes(KEY.itemsize)) -> None:
         self._order = np.argsort(records["key"]["high"], kind="stable")  # of equal keys the latest is last
         self.records = records[self._order]
+        # In plain numbers a search is quick; pairs of them numpy compares field by field.
         self._high = np.ascontiguousarray(self.records["key"]["high"])
         self._cures = cures
         self.num_differing = int((records["size"]["proof"] == DIFFERS).sum())
@@ -66,6 +67,7 @@ class KnownSizes:
 
     def _places(self, keys: Keys) -> NDArray[np.int64]:
         """Of the latest record of each key; -1 without one."""
+        # Of equal halves the last; that other keys share all 64 bits is not to be expected, and costs one measurement.
         at = np.searchsorted(self._high, keys["high"], side="right") - 1
         return np.where((at >= 0) & (self.records["key"][np.maximum(at, 0)] == keys), at, -1)
 
@@ -75,6 +77,7 @@ class KnownSizes:
 
 def _mixed(keys: Keys, cures: bytes) -> Keys:
     """The keys under which failures are found while nothing of what may cure them changes."""
+    # Two numbers to mix with another two: numpy has no integers of 128 bits.
     return (np.ascontiguousarray(keys).view("<u8") ^ np.tile(np.frombuffer(cures, "<u8"), len(keys))).view(KEY)
 
 
@@ -111,6 +114,7 @@ class LengthCache:
         records = np.zeros(int(has_key.sum()), KEYED_SIZE)
         records["key"], records["size"] = keys[has_key], sizes[has_key]
         is_curable = ~np.isin(records["size"]["reason"], _INCURABLE)
+        # The key of failures changes with the cures, that of sizes does not: no cure measures good rows again.
         records["key"][is_curable] = _mixed(records["key"][is_curable], self._cures)
         self._file.append(records)
 
@@ -185,6 +189,7 @@ class LengthCache:
         if (found := real_file(text)) is None:
             return None
         path = os.path.abspath(found.path)
+        # A file that is no link is where its folder is, and where folders really are is remembered.
         if os.path.islink(path):
             path = os.path.realpath(path)
         folder, name = os.path.split(path)
@@ -193,6 +198,7 @@ class LengthCache:
             os.path.join(self._real_folder(folder), name),
             stat.S_IFMT(state.st_mode),
             state.st_size,
+            # In nanoseconds: an image that is rewritten within a second, at the same size, is another one.
             state.st_mtime_ns,
         )
 

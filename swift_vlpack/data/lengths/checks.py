@@ -45,6 +45,7 @@ class Checks:
         rows = zip(chunk.positions.tolist(), chunk.seen, is_quick, strict=True)
         chosen = []
         for position, seen, by_header in rows:
+            # A row whose header says nothing was encoded in full anyway: compared only where it was drawn.
             if not by_header and not (seen.is_silent and position in self._drawn):
                 continue
             if self._takes(position, seen):
@@ -75,6 +76,7 @@ class Checks:
     def instead_of(self, position: int) -> list[int]:
         """The row cannot be encoded in full, so another one of each of its kinds has to be, if there is one."""
         kinds = self.kinds.get(position, ())
+        # Taken back, so that another row of the kinds may be chosen in its place.
         self._num_compared.subtract(kinds)
         chosen = []
         for kind in kinds:
@@ -126,6 +128,7 @@ def extremes(sizes: Sizes) -> NDArray[np.int64]:
     def ends() -> Iterator[NDArray[np.int64]]:
         for column in ("length", "patches", "aspect"):
             order = usable[np.argsort(sizes[column][usable], kind="stable")]
+            # Where all are equal, no row is an end.
             if len(order) and sizes[column][order[0]] != sizes[column][order[-1]]:
                 yield order[:NUM_AT_EACH_END]
                 yield order[max(0, len(order) - NUM_AT_EACH_END) :]

@@ -54,6 +54,7 @@ class _Worker:
         self.pipe, its_end = context.Pipe()
         self.process: ForkProcess = context.Process(target=_serve, args=(work, its_end, os.getpid()))
         self.process.start()
+        # Closed here, so that the pipe ends when the process does, and not only with this one.
         its_end.close()
         self.numbers: deque[int] = deque()
 
@@ -98,6 +99,7 @@ class _Crew:
         most = 2 * (1 + _NUM_AHEAD) * len(self._workers) - num_open
         start = number
         while tasks and number - start < most:
+            # The least busy one: tasks take from milliseconds to seconds, so that taking turns would let some wait.
             worker = min(self._workers, key=lambda worker: len(worker.numbers))
             if len(worker.numbers) > _NUM_AHEAD:
                 break
@@ -113,6 +115,7 @@ class _Crew:
         for worker in busy:
             if worker.pipe in ready:
                 taken.append(worker.take())
+            # What it sent before it died is still to be had.
             elif worker.process.sentinel in ready and not worker.pipe.poll():
                 raise _killed()
         return taken
@@ -126,6 +129,7 @@ def _crew(work: Work, num_processes: int) -> Iterator[_Crew]:
         workers.extend(_Worker(work) for _ in range(num_processes))
         yield _Crew(workers)
     finally:
+        # All are told before any is waited for, so that they end at once and not one after the other.
         for worker in workers:
             worker.process.kill()
         for worker in workers:
@@ -147,7 +151,9 @@ def _killed() -> VLPackError:
 def _serve(work: Work, pipe: Connection, parent: int) -> None:
     """One thread a process; and an end when the process that forked this one has been killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one that forked this one, which ends it
+    # The processes share the cores already; threads of each would take the others' time.
     torch.set_num_threads(1)
+    # A daemon: it waits for an end that may never come.
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     while True:
         task = pipe.recv()
@@ -171,4 +177,5 @@ def _that_travels(error: BaseException) -> BaseException:
 def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_SECONDS_BETWEEN_LOOKS)
+    # Not `sys.exit`, which would only end this thread.
     os._exit(1)

@@ -35,6 +35,7 @@ class Found:
     def drawn(self, num_rows: int) -> Positions:
         """Some rows that have no size yet, always the same ones of them."""
         unknown = self.unknown()
+        # By a seed of the source's name: the same rows at every start, and other ones in other sources.
         return unknown[permutation(len(unknown), "lengths", self._rows.source.name)[:num_rows]]
 
     def unproven(self, positions: Positions) -> Positions:
@@ -78,6 +79,7 @@ class Found:
 
     def remember_difference(self, chunk: Chunk, waiting: list[Chunk]) -> None:
         """Write down that headers differ, and of the rows at hand only those that were encoded in full."""
+        # The difference first: a process that is killed behind it must not leave sizes that look checked.
         self._known.trust.revoke(str(chunk.difference))
         self.remember([chunk])
         for other in waiting:

@@ -68,6 +68,7 @@ class LengthFile:
         nothing = np.zeros(0, KEYED_SIZE)
         if not self.is_usable:
             return nothing
+        # From the start, whatever was seen before: somebody may have put another file there.
         self._end = 0
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,6 +98,7 @@ class LengthFile:
     def _read_on(self, file: int) -> tuple[Records, bool]:
         """The records behind those that were seen, and whether the file is damaged there; cuts off unfinished ones."""
         state = os.fstat(file)
+        # Another file has the name, or this one was cut: what was seen of it says nothing.
         if state.st_ino != self._inode or state.st_size < self._end:
             self._inode, self._end = state.st_ino, 0
         content = _read(file, self._end, state.st_size)
@@ -108,6 +110,7 @@ class LengthFile:
         return records, bool(rest) and not _is_unfinished(rest)
 
     def _set_aside(self) -> None:
+        # By its process, so that two that find the damage at once do not overwrite each other's.
         aside = self.path.with_suffix(f".damaged-{os.getpid()}")
         os.replace(self.path, aside)
         logger.warning(
@@ -146,6 +149,7 @@ def _is_unfinished(rest: bytes) -> bool:
     """Whether this is the beginning of a block, or of the magic line, as a killed process leaves it."""
     if MAGIC.startswith(rest[: len(MAGIC)]):
         return len(rest) <= len(MAGIC)
+    # Less than a header has no checksum yet; its first bytes have to do.
     if len(rest) < _BLOCK.size:
         return _MARK.startswith(rest[: len(_MARK)])
     num_records = _BLOCK.unpack_from(rest)[1]
@@ -153,6 +157,7 @@ def _is_unfinished(rest: bytes) -> bool:
 
 
 def _header(num_records: int, block: bytes) -> bytes:
+    # The last four bytes are the checksum of those before them.
     head = _BLOCK.pack(_MARK, num_records, zlib.crc32(block), 0)[:-4]
     return head + struct.pack("<I", zlib.crc32(head))
 
@@ -180,6 +185,7 @@ def _locked(path: Path) -> Iterator[int]:
 
 
 def _opened(path: Path) -> int:
+    # Appending, so that what a writer without a lock adds lands behind ours and not over it.
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
 
 

@@ -48,10 +48,12 @@ _NUM_KEYS_WORTH_A_PROCESS = 2000
 def measure(source: RowSource, known: Known, encoders: Encoders, comm: Comm = ALONE) -> LengthIndex:
     """The sizes of all rows of a source, and why some have none; all ranks give the same."""
     part = _Part.of(source, known, encoders, comm)
+    # Over all ranks together as many as one rank alone would draw.
     num_drawn = -(-checks.NUM_ROWS_DRAWN // comm.num_ranks)
     difference = _first(comm.results_of_all(lambda: _looked_up(part) or _measured(part, num_drawn)))
     if difference is None:
         sizes = joined(comm.results_of_all(lambda: part.found.sizes))
+        # Of the whole source, so that the ends are its own and not those of every rank's part.
         mine = _own(extremes(sizes), comm)
         difference = _first(comm.results_of_all(lambda: _compared(part, mine)))
     if difference is not None:
@@ -130,6 +132,7 @@ def _measured(part: _Part, num_drawn: int = 0) -> str | None:
                 return str(chunk.difference)
             if chunk.seen is None:
                 instead = _believed(part, chunk, chosen_by)
+                # Before what is to be measured: until they are compared, sizes wait to be remembered.
                 tasks.extendleft(_comparing(part.encoders, instead))
                 found.remember(unconfirmed.confirm(chunk, instead))
             else:

@@ -20,6 +20,7 @@ class _Bar:
 
     @contextmanager
     def stage(self, text: str, num_rows: int) -> Iterator[tqdm[Any]]:
+        # Rows that were counted in at first are not added again; only what a stage looks at once more is.
         foreseen = min(num_rows, self._num_foreseen)
         self._num_foreseen -= foreseen
         self._line.total += num_rows - foreseen

@@ -53,6 +53,7 @@ def rows_at(rows: Any, indices: list[int]) -> list[Row]:
     """Rows by index; at once where the data set can."""
     if not hasattr(rows, "column_names"):
         return [rows[index] for index in indices]
+    # `datasets` gives many rows at once as columns, in one read.
     columns = rows[indices]
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 

@@ -58,6 +58,7 @@ class RowsWork:
 
     def without_headers(self) -> RowsWork:
         """The same, but for headers; what was given up stays given up."""
+        # A copy of the one, so that what it knows of reads that were given up goes on being known.
         other = copy.copy(self)
         other.encoders = replace(self.encoders, by_header=None)
         return other
@@ -116,6 +117,7 @@ class RowsWork:
             full, error, _ = self._size(in_full, row, position, IN_FULL)
             quick, quick_error, _ = self._size(by_header, row, position, AGREED)
             index = self._rows.index(position)
+            # A failure that may pass proves nothing about headers: the full encoding counts.
             if quick_error is not None and not quick_error.is_lasting:
                 quick, quick_error = full, error
             elif error is not None and quick_error is None and about(error.reason).is_of_pixels:
@@ -133,6 +135,7 @@ class RowsWork:
         """The rows; what their images' URLs answer is asked for in threads, to be there when they are encoded."""
         rows = self._rows.at(positions)
         if (urls := self._known.urls) is not None:
+            # What the chunk before asked for; a pass would hold all images of a source.
             urls.forget()
             urls.read((url for row in rows for url in image_urls(row)), whole=whole)
         return rows

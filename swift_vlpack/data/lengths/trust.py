@@ -35,6 +35,7 @@ class Trust:
             if not isinstance(line, dict):
                 continue
             self._remembered.update({str(kind): int(number) for kind, number in line.get("agreed", {}).items()})
+            # Not only of the source that differs: a rule that was wrong once is doubted everywhere.
             self.is_revoked |= "differs" in line
         if self.is_revoked:
             self._remembered.clear()

@@ -83,9 +83,12 @@ def fault_of(error: Exception, row: Mapping[str, Any]) -> Fault:
     One missing path in four has a length that base64 can have, and ms-swift then decodes it instead of opening it.
     """
     said = _said(error)
+    # By name, so that no library has to be imported to say what failed in it.
     known = _BY_ERROR.get(type(error).__name__)
+    # A limit of length first: it is ms-swift's own word, and no file is to blame for it.
     if known == Reason.OVER_MAX_LENGTH:
         return Fault(known, said)
+    # Before anything that looks at files, which would wait for the same disk.
     if known == Reason.FILE_TIMEOUT:
         return timeout_of(str(error), row)
     if not row.get("messages"):
@@ -118,6 +121,7 @@ def is_lasting(error: Exception, reason: str, row: Mapping[str, Any]) -> bool:
         return True
     if about(reason).is_passing or isinstance(error, MemoryError):
         return False
+    # What a network gave once says nothing about the next time.
     if any(isinstance(medium.value, str) and medium.value.startswith("http") for medium in media(row)):
         return False
     if not isinstance(error, OSError) or type(error).__name__ in _BY_ERROR:
@@ -167,6 +171,7 @@ def _fault_of_content(error: Exception, known: str | None, found: list[Medium]) 
     elif known is None and (_is_from_pillow(error) or isinstance(error, binascii.Error)):
         reason = Reason.IMAGE_UNREADABLE
     if reason in (Reason.IMAGE_UNREADABLE, Reason.IMAGE_TOO_LARGE, Reason.FILE_UNREADABLE):
+        # Once more, and only now: which of several images it was is in no error.
         bad = [(medium, its) for medium in found if (its := _error_of_image(medium)) is not None]
         if bad:
             medium, its = bad[0]
@@ -209,6 +214,7 @@ def _named(error: Exception, medium: Medium) -> str:
     """The error with the name of the image in it, instead of the buffer that it was read into."""
     paths = _paths([medium])
     name = paths[0] if paths else f"the content of {medium.place}"
+    # The buffer's address would make two of one message, and tells nobody anything.
     said = _IN_MEMORY.sub(name, _said(error))
     return said if name in said else f"{said} ({name})"
 

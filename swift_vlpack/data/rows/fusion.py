@@ -173,7 +173,9 @@ class FusionCaptionDataset(Dataset[Encoded]):
         """
         schedule = self.mix.schedule(epoch)
         positions = range(share.row(start), len(schedule), share.num_shares)
+        # What is held was read before all others, and a reader that goes on asks for it first.
         for position in chain(map(share.row, sorted(held)), positions):
+            # By position and not by row: a row that comes twice in an epoch draws twice.
             with RandomStream(self.mix.seed, epoch, position):
                 sample = self.sample_or_error(Address(*schedule[position]))
             yield sample
@@ -239,6 +241,7 @@ def own_template(template: Template, source: RowSource) -> Any:
 
 def with_system(row: Row, system: str | None) -> Row:
     """Give a row the source's system prompt, unless it brings one."""
+    # ms-swift may give a row that is shared, or cached; what is added here is nobody else's.
     row = dict(row)
     messages = row.get("messages")
     if system is None or not isinstance(messages, (list, tuple)) or not messages:
@@ -281,6 +284,7 @@ def _encoded(template: Template, row: Row) -> Any:
 
 
 def _watched(template: Template, row: Row) -> Any:
+    # A text waits for no disk, and there are many of them: it is spared a thread.
     if next(media(row), None) is None:
         return _encoded(template, row)
     try:
@@ -291,6 +295,7 @@ def _watched(template: Template, row: Row) -> Any:
 
 def _limited_rows(source: RowSource, seed: int) -> NDArray[np.int64]:
     drawn = permutation(len(source.rows), source.seed if source.seed is not None else seed, source.name, "limit")
+    # In the order of the file, which is what an epoch without shuffling has.
     return np.sort(drawn[: source.num_used])
 
 

@@ -46,6 +46,7 @@ class LeftOutRows:
         lines = []
         for one in left_out:
             key = (str(one.sample_id), epoch, one.reason)
+            # Read when the first row is added: most runs leave out nothing, and a list of a resumed one may be long.
             listed = self._listed_before() if self._listed is None else self._listed
             if key not in listed:
                 listed.add(key)

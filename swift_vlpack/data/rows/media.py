@@ -113,6 +113,7 @@ def _candidates(text: str) -> list[str]:
     if text.startswith("/"):
         return [text]
     below = os.path.expanduser(os.path.join(os.environ.get("ROOT_IMAGE_DIR", ""), text))
+    # ms-swift takes a path of the working directory before one below ROOT_IMAGE_DIR.
     return [text] if below == text else [text, below]
 
 

@@ -29,6 +29,7 @@ def _line(path: Path, row: int) -> int | None:
         return None
     if suffix == ".txt":  # a blank line is a row too
         return row + 1
+    # Part of the key of what is remembered: a file that is edited while a run lasts is read again.
     changed = path.stat().st_mtime_ns
     if suffix == ".jsonl":
         return _after_blanks(_blank_lines(path, changed), row + 1)
@@ -46,6 +47,7 @@ def _after_blanks(blanks: array[int], line: int) -> int:
     4
     """
     found, num_blanks = line, 0
+    # Each blank line before it moves the line on by one, which may put further blank lines before it.
     while (now := bisect_right(blanks, found)) != num_blanks:
         found, num_blanks = line + now, now
     return found
@@ -60,6 +62,7 @@ def _blank_lines(path: Path, changed: int) -> array[int]:
 @lru_cache(_NUM_FILES_REMEMBERED)
 def _csv_starts(path: Path, changed: int) -> array[int]:
     starts, before = array("q"), 0
+    # Undecodable bytes do not move lines; whoever loads the file complains of them.
     with path.open(encoding="utf-8", errors="replace", newline="") as file:
         reader = csv.reader(file)
         for fields in reader:

@@ -24,6 +24,7 @@ class RandomStream:
     def __init__(self, *name: object) -> None:
         outside = _states()
         random.seed(seed := int(sort_keys(1, *name)[0]))
+        # numpy takes 32 bits of a seed; the key has 64.
         np.random.seed(seed % 2**32)
         torch.default_generator.manual_seed(seed % 2**63)  # torch.manual_seed would reach GPUs, too
         self._first = self._states = _states()
@@ -41,6 +42,7 @@ class RandomStream:
     @property
     def has_drawn(self) -> bool:
         """Whether anybody has drawn from it."""
+        # States are compared and not counted: whoever draws need not tell us.
         python, (_, keys, at, *_), of_torch = self._states
         first_python, (_, first_keys, first_at, *_), first_of_torch = self._first
         is_unmoved = python == first_python and at == first_at and bool((keys == first_keys).all())

@@ -75,6 +75,7 @@ class SampleError(VLPackError):
         return Fault(self.reason, self.detail, self.files)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # pickle would call the class with the one text of the error, on the way out of a worker.
         return type(self), (self.sample_id, self.reason, self.detail, self.is_lasting, self.files)
 
 

@@ -81,6 +81,7 @@ class Changes:
 
 def rows_read(num_rows: int) -> NDArray[np.int64]:
     """The rows of a source whose content has a digest, in order."""
+    # A name of its own and no seed: which rows are compared must be the same in every run over the data.
     return np.sort(permutation(num_rows, "content")[:NUM_ROWS_READ])
 
 
@@ -114,6 +115,7 @@ def to_bytes(sources: Sequence[SavedSource]) -> bytes:
     arrays: dict[str, NDArray[Any]] = {"names": _text([source.name for source in sources]), "reasons": _text(reasons)}
     for number, source in enumerate(sources):
         failed = sorted(source.sizes.failures)
+        # Fixed sizes in one byte order: a checkpoint may be resumed from on another kind of machine.
         arrays[f"sizes{number}"] = source.sizes.columns.astype("<i4")
         arrays[f"failed{number}"] = np.array(failed, dtype="<i8")
         arrays[f"reason{number}"] = np.array([reasons.index(source.sizes.failures[at]) for at in failed], dtype="<i4")
@@ -127,6 +129,7 @@ def to_bytes(sources: Sequence[SavedSource]) -> bytes:
 def from_bytes(content: bytes) -> list[SavedSource]:
     """What was saved; anything else is refused."""
     try:
+        # Without pickles, which can run code: a checkpoint may come from somebody else.
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
             reasons = arrays["reasons"].tolist()
             return [_loaded(arrays, number, name, reasons) for number, name in enumerate(arrays["names"].tolist())]

@@ -50,6 +50,7 @@ class StreamedRows:
         """What the stream begins with in epoch 0, unencoded; nothing of an iterator, which cannot be read again."""
         if isinstance(self.rows, Iterator):
             return []
+        # Of the first epoch, whichever a run is resumed in: its fingerprint has to be of the same rows.
         _set_epoch(self.rows, 0)
         return list(islice(_unsplit(self.rows), num_rows))
 
@@ -63,6 +64,7 @@ class StreamedRows:
         reading = RandomStream(self.seed, epoch, self.name, *share)
         rows = self._rows(epoch, share)
         for index in count():
+            # Entered for each row anew: between two rows whoever trains draws from the states of the process.
             with reading:
                 row = next(rows, _END)
             if row is _END:
@@ -78,6 +80,7 @@ class StreamedRows:
         if num_shares == 1 or not self.has_shards_for(num_shares):
             return islice(_unsplit(self.rows), number, None, num_shares)
         shard: Any = self.rows.shard(num_shards=num_shares, index=number)  # type: ignore[attr-defined]
+        # Another object, which need not have taken over the epoch of the stream.
         _set_epoch(shard, epoch)
         return _unsplit(shard)
 

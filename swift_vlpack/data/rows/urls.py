@@ -69,6 +69,7 @@ class Urls:
         if not todo:
             return
         self._take_over()
+        # A few of every unknown host first: one that is gone costs three time-outs and not a thousand.
         first, rest = self._divided(todo)
         for some in filter(None, (first, rest)):
             with ThreadPoolExecutor(min(_NUM_THREADS, len(some))) as threads:
@@ -110,11 +111,13 @@ class Urls:
             return None
         why, answered = "", False
         for number in range(self._num_tries):
+            # 0 s before the first try, 1 s before the second: a server that is overrun has a moment.
             time.sleep(number)
             try:
                 found = _content(url, whole)
             except (requests.RequestException, HTTPError, OSError, ValueError) as error:
                 why, answered = f"{type(error).__name__}: {error}", isinstance(error, requests.HTTPError)
+                # The answer is no, and asking again will not change it.
                 if answered:
                     break
                 continue
@@ -132,6 +135,7 @@ class Urls:
             self._failed[url] = now, why
             lines = [{"url": url, "at": now, "why": why}]
             most = _NUM_FAILURES_OF_GOOD if host in self._answered else NUM_FAILURES
+            # Once, when it is reached: further failures of the host would say the same again.
             if self._num_failed[host] == most:
                 why = f"its host {host} failed {most} times in a row and is not asked again ({why})"
                 self._failed[host] = now, why
@@ -153,6 +157,7 @@ class Urls:
         with suppress(OSError), self._memory.open("rb") as file:
             file.seek(self._num_read)
             content = file.read()
+            # Whole lines only: another process may be at the last one.
             self._num_read += content.rfind(b"\n") + 1
             for line in filter(_is_of_failure, json_lines.parsed(content.splitlines())):
                 self._failed[line["url"]] = line["at"], f"{line['why']} (remembered)"
@@ -189,13 +194,16 @@ def _content(url: str, whole: bool) -> tuple[bytes, bool]:
     content, next_look = bytearray(), _FIRST_LOOK
     with requests.get(url, stream=True, timeout=(min(_SECONDS_TO_CONNECT, seconds), seconds)) as response:
         response.raise_for_status()
+        # `read1` gives what has come and does not wait for a whole part, so that a short header is seen at once.
         read = getattr(response.raw, "read1", response.raw.read)
         while part := read(_PART, decode_content=True):
             content += part
             if not whole and len(content) >= next_look:
                 if _has_header(content):
                     return bytes(content), False
+                # Twice as much each time, so that looking costs no more than reading does.
                 next_look = 2 * len(content)
+            # `requests` limits the wait for a part only: a server that sends a byte a second would never be given up.
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{len(content)} bytes came in {limit:.0f} s, and that was not all")
     return bytes(content), True

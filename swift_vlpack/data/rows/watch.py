@@ -41,17 +41,20 @@ def watched(work: Callable[[], T], where: Callable[[], Any] = lambda: "") -> T:
     def run() -> None:
         try:
             outcome.append((True, work()))
+        # All that the work raises, exits too, is for the thread that waits for it.
         except BaseException as error:
             outcome.append((False, error))
 
     global _num_left_behind
     seconds = seconds_to_wait()
+    # A daemon: nothing ends a thread that waits for a dead mount, and the process must be able to leave it.
     thread = threading.Thread(target=run, daemon=True, name="vlpack-read")
     thread.start()
     place, since, worked = where(), time.monotonic(), time.process_time()
     while not outcome:
         thread.join(seconds / _LOOKS)
         now = where(), time.monotonic(), time.process_time()
+        # Progress, or work of a core: a large image that is being decoded is slow and not stuck.
         if now[0] != place or now[2] - worked > _SHARE_OF_WORK * seconds:
             place, since, worked = now
         elif not outcome and place is not None and now[1] - since >= seconds:

@@ -74,6 +74,7 @@ def check_worker() -> None:
     """Raise unless torch hears that there is no worker when its place is empty."""
     import torch
 
+    # An object that nothing else can be: torch may have a worker here, or None.
     mark: Any = object()
     try:
         with replaced(WORKER, mark):

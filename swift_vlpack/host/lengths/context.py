@@ -104,6 +104,7 @@ def variables_read_by(template_class: type, files: Iterable[str] = ()) -> set[st
     found = set()
     for file in {*source_files(template_class), *own, *_files_of(*_LOADING)}:
         text = Path(file).read_text(encoding="utf-8", errors="replace")
+        # In upper case, as ms-swift looks for the names that it is given.
         found |= {name.upper() for name in _VARIABLE.findall(text)}
     return {name for name in found if not _NOT_OF_LENGTH.fullmatch(name)}
 
@@ -136,6 +137,7 @@ def _version(package: str) -> str | None:
 
 def _digest_of_tokenizer(tokenizer: Any) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
+    # As text: the file of a tokenizer may be the same while tokens were added in memory.
     text = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -166,6 +166,7 @@ class _GridProcessor:
         self._real = real
 
     def __getattr__(self, name: str) -> Any:
+        # Python looks for such names itself, on a class that is being copied or pickled, before there is a `_real`.
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._real, name)
@@ -196,6 +197,7 @@ def pixel_free(template: Any, urls: Urls | None = None) -> Any:
     own._load_image = partial(_noted, seen, load if load is not _header_of else partial(_header_from, urls or Urls()))
     own._tokenize = _Tokenizer(template)
     own._split_special_tokens = partial(_split_special_tokens, _special_tokens())
+    # By attribute on the copy: the class is everybody's, and training goes on encoding with it.
     own.encode = partial(_encode, own, seen)
     own.create_mm_token_type_ids = lambda *_: None  # as long as the tokens, and not asked for
     return own
@@ -277,6 +279,7 @@ class _Tokenizer:
         if self._backend is None or kwargs or not isinstance(context, str):
             return self._full(context, **kwargs)
         if context in self._known:
+            # A copy, as the caller may add to what it gets.
             return list(self._known[context])
         tokens: list[int] = self._backend.encode(context, add_special_tokens=False).ids
         if len(context) <= _SHORT and len(self._known) < _NUM_KNOWN:
@@ -328,6 +331,7 @@ def _header_of(image: Any, load_images: bool) -> Any:
         image = vision_utils.load_file(image)
     if not isinstance(image, Image.Image):
         with image, Image.open(image) as image:
+            # The file is closed behind this; whoever asks for pixels hears that there are none.
             image.load = _refuse_to_decode
     header = HeaderImage.of(image)
     return header if header.mode == "RGB" else header.convert("RGB")

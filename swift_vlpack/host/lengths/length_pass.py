@@ -41,9 +41,11 @@ def with_lengths(source: RowSource, template: Any, args: Any, cache_dir: str | N
     cache = LengthCache(cache_path(source, context, cache_dir), context, digest_of_cures())
     if ranks.num_ranks() > 1:
         _check_same_rows(source, cache, digests_of(own, plugins))
+    # A resumed run goes on with the plan it had; the notes wait for the next new one.
     if not getattr(args, "resume_from_checkpoint", None):
         cache.take_over_notes()
     memory = cache.path.with_name("unreachable.urls")
+    # Under `strict` a failure ends the run, so that one is asked for again and not remembered.
     urls = Urls(None if args.strict else memory)
     known = Known(cache=cache, trust=Trust(cache.path.with_name(f"{context}.trust")), urls=urls)
     encoders = Encoders(
@@ -77,6 +79,7 @@ def cache_path(source: RowSource, context: str, cache_dir: str | None) -> Path:
     """The file that remembers the lengths of a source under these settings."""
     folder = Path(cache_dir) if cache_dir else Path(get_cache_dir()) / "vlpack" / "lengths"
     name = re.sub(r"[^\w.-]+", "_", source.name)[-60:]
+    # The settings are in the name, so that sizes found under others stay beside these.
     digest = hashlib.blake2b(f"{source.name}\n{context}".encode(), digest_size=6).hexdigest()
     return folder.expanduser() / f"{name}-{digest}.lengths"
 

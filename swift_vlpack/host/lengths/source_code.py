@@ -32,6 +32,7 @@ class Code(NamedTuple):
 def code_of(objects: Iterable[Any], plugins: Iterable[str] = ()) -> Code:
     """The code of the objects' classes, of all their bases, and of plugins."""
     named = [file for each in objects for file in source_files(type(each))]
+    # A function that was patched in is in another file than its class.
     named += [function.__code__.co_filename for each in objects for function in _functions(each)]
     named += [os.path.abspath(os.path.expanduser(plugin)) for plugin in plugins]
     todo, files, packages = [file for file in named if os.path.isfile(file)], set(), set()
@@ -114,6 +115,7 @@ def _code_parts(code: CodeType) -> tuple[Any, ...]:
 def _constant(value: Any) -> Any:
     if isinstance(value, CodeType):
         return _code_parts(value)
+    # A set has another order in every process.
     return sorted(map(repr, value)) if isinstance(value, frozenset) else value
 
 

@@ -68,6 +68,7 @@ def column(dataset: Dataset, name: str) -> NDArray[Any]:
 def _preprocessed(
     preprocess_func: Callable[..., Any], dataset: Dataset, kwargs: dict[str, Any]
 ) -> tuple[Any, NDArray[np.int64] | None]:
+    # A column of that name is the data's own; what is in it is nothing that we wrote.
     if ROW in dataset.column_names:
         return preprocess_func(dataset, **kwargs), None
     numbered = dataset.add_column(ROW, np.arange(len(dataset)))
@@ -88,6 +89,7 @@ def _numbering(preprocess_func: Any) -> Callable[..., Any] | None:
         auto._get_preprocessor = lambda dataset: _numbering(preprocess_func._get_preprocessor(dataset))
         return auto
     kind = type(preprocess_func)
+    # A subclass that replaces what loops over rows may do anything with the column.
     if not isinstance(preprocess_func, RowPreprocessor) or any(
         getattr(kind, name) is not getattr(RowPreprocessor, name) for name in ("__call__", "batched_preprocess")
     ):

@@ -118,6 +118,7 @@ def _registered(specs: Sequence[SourceSpec], use_hf: bool | None) -> Iterator[li
         DATASET_MAPPING[one.name] = _numbered_meta(one, loading[:number])
     try:
         yield loading
+    # Also where loading fails: names of this run must not be found by another one in the same process.
     finally:
         for one in loading:
             del DATASET_MAPPING[one.name]
@@ -147,6 +148,7 @@ def _asked(one: _Loading) -> str:
 
 def _numbered_meta(one: _Loading, before: Sequence[_Loading]) -> DatasetMeta:
     """The same data set, but what is loaded of it goes through `one`."""
+    # A copy: ms-swift's registry is the same for all that is loaded in this process.
     meta = copy.copy(one.meta)
     meta.preprocess_func = NumberedPreprocess(meta.preprocess_func, one.parts)
     meta.subsets = [copy.copy(subset) for subset in meta.subsets]

@@ -58,11 +58,13 @@ class Account:
 
     def take_step(self, step: int) -> list[PackRecord]:
         """Count the packs whose optimizer step has just been taken, and give them back: consumed means trained."""
+        # Emptied before anything can fail: a step that is counted twice would break the account.
         taken, self._in_step = self._in_step, []
         for record in taken:
             self._count(record)
         if self._packs_file is not None:
             _append(self._packs_file, (_as_line(record, step) for record in taken))
+        # Behind the file: what a run that stops here has trained is in it.
         self._failed_share.check()
         return taken
 
@@ -88,6 +90,7 @@ class Account:
         path = self._folder / f"epoch_{epoch}.json"
         try:
             write_json(path, {**counted.as_json(epoch=epoch), "global_step": global_step, "loader_deleted": lost})
+        # The run goes on: the numbers are in the log, and training is dearer than a report.
         except OSError as error:
             logger.warning(
                 f"packing: the report of epoch {epoch} is in the log only, {path} cannot be written: {error}"

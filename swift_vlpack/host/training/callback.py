@@ -20,6 +20,7 @@ class PackingCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Choose the attention and prove isolation, on the model as it will train, or stop."""
+        # Before the proof, which is of the kernel that will train.
         chosen = choose_for(self.trainer)
         if is_master():
             logger.info(chosen)

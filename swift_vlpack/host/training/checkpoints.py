@@ -49,8 +49,10 @@ def rotate(current: Path, limit: int | None, best: str | None) -> None:
         return
     kept = {current.resolve()} | ({Path(best).resolve()} if best else set())
     found = [path for path in current.parent.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if _step(path) is not None]
+    # A link is somebody's own name for a folder, which may be elsewhere.
     found = [path for path in found if path.is_dir() and not path.is_symlink()]
     older = sorted((path for path in found if path.resolve() not in kept), key=_age)
+    # The best one counts in the limit; with a limit of 1 it is kept all the same, beside the present one.
     for checkpoint in older[: max(0, len(found) - max(limit, len(kept)))]:
         with suppress(OSError):  # one that is half deleted must not look complete
             (checkpoint / FILE).unlink(missing_ok=True)

@@ -49,6 +49,7 @@ class PackLoader(DataLoaderShard):
             ) from error
 
     def _get_iterator(self) -> Any:
+        # Noted, because the loader has no public name for its workers' processes.
         self._reading = super()._get_iterator()
         return self._reading
 

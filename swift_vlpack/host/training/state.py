@@ -67,6 +67,7 @@ def save_state(
 ) -> None:
     """Write the state of the data into a checkpoint that is otherwise complete."""
     content = b"" if rows is None else rows.as_file()
+    # The rows first: the state is the mark that everything else is there, and has their digest.
     if rows is not None:
         with _named(checkpoint / ROWS_FILE):
             write_whole(checkpoint / ROWS_FILE, content)
@@ -122,6 +123,7 @@ def load_state(
     saved = _load_rows(checkpoint / ROWS_FILE, state["rows"]) if rows else []
     changed = rows.compared(saved) if rows else None
     is_planned_alike = kind == PlannedFeed.kind and changed is not None and not changed.texts and not changed.sizes
+    # Where only sizes are others, and for a reason that is known, it goes on with those of then.
     current = {**fingerprint, "lengths": then.get("lengths")} if is_planned_alike else fingerprint
     words = {} if changed is None else {"data": changed.texts, "lengths": changed.sizes}
     with refused(path):

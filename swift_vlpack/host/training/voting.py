@@ -18,6 +18,7 @@ class Ranks:
 
     def __init__(self, timeout: timedelta | None = None) -> None:
         """`timeout` is how long a rank waits for the slowest; without it torch's half an hour."""
+        # gloo, on the CPU: a vote over NCCL would wait in line behind the kernels of the step that it is to overlap.
         self._group = dist.new_group(backend="gloo", timeout=timeout) if num_ranks() > 1 else None
 
     def vote(self, mine: Vote) -> Callable[[], Vote]:
@@ -30,6 +31,7 @@ class Ranks:
         def outcome() -> Vote:
             with waiting("the vote on the next step"):
                 work.wait()
+            # Read behind the wait: until then it is this rank's own vote.
             return Vote(int(votes))
 
         return outcome
