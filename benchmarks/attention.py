@@ -13,11 +13,11 @@ from time import process_time
 
 import torch
 
-from swift_vlpack.data.model.asked import Asked
-from swift_vlpack.data.model.kernels import PackedRow
-from swift_vlpack.data.model.masks import row_mask
-from swift_vlpack.data.model.row_kernels import KERNELS, CannotDo
-from swift_vlpack.data.model.trials import largest_gap, results, seconds
+from swift_vlpack.data.kernels.asked import Asked
+from swift_vlpack.data.kernels.masks import row_mask
+from swift_vlpack.data.kernels.row_kernels import KERNELS, CannotDo
+from swift_vlpack.data.kernels.samples import PackedRow
+from swift_vlpack.data.kernels.trials import largest_gap, results, seconds
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 4, 64
 ROWS = ((2048, 6), (2048, 60), (4096, 8), (4096, 60), (8192, 40))  # tokens, samples

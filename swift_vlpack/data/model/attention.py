@@ -16,10 +16,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from swift_vlpack.core.errors import AttentionError
-from swift_vlpack.data.model.asked import asked_of, counted_in_samples, layer_name
-from swift_vlpack.data.model.kernels import PackedRow, States, attend, check_mask, segments
-from swift_vlpack.data.model.masks import RowMask, SampleMask, of_block_mask, row_mask
-from swift_vlpack.data.model.row_kernels import CannotDo, RowKernel
+from swift_vlpack.data.kernels.asked import asked_of, counted_in_samples, layer_name
+from swift_vlpack.data.kernels.masks import RowMask, SampleMask, of_block_mask, row_mask
+from swift_vlpack.data.kernels.row_kernels import CannotDo, RowKernel
+from swift_vlpack.data.kernels.samples import PackedRow, States, attend, check_mask, segments
 
 NAME = "vlpack"
 _kernels: WeakKeyDictionary[torch.nn.Module, RowKernel] = WeakKeyDictionary()

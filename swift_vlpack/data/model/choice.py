@@ -13,10 +13,11 @@ import torch
 
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.core.words import counted
-from swift_vlpack.data.model import attention, trials
-from swift_vlpack.data.model.kernels import PackedRow, segments
-from swift_vlpack.data.model.row_kernels import KERNELS, CannotDo, RowKernel
-from swift_vlpack.data.model.trials import Kind, kinds_of
+from swift_vlpack.data.kernels import trials
+from swift_vlpack.data.kernels.row_kernels import KERNELS, CannotDo, RowKernel
+from swift_vlpack.data.kernels.samples import PackedRow, segments
+from swift_vlpack.data.kernels.trials import Kind, kinds_of
+from swift_vlpack.data.model import attention
 
 OfAll = Callable[[Callable[[], Any]], list[Any]]
 """Does work on every rank, and gives everyone all results, in order of rank."""

@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from swift_vlpack.core.errors import AttentionError
+from swift_vlpack.data.kernels.groups import Groups, groups_of
 from swift_vlpack.data.model.attention import boundaries_on_host
-from swift_vlpack.data.model.groups import Groups, groups_of
 
 RESTARTED = (
     *("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"),

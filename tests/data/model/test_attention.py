@@ -9,9 +9,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
 from swift_vlpack.core.errors import AttentionError
+from swift_vlpack.data.kernels.masks import row_mask
 from swift_vlpack.data.model import attention
 from swift_vlpack.data.model.attention import NAME, segmented_attention
-from swift_vlpack.data.model.masks import row_mask
 
 LENGTHS = (5, 1, 9, 3)
 

@@ -9,12 +9,12 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.data.kernels.row_kernels import KERNELS, CannotDo, by_flex, grouped
+from swift_vlpack.data.kernels.samples import segments
+from swift_vlpack.data.kernels.trials import LENGTHS, kinds_of, reference, results
 from swift_vlpack.data.model import attention
 from swift_vlpack.data.model.attention import NAME, recorded_rows
 from swift_vlpack.data.model.choice import Trial, _quickest, _slowest, choose
-from swift_vlpack.data.model.kernels import segments
-from swift_vlpack.data.model.row_kernels import KERNELS, CannotDo, by_flex, grouped
-from swift_vlpack.data.model.trials import LENGTHS, kinds_of, reference, results
 from tests.data.model.one_by_one import built, compared, packed, run, samples_of
 from tests.data.model.test_honours import deepseek, gemma2, gemma3_vision, gpt_oss, llama4, mistral
 

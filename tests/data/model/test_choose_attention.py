@@ -8,9 +8,9 @@ import pytest
 from swift_vlpack import choose_attention
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.data.kernels.row_kernels import grouped
 from swift_vlpack.data.model import attention
 from swift_vlpack.data.model.attention import NAME
-from swift_vlpack.data.model.row_kernels import grouped
 
 
 def packs(lengths=None, **options):

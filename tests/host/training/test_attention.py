@@ -6,8 +6,8 @@ import re
 import pytest
 
 from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.data.kernels.row_kernels import grouped
 from swift_vlpack.data.model import attention
-from swift_vlpack.data.model.row_kernels import grouped
 from tests.host.runs import packed_argv, train
 from tests.rows import mixed_rows, write_jsonl
 

@@ -9,10 +9,11 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from swift_vlpack.data.model.asked import Asked
-from swift_vlpack.data.model.kernels import PackedRow, eager
-from swift_vlpack.data.model.masks import RowMask, resized
-from swift_vlpack.data.model.row_kernels import RowKernel
+from swift_vlpack.data.kernels.asked import Asked
+from swift_vlpack.data.kernels.mask_functions import resized
+from swift_vlpack.data.kernels.masks import RowMask
+from swift_vlpack.data.kernels.row_kernels import RowKernel
+from swift_vlpack.data.kernels.samples import PackedRow, eager
 
 LENGTHS = (37, 1, 64, 33, 40, 5, 64)
 """Of the row that kernels must be right on: equal, like and unlike ones, and the shortest."""

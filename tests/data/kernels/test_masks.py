@@ -7,7 +7,7 @@ import torch
 from transformers import masking_utils as of
 
 from swift_vlpack.core.errors import AttentionError
-from swift_vlpack.data.model.masks import EVERYTHING, PAST, RowMask, row_mask
+from swift_vlpack.data.kernels.masks import EVERYTHING, PAST, RowMask, row_mask
 
 ENDS = (0, 7, 8, 21, 30)
 BLOCKS = torch.tensor([[-1, -1, 0, 0, 0, 1, 1, 1, 1, -1, 2, 2, 2, -1, -1, -1, 3, 3, -1, -1, -1, *[-1] * 9]])

@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional
 
 from swift_vlpack.core.errors import AttentionError
-from swift_vlpack.data.model.asked import Asked, layer_name
-from swift_vlpack.data.model.masks import PAST, RowMask, SampleMask
+from swift_vlpack.data.kernels.asked import Asked, layer_name
+from swift_vlpack.data.kernels.masks import PAST, RowMask, SampleMask
 
 States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Query, key and value, each (batch, heads, tokens, head_dim)."""

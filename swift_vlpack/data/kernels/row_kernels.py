@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from swift_vlpack.data.model.groups import groups_of
-from swift_vlpack.data.model.kernels import PackedRow, attend, segments
+from swift_vlpack.data.kernels.groups import groups_of
+from swift_vlpack.data.kernels.samples import PackedRow, attend, segments
 
 RowKernel = Callable[[PackedRow], torch.Tensor]
 """A row in, (1, num_tokens, num_heads, head_dim of values) out."""
