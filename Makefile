@@ -41,7 +41,7 @@ test-oldest:  ## Run the tests of the host layer against the oldest supported ms
 	.venv-oldest/bin/python -m uv pip install --python .venv-oldest/bin/python -e '.[test]' 'ms-swift==4.5.3'
 	.venv-oldest/bin/python -m pytest -m "not slow" tests/host tests/e2e
 
-lint: $(READY)  ## ruff check, ruff format --check, mypy strict on core
+lint: $(READY)  ## ruff check, ruff format --check, mypy strict on core, data and text
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

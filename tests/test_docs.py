@@ -11,6 +11,7 @@ import pytest
 
 import swift_vlpack
 from swift_vlpack.cli import main
+from swift_vlpack.core.packing.strategies import STRATEGIES
 
 ROOT = Path(__file__).parent.parent
 CORE = [
@@ -56,6 +57,28 @@ def test_lines_end_at_120_characters(page):
     outside = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.S | re.M)
     lines = [line for line in outside.splitlines() if not line.lstrip().startswith("|")]
     assert [line for line in lines if len(line) > 120 and " " in line.strip().removeprefix("- ")] == []
+
+
+FILES = [
+    f"/{path.relative_to(ROOT)}"
+    for folder in ("swift_vlpack", "tests", "benchmarks")
+    for path in (ROOT / folder).rglob("*.py")
+]
+
+
+@pytest.mark.parametrize("page", ["architecture", "contributing", "core", "lengths", "resume", "streaming"])
+def test_modules_that_a_page_names_are_there(page):
+    """As `room/module.py`, or `module.py::function`, by the end of a path."""
+    named = re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", (ROOT / "docs" / f"{page}.md").read_text())
+    for name, function in named:
+        found = [ROOT / path[1:] for path in FILES if path.endswith(f"/{name}")]
+        assert found, f"{name} is nowhere"
+        assert any(re.search(rf"\b(def|class) {function}\b", path.read_text()) for path in found) or not function
+
+
+def test_every_strategy_has_its_row():
+    rows = re.findall(r"^\| `(\w+)`", (ROOT / "docs" / "strategies.md").read_text(), flags=re.M)
+    assert sorted(rows) == sorted(STRATEGIES)
 
 
 def test_changelog_begins_with_this_version():

@@ -260,3 +260,21 @@ def test_low_fill_ratio_is_accepted_with_a_warning(caplog):
     for _ in range(3):  # 0.43 is of this test alone
         assert PackingConfig(packing_length=8, packing_min_fill_ratio=0.43).packing_min_fill_ratio == 0.43
     assert caplog.text.count("packing_min_fill_ratio=0.43 is below 0.6") == 1
+
+
+def test_every_option_is_of_packs_or_known_not_to_be():
+    """CONF-11: one that decides which items share a pack and is not among these would be resumed under another value."""
+    not_of_packs = {
+        *("packing", "packing_mode", "packing_attention", "packing_verify", "packing_any_family", "eval_packing"),
+        *(
+            "packing_max_failures",
+            "packing_max_failed_share",
+            "packing_cache_dir",
+            "mask_boundary_loss",
+            "train_on_eos",
+        ),
+        *("packing_balance", "fusion_config"),  # a plan's state has the one, and what follows from the other
+    }
+    of_packs = set(PackingConfig(packing_length=8).pack_options())
+    assert of_packs | not_of_packs == set(option_names())
+    assert not of_packs & not_of_packs
