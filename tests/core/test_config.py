@@ -263,7 +263,7 @@ def test_low_fill_ratio_is_accepted_with_a_warning(caplog):
 
 
 def test_every_option_is_of_packs_or_known_not_to_be():
-    """CONF-11: one that decides which items share a pack and is not among these would be resumed under another value."""
+    """CONF-11: one that decides who shares a pack and is not among these would be resumed under another value."""
     not_of_packs = {
         *("packing", "packing_mode", "packing_attention", "packing_verify", "packing_any_family", "eval_packing"),
         *(
