@@ -29,6 +29,7 @@ NO_OPTIONS = (RESUME_DATA, RECORD_PACKS)
 """Variables with our prefix that are no packing options: about one start of a run, not about its packs."""
 MODES = ("auto", "plan", "buffer")
 ATTENTIONS = ("auto", "segments", "grouped", "varlen", "flex")
+LOSSES = ("token", "sample", "sqrt")
 LEAST_FILL_RATIO = 0.6
 """Below it a pack may leave nearly half empty, which nobody wants by accident: a warning, and no refusal."""
 _TRUE = ("true", "1", "yes", "on")
@@ -84,6 +85,11 @@ class PackingConfig:
     train_on_eos: bool = _option(True, "EOS is a target where the template says so; false: never")
     packing_any_family: bool = _option(
         False, "pack families that ms-swift does not pack, if the proof passes; needs packing_verify"
+    )
+    packing_loss: str = _option(
+        "token",
+        "what weighs the same in the loss of a step: every token, every sample, or samples by the root of their tokens",
+        LOSSES,
     )
     packing_max_failures: int = _option(100, "consecutive unreadable rows before the run stops")
     packing_max_failed_share: float = _option(
@@ -284,6 +290,8 @@ def _check_choices(config: PackingConfig) -> None:
             "packing_any_family=true with packing_verify=false: whether a family that ms-swift does not pack can be "
             "packed is what the proof finds out; leave packing_verify at true"
         )
+    if config.packing_loss not in LOSSES:
+        raise ConfigError(f"packing_loss must be one of {', '.join(LOSSES)}, got {config.packing_loss!r}")
     strategy_named(config.packing_strategy)  # refuses what cannot be found
     if config.packing_strategy == "binpack" and config.has_caps:
         caps = ("packing_max_samples", "packing_max_images", "packing_max_patches")

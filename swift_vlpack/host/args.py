@@ -133,7 +133,7 @@ def prepare_args(args: Any, *, flash_check: Callable[[Any], None]) -> None:
         flash_check(args)  # ms-swift's own check of the name
     args.padding_free = True
     _fold_batch_size(args)
-    if not is_planned(config, is_sized=not args.streaming):
+    if not is_planned(config, is_sized=not args.streaming) or config.packing_loss != "token":
         _count_tokens_of_all_ranks(args)
     if CALLBACK not in args.callbacks:
         args.callbacks = [*args.callbacks, CALLBACK]
@@ -166,6 +166,11 @@ def _refuse_what_cannot_be(args: Any, config: PackingConfig) -> None:
         if is_so:
             raise ConfigError(f"{what} cannot be used with packing: {way_out}")
     refuse_loss_type(args.loss_type)
+    if config.packing_loss != "token" and (args.loss_type or args.label_smoothing_factor):
+        raise ConfigError(
+            f"packing_loss={config.packing_loss} weighs samples by loss_scale, which --loss_type and "
+            "--label_smoothing_factor do not see; leave these out, or packing_loss"
+        )
     if not is_planned(config, is_sized=not args.streaming) and not args.max_steps > 0:
         raise ConfigError(
             "buffer mode does not know how many packs there will be: set --max_steps, "
@@ -174,11 +179,12 @@ def _refuse_what_cannot_be(args: Any, config: PackingConfig) -> None:
 
 
 def _count_tokens_of_all_ranks(args: Any) -> None:
-    """A mean of the ranks' means would count a rank that has run dry as a loss of 0."""
+    """A mean of the ranks' means would count a rank that has run dry as a loss of 0, and samples by their rank."""
     if not args.average_tokens_across_devices and args.global_world_size > 1:
         args.average_tokens_across_devices = True
         logger.warning(
-            "packing: --average_tokens_across_devices becomes true: in buffer mode a rank may have no pack for a step"
+            "packing: --average_tokens_across_devices becomes true: packs of different ranks may weigh unlike, and in "
+            "buffer mode a rank may have none for a step"
         )
 
 

@@ -30,6 +30,7 @@ DESIGN_OPTIONS = {
     "mask_boundary_loss": True,
     "train_on_eos": True,
     "packing_any_family": False,
+    "packing_loss": "token",
     "packing_max_failures": 100,
     "packing_max_failed_share": 0.2,
     "packing_cache_dir": None,
@@ -64,6 +65,7 @@ def test_config_is_frozen_and_keyword_only():
         ({"packing_length": 8.5}, ["packing_length", "8.5", "whole number"]),
         ({"packing_buffer": -1}, ["packing_buffer", "-1", "at least 1"]),
         ({"packing_attention": "flash"}, ["packing_attention", "'flash'", "auto, segments", "--attn_impl"]),
+        ({"packing_loss": "tokens"}, ["packing_loss", "'tokens'", "token, sample, sqrt"]),
         ({"packing_mode": "magic"}, ["packing_mode", "'magic'", "auto, plan, buffer"]),
         ({"packing_strategy": "bfd"}, ["packing_strategy", "'bfd'", "best_fit", "sequential"]),
         ({"packing_min_fill_ratio": 1.5}, ["packing_min_fill_ratio", "1.5", "between 0 and 1"]),
@@ -151,6 +153,7 @@ OTHER_VALUES = {
     "mask_boundary_loss": False,
     "train_on_eos": False,
     "packing_any_family": True,
+    "packing_loss": "sqrt",
     "packing_max_failures": 1,
     "packing_max_failed_share": 0.5,
     "packing_cache_dir": "elsewhere",
@@ -186,7 +189,7 @@ SHOWN_ELSEWHERE = {
     *("packing", "packing_mode", "packing_attention", "packing_verify", "packing_any_family"),
     "packing_max_failures",
     *("packing_max_failed_share", "packing_cache_dir", "eval_packing", "fusion_config"),
-    *("mask_boundary_loss", "train_on_eos"),
+    *("mask_boundary_loss", "train_on_eos", "packing_loss"),
 }
 """What these do is shown beside the code that does it."""
 

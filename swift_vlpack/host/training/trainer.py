@@ -20,6 +20,7 @@ from swift_vlpack.core.errors import StateMismatch
 from swift_vlpack.core.files import sync_folder
 from swift_vlpack.data.feeds.feed import Feed
 from swift_vlpack.data.model.collate import Batch, Collator, layout
+from swift_vlpack.data.model.row_loss import weigh_samples
 from swift_vlpack.data.model.transport import WorkerCollator
 from swift_vlpack.data.rows.contents import NO_LABEL
 from swift_vlpack.data.rows.randomness import RandomStream
@@ -80,9 +81,18 @@ class PackingTrainer(Seq2SeqTrainer):
         return self.feed.loader(args.process_index, PackLoader, ranks=ranks, device=self.accelerator.device, **options)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """Batches of one optimizer step, completed at the end of an epoch where the feed has to."""
+        """Batches of one optimizer step, completed at the end of an epoch where the feed has to, samples weighed."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        return (batches + self.feed.fill_up(num_batches - len(batches)) if batches else batches), num_items
+        if not batches:
+            return batches, num_items
+        batches = batches + self.feed.fill_up(num_batches - len(batches))
+        if (kind := self.feed.config.packing_loss) != "token":
+            weigh_samples(batches, kind, self._over_ranks)
+        return batches, num_items
+
+    def _over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = self.accelerator.reduce(numbers.to(self.accelerator.device), reduction="sum")
+        return total
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
