@@ -11,7 +11,7 @@ from swift_vlpack.data.model import attention
 from swift_vlpack.data.rows.fusion import encode_row
 from swift_vlpack.data.rows.samples import SampleId
 from tests.conftest import Tiny
-from tests.data.proof.subjects import template_subject
+from tests.host.proof.subjects import template_subject
 from tests.images import photo
 from tests.rows import image_row, text_row
 

@@ -9,8 +9,8 @@ from swift_vlpack.data.proof.causes import EMBEDDINGS, Evidence, Profile, cause_
 from swift_vlpack.data.proof.evidence import evidence_of, few_of, where
 from swift_vlpack.data.proof.reference import own_attention
 from swift_vlpack.data.proof.tolerance import Limits
-from tests.data.proof import sabotage as s
-from tests.data.proof.subjects import text_samples
+from tests.host.proof import sabotage as s
+from tests.host.proof.subjects import text_samples
 
 RIGHT, PICTURE = Profile(30, False, None, None), Profile(30, True, None, None)
 WRONG, WRONG_PICTURE = Profile(30, False, 0, 29), Profile(30, True, 4, 29)

@@ -15,7 +15,7 @@ from swift_vlpack.data.proof.prove import is_ordinary_token
 from swift_vlpack.data.proof.reference import untouched
 from swift_vlpack.data.rows.fusion import encode_row
 from swift_vlpack.data.rows.samples import SampleId
-from tests.data.proof.subjects import template_subject
+from tests.host.proof.subjects import template_subject
 from tests.rows import text_row
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")

@@ -18,8 +18,8 @@ from swift_vlpack.data.proof.reference import configs_of, own_attention, repeata
 from swift_vlpack.data.proof.subject import Subject, some_columns
 from swift_vlpack.data.proof.tolerance import FLOORS, Limits, Noise
 from tests.data.model.one_by_one import text
-from tests.data.proof import sabotage as s
-from tests.data.proof.subjects import TextRows, text_samples
+from tests.host.proof import sabotage as s
+from tests.host.proof.subjects import TextRows, text_samples
 
 QWEN = "qwen2_5_vl"
 MIXED = ("image", "text", "images", "video")

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from swift_vlpack.data.model.prepare import unwrapped
 from swift_vlpack.data.proof.isolation import proved
 from swift_vlpack.data.proof.subject import Subject
-from tests.data.proof import sabotage as s
-from tests.data.proof.subjects import text_samples
+from tests.host.proof import sabotage as s
+from tests.host.proof.subjects import text_samples
 
 LENGTHS = (24, 9, 31, 14, 20)
 

@@ -10,9 +10,9 @@ import transformers as T
 
 from swift_vlpack.data.proof.isolation import IsolationError, proved
 from tests.data.model.one_by_one import text
-from tests.data.proof import sabotage as s
-from tests.data.proof.old_proof import cause_by_the_old_proof
-from tests.data.proof.subjects import text_samples, text_subject
+from tests.host.proof import sabotage as s
+from tests.host.proof.old_proof import cause_by_the_old_proof
+from tests.host.proof.subjects import text_samples, text_subject
 
 QWEN, QWEN3 = "qwen2_5_vl", "qwen3_vl"
 MIXED = ("image", "text", "images", "words")

@@ -17,7 +17,7 @@ from swift_vlpack.data.model.attention import NAME, segmented_attention
 from swift_vlpack.data.proof.subject import Row, Subject
 from swift_vlpack.data.rows.samples import Encoded
 from tests.data.model.one_by_one import text
-from tests.data.proof.subjects import ChangedRows, text_subject, with_inputs
+from tests.host.proof.subjects import ChangedRows, text_subject, with_inputs
 
 Broken = Iterator[Subject]
 
