@@ -102,16 +102,6 @@ class PlannedPackingDataset(Dataset[PackedSamples]):
             return self._published.address(number)
         return address_of(self.epoch_plan, number)
 
-    @property
-    def packed_length(self) -> list[int]:
-        """Tokens of every pack, under the name ms-swift's statistics ask for."""
-        lengths: list[int] = self.plan.num_tokens_per_pack.tolist()
-        return lengths
-
-    def left_out_by_plan(self) -> list[LeftOut]:
-        """Scheduled rows of the epoch that are in no pack, with reasons."""
-        return left_out_by(self.epoch_plan, self.dataset)
-
 
 def recipe_of(
     dataset: FusionCaptionDataset, sized: Sequence[RowSource], config: PackingConfig, *, seed: int, num_ranks: int

@@ -15,7 +15,7 @@ from swift_vlpack.core.epoch.planner import plan
 from swift_vlpack.core.errors import ConfigError, DataError
 from swift_vlpack.data.feeds.buffered import BufferedPackingDataset
 from swift_vlpack.data.feeds.dataset import PackingDataset
-from swift_vlpack.data.feeds.planned import PlannedPackingDataset
+from swift_vlpack.data.feeds.planned import PlannedPackingDataset, left_out_by
 from swift_vlpack.data.lengths.sizes import LengthIndex, RowSize
 from swift_vlpack.data.model.collate import Collator
 from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
@@ -75,7 +75,9 @@ def ids(packs):
 def left_out(packs, dataset=None):
     """Everything that is in no pack: left out at load, and left out by the plan."""
     some = [left for pack in packs for left in pack.record.left_out]
-    return some + (dataset.left_out_by_plan() if isinstance(dataset, PlannedPackingDataset) else [])
+    return some + (
+        left_out_by(dataset.epoch_plan, dataset.dataset) if isinstance(dataset, PlannedPackingDataset) else []
+    )
 
 
 def scheduled(dataset):
@@ -164,8 +166,8 @@ def test_length_is_exact_and_all_packs_are_within_capacity(template, rows):
     for strategy in ("binpack", "greedy", "exact"):
         dataset = packed(rows, template, packing_strategy=strategy)
         packs = packs_of(dataset)
-        assert len(dataset) == len(packs) == len(dataset.packed_length)
-        assert [sum(pack.record.lengths) for pack in packs] == dataset.packed_length
+        assert len(dataset) == len(packs)
+        assert [sum(pack.record.lengths) for pack in packs] == dataset.plan.num_tokens_per_pack.tolist()
         assert all(packs)
         assert_conserved(dataset, packs)
         assert_records_are_true(packs, 300)
@@ -182,7 +184,6 @@ def test_only_the_rows_of_the_pack_are_encoded(template, monkeypatch):
     dataset = packed(data, template)
     dataset.set_epoch(1)
     assert len(dataset) > 3
-    assert len(dataset.plan) == len(dataset.packed_length)
     assert asked == [], "a plan is made of lengths"
     pack = dataset[2]
     assert asked == [rows[sample["sample_id"].row] for sample in pack]
