@@ -212,7 +212,7 @@ def _plan_run(argv: Sequence[str]) -> NoReturn:
     if args.config is None and not options:
         raise ConfigError(
             "nothing to plan: give --lengths FILE, --config CONFIG.yaml, "
-            "or the options of swift sft (--model, --dataset)"
+            f"or the options of swift {command} (--model, --dataset)"
         )
     failures = _list_of(args)
     launch = plan_launch([*([args.config] if args.config else []), *options], os.environ, num_ranks=args.num_ranks)
