@@ -152,6 +152,22 @@ def test_core_has_modules_to_check():
     assert "swift.dataset.packing" in imported(PACKAGE / "core" / "packing" / "strategies.py")
 
 
+@pytest.mark.parametrize("layer", ["core", "data"])
+def test_tests_of_a_layer_need_no_more_than_the_layer(layer):
+    """ARCH-9: but for ms-swift's packer, the reference for our own, where it is compared."""
+    foreign = {"core": ("swift", "torch", "transformers", "tests.host"), "data": ("swift", "tests.host")}[layer]
+    foreign = (*foreign, *FORBIDDEN[layer])
+    found = []
+    for path in (ROOT / "tests" / layer).rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        found += [(path.name, name) for name in imported(path) for package in foreign if is_below(name, package)]
+        arguments = [
+            argument.arg for node in ast.walk(tree) if isinstance(node, ast.arguments) for argument in node.args
+        ]
+        found += [(path.name, name) for name in arguments if name in ("tiny", "tiny_folder", "small_folder")]
+    assert {name for _, name in found} <= {"swift.dataset.packing"}, found
+
+
 def test_importing_the_package_loads_neither_torch_nor_swift():
     """ARCH-2"""
     code = (

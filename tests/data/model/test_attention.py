@@ -283,15 +283,3 @@ def test_registering_again_changes_nothing():
         attention.register()
         assert AttentionInterface()[NAME] is segmented_attention
         assert AttentionMaskInterface()[NAME] is row_mask
-
-
-def test_model_is_built_with_it_and_can_be_switched(tiny):
-    """ISO-1"""
-    model = tiny("qwen2_5_vl").model
-    assert model.config.text_config._attn_implementation == NAME
-    try:
-        model.set_attn_implementation("sdpa")
-        assert model.config.text_config._attn_implementation == "sdpa"
-    finally:
-        model.set_attn_implementation(NAME)
-    assert model.config.text_config._attn_implementation == NAME

@@ -41,3 +41,15 @@ def test_another_attention_is_left_alone_and_has_no_kernels_to_choose_from(tiny)
             choose_attention(loaded.model, loaded.template, packs(packing_attention="grouped"))
     finally:
         loaded.model.set_attn_implementation(NAME)
+
+
+def test_model_is_built_with_it_and_can_be_switched(tiny):
+    """ISO-1"""
+    model = tiny("qwen2_5_vl").model
+    assert model.config.text_config._attn_implementation == NAME
+    try:
+        model.set_attn_implementation("sdpa")
+        assert model.config.text_config._attn_implementation == "sdpa"
+    finally:
+        model.set_attn_implementation(NAME)
+    assert model.config.text_config._attn_implementation == NAME
