@@ -77,7 +77,7 @@ def main(num_rows: int) -> None:
     alone = steps_while(lambda: time.perf_counter() < ends, step)
     start = time.perf_counter()
     feed = feed_of(num_rows)
-    feed.begin(0)
+    feed.consumed([])
     _, ahead = feed._epochs._ahead  # type: ignore[misc]
     beside = steps_while(lambda: not ahead.done(), step)
     start = time.perf_counter()

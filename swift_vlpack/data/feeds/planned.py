@@ -87,7 +87,6 @@ class PlannedPackingDataset(Dataset[PackedSamples]):
             return
         self._epoch_plan = self._epochs.plan(epoch)
         self._published.publish(self._epoch_plan)
-        self._epochs.make_ahead(epoch + 1)
 
     def __len__(self) -> int:
         return len(self._published if self._epoch_plan is None else self._epoch_plan)

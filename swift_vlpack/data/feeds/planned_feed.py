@@ -87,11 +87,9 @@ class PlannedFeed:
         }
 
     def begin(self, epoch: int) -> EpochStart:
-        """Come to an epoch, and let the next one be planned while it trains."""
-        # The trainer asks and then its loader does; the second time there is nothing to plan.
+        """Come to an epoch; the one that was resumed is there already."""
         if epoch != self.epoch:
             self.epoch_plan, self._num_trained = self._epochs.plan(epoch), 0
-        self._epochs.make_ahead(epoch + 1)
         left_out = left_out_by(self.epoch_plan, self.dataset)
         return EpochStart(
             must_agree={"digest": self.epoch_plan.digest(), "packs": len(self.epoch_plan)},
@@ -123,8 +121,12 @@ class PlannedFeed:
         return []
 
     def consumed(self, records: Sequence[PackRecord]) -> None:
-        """Count them."""
+        """Count them, and let the next epoch be planned while this one trains.
+
+        Not before the first step: dataloader workers have been forked by then, none of them in the middle of a plan.
+        """
         self._num_trained += len(records)
+        self._epochs.make_ahead(self.epoch + 1)
 
     def left_out_behind(self) -> list[LeftOut]:
         """Nothing: every row has its pack."""

@@ -31,8 +31,7 @@ class PackLoader(DataLoaderShard):
         self.feed = feed
 
     def set_epoch(self, epoch: int) -> None:
-        """The trainer says so before it iterates; to a feed that is there already it is no news."""
-        self.feed.begin(epoch)
+        """Nothing: the trainer has begun the epoch with its feed before it asks for batches."""
 
     def __iter__(self) -> Iterator[Batch]:
         return self.feed.batches(self._loaded())

@@ -16,7 +16,7 @@ from transformers.trainer_utils import seed_worker
 
 from swift_vlpack.core.account.telemetry import Telemetry
 from swift_vlpack.core.epoch.rest_of_run import Bounds, RestOfRun, num_steps
-from swift_vlpack.core.errors import StateMismatch
+from swift_vlpack.core.errors import ConfigError, StateMismatch
 from swift_vlpack.core.files import sync_folder
 from swift_vlpack.data.feeds.feed import Feed
 from swift_vlpack.data.model.collate import Batch, Collator, layout
@@ -25,12 +25,19 @@ from swift_vlpack.data.model.transport import WorkerCollator
 from swift_vlpack.data.rows.contents import NO_LABEL
 from swift_vlpack.data.rows.randomness import RandomStream
 from swift_vlpack.data.rows.samples import PackRecord
-from swift_vlpack.host.ranks import check_equal, gathered, results_of_all, tolerate_packs_without_images, versions
+from swift_vlpack.host.ranks import (
+    check_equal,
+    gathered,
+    num_ranks,
+    results_of_all,
+    tolerate_packs_without_images,
+    versions,
+)
 from swift_vlpack.host.training.account import Account
 from swift_vlpack.host.training.checkpoints import nothing_deleted, rotate, save_training_args, sync
 from swift_vlpack.host.training.loader import PackLoader
 from swift_vlpack.host.training.losses import MeanOfStep, shifts_smoothed_labels, warn_of_what_differs
-from swift_vlpack.host.training.state import FILE, load_rank_state, load_state, refused, save_rank_state, save_state
+from swift_vlpack.host.training.state import FILE, WAY_OUT, load_rank_state, load_state, save_rank_state, save_state
 from swift_vlpack.host.training.voting import Ranks
 
 logger = get_logger()
@@ -41,7 +48,7 @@ class PackingTrainer(Seq2SeqTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         training_args = kwargs["args"]
-        self.feed: Feed = kwargs["train_dataset"]
+        self.feed: Feed = _checked(kwargs["train_dataset"])
         self.account = Account(self.feed, training_args.output_dir, training_args.process_index)
         self._fingerprint: dict[str, Any] = {}
         self._global_step_before: int | None = None  # of the checkpoint, where one is resumed
@@ -77,6 +84,8 @@ class PackingTrainer(Seq2SeqTrainer):
             "worker_init_fn": partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
             **self._maybe_multiprocessing_context(args),
         }
+        shared_by, there_are = self.feed.num_ranks, num_ranks()
+        assert shared_by == there_are, f"packs are shared by {shared_by} ranks, and there are {there_are}"
         ranks = partial(Ranks, timedelta(seconds=args.ddp_timeout))
         return self.feed.loader(args.process_index, PackLoader, ranks=ranks, device=self.accelerator.device, **options)
 
@@ -218,8 +227,10 @@ class PackingTrainer(Seq2SeqTrainer):
         rank = self.args.process_index
         is_of_rank = self.feed.rank_state() is not None
         rank_state = results_of_all(lambda: load_rank_state(checkpoint, rank, step) if is_of_rank else None)[rank]
-        with refused(checkpoint / FILE):
+        try:
             self.feed.restore(saved, rank_state)
+        except StateMismatch as error:
+            raise StateMismatch(f"{checkpoint / FILE}: {error}. {WAY_OUT}") from error
         self._fingerprint = self.feed.fingerprint()
         counted = Telemetry.from_state(saved["counted"])
         if self.feed.is_finished:  # the run may have ended before it could report that
@@ -301,6 +312,13 @@ class PackingTrainer(Seq2SeqTrainer):
     @property
     def _checkpoint(self) -> Path:
         return Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+
+
+def _checked(feed: Any) -> Feed:
+    if not hasattr(feed, "fingerprint"):
+        raise ConfigError(f"PackingTrainer trains a feed, which `build_feed` makes, got {type(feed).__name__}")
+    checked: Feed = feed
+    return checked
 
 
 def _warn(warning: str | None) -> None:

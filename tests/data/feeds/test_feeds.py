@@ -139,7 +139,9 @@ def test_next_epoch_is_made_while_one_trains_and_is_the_same(monkeypatch):
 
 def packs_of_epoch(feed, epoch):
     feed.begin(epoch)
-    return [[str(sample_id) for sample_id in record.sample_ids] for record in loaded(feed)]
+    records = loaded(feed)
+    feed.consumed(records)
+    return [[str(sample_id) for sample_id in record.sample_ids] for record in records]
 
 
 def loaded(feed):
@@ -154,7 +156,7 @@ def test_error_of_the_thread_reaches_the_trainer(monkeypatch):
 
     feed = planned_feed(fused(), Template(), CONFIG, num_epochs=2)
     monkeypatch.setattr(epochs, "pack_epoch", fails)
-    feed.begin(0)
+    feed.consumed([None])
     with pytest.raises(MemoryError, match="epoch 1 is too much"):
         feed.begin(1)
 
@@ -164,7 +166,7 @@ def test_run_that_ends_does_not_wait_for_an_epoch_that_never_comes(monkeypatch):
     feed = planned_feed(fused(), Template(), CONFIG, num_epochs=2)
     goes_on = threading.Event()
     monkeypatch.setattr(epochs, "pack_epoch", lambda *_: goes_on.wait(60))
-    feed.begin(0)
+    feed.consumed([None])
     (planner,) = [thread for thread in threading.enumerate() if thread.daemon and "fill" in thread.name]
     assert planner.is_alive()
     goes_on.set()

@@ -59,7 +59,7 @@ def drawn_by(feed, *, workers=0, persistent=False, epochs=(0, 1)):
     )  # fmt: skip
     seen = []
     for epoch in epochs:
-        loader.set_epoch(epoch)
+        feed.begin(epoch)
         torch.rand(1)
         before = random.getstate(), str(np.random.get_state()), torch.get_rng_state()
         seen += [(batch.record, batch["drawn"]) for batch in loader]
