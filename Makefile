@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-telling test-oldest lint format bench scale soak clean
+.PHONY: help demo test test-slow test-telling test-oldest lint format bench scale soak families clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -58,6 +58,9 @@ scale: $(READY)  ## Measure planning and voting for 64 to 8,192 ranks; prints th
 
 soak: $(READY)  ## Kill and resume 20 runs; prints a table of benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks.soak
+
+families: $(READY)  ## Try every family of models; writes docs/families.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.host.model.family_table
 
 clean:  ## Remove what the targets made
 	rm -rf $(VENV) .venv-oldest demo_output .pytest_cache .ruff_cache .mypy_cache *.egg-info

@@ -15,7 +15,7 @@ _ABOUT_THE_ROW = (
     *("position_ids", "cache_position", "position_embeddings"),  # in the query and the key already
     *("token_type_ids", "mm_token_type_ids"),  # in the mask, of models that see images as blocks
     *("num_items_in_batch", "labels", "logits_to_keep", "use_cache", "return_dict"),
-    *("output_hidden_states", "output_router_logits", "deterministic"),
+    *("device", "output_hidden_states", "output_router_logits", "deterministic"),
     *("is_causal", "sliding_window"),  # read by the caller, beside the mask
 )
 """What reaches a layer and says nothing about how its tokens see each other."""

@@ -154,7 +154,10 @@ def _is_so_unpacked(subject: Subject, row: Sequence[Encoded], limits: Limits) ->
     """Whether the host's padded batch of two samples of the row is not the two alone; those with media tell most."""
     two = sorted(row, key=lambda sample: (not kinds_of_media(sample), length_of(sample)))[:2]
     with _own_for(subject, max(two, key=length_of)):
-        together = subject.run(two, packed=False).logits
+        try:
+            together = subject.run(two, packed=False).logits
+        except RuntimeError:
+            return False  # the host has no batch of them: pictures of different sizes (Mistral 3)
         alone = [subject.run([sample], packed=False).logits[0] for sample in two]
     return any(not gap_of(*pair).over_tokens <= limits.alone for pair in zip(together, alone, strict=True))
 

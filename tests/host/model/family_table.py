@@ -1,0 +1,124 @@
+"""docs/families.md and what it is made of: `make families` tries every family and writes both."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.family_models import FAMILIES
+from tests.host.model.family_checks import Checked
+
+DOCS = Path(__file__).parents[3] / "docs"
+RESULTS = Path(__file__).parent / "families.json"
+NEAR = 1e-5
+"""How far a pack may be off from its samples one by one, in float32."""
+UNTESTED = {
+    "Qwen2.5-Omni, Qwen3-Omni": "ms-swift needs `qwen_omni_utils`, with libraries for sound, which the tests have not",
+    "SmolVLM, Cohere2 Vision, LFM2-VL": "ms-swift has no template for it",
+    "PaliGemma, Llama 3.2 Vision": "not tried yet",
+    "ERNIE-4.5-VL, Kimi-VL, Ovis 2 and 2.5, MiniCPM-V up to 4.5, Phi-4, DeepSeek-VL2, Keye": "remote code",
+    "LLaVA-OneVision 1.5, the first InternVL (not HF), PaddleOCR-VL 1.0": "remote code",
+}
+_PROSE = """# Families
+
+Written by `make families` from what was tried: real models of transformers with random weights, real processors at a
+small size, ms-swift's templates and loading, on a CPU in float32. A test compares this page with the results.
+
+- **packed by ms-swift**: yes, or only with `packing_any_family=true`
+  ([training.md](training.md#families-that-ms-swift-does-not-pack)).
+- **lengths**: equal to `template.encode` on so many images, from headers or, where the processor needs pixels, by
+  encoding every row, which the length pass says. Grey, palette, CMYK, alpha, one pixel, rotated, animated, and long.
+- **gradients**, **evaluation**: every gradient of a pack against its samples one by one in the model's own `eager`
+  attention, padded by the template, and the padded loss against plain ms-swift's; both within 1e-5.
+- **proof**: what it says of right packs; **sabotages**: how many it stopped of a boundary lost, positions that go on
+  over the row, and two samples' images exchanged.
+- **run**: two steps of `swift sft`, packed.
+
+Texts, one image and several share the packs. Videos are tried on Qwen-VL alone, in the tests of the proof; sounds on
+none.
+"""
+
+
+def results_of(name: str, folder: Path, num_images: int) -> dict[str, Any]:
+    """What was found, in words that are the same on every machine; a check that fails says with what."""
+    try:
+        checked = Checked(FAMILIES[name], folder)
+    except Exception as error:
+        return {"built": _said(error)}
+    checks = {
+        "lengths": lambda: checked.lengths(num_images),
+        "gradients": lambda: _near(checked.gradient()),
+        "evaluation": lambda: _near(checked.evaluation()),
+        "proof": checked.proof,
+        "sabotages": lambda: _stopped(checked.sabotages()),
+        "run": lambda: "trained" if checked.run(os.environ.__setitem__) else "no loss",
+    }
+    return {what: _outcome(check) for what, check in checks.items()}
+
+
+def _outcome(check: Callable[[], str]) -> str:
+    try:
+        return check()
+    except Exception as error:
+        return _said(error)
+
+
+def _near(gap: float) -> str:
+    return "equal" if gap <= NEAR else f"off by {gap:.1e}"
+
+
+def _stopped(sabotages: dict[str, bool]) -> str:
+    return f"{sum(sabotages.values())} of {len(sabotages)}"
+
+
+def _said(error: Exception) -> str:
+    return f"fails: {type(error).__name__}"
+
+
+def page(results: dict[str, dict[str, Any]], num_images: int) -> str:
+    """The page."""
+    columns = ("lengths", "gradients", "evaluation", "proof", "sabotages", "run")
+    lines = [
+        f"Lengths on {num_images:,} images.",
+        "",
+        f"| family | template | packed by ms-swift | {' | '.join(columns)} | |",
+        f"|{'---|' * (len(columns) + 4)}",
+    ]
+    for name, found in results.items():
+        family = FAMILIES[name]
+        packed = "yes" if family.is_packed else "`packing_any_family`"
+        cells = [found.get(column, found.get("built", "")) for column in columns]
+        lines.append(f"| {name} | `{family.template}` | {packed} | {' | '.join(cells)} | {family.note} |")
+    lines += ["", "## Untested", "", "| family | why |", "|---|---|"]
+    lines += [f"| {name} | {why} |" for name, why in UNTESTED.items()]
+    tested = "Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 are what nearly all other tests train."
+    return "\n".join([_PROSE, tested, "", *lines, ""])
+
+
+def saved() -> tuple[dict[str, dict[str, Any]], int]:
+    """What `make families` found last, and on how many images."""
+    made = json.loads(RESULTS.read_text())
+    return made["families"], made["num_images"]
+
+
+def main(num_images: int = 1000) -> None:
+    """Try all and write both."""
+    from tests.tiny import use_ids_of_tokenizer
+
+    os.environ |= {"USE_HF": "1", "HF_HUB_OFFLINE": "1", "MODELSCOPE_CACHE": tempfile.mkdtemp()}
+    use_ids_of_tokenizer()
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for number, name in enumerate(FAMILIES):
+            found[name] = results_of(name, Path(folder) / str(number), num_images)
+            print(name, found[name], flush=True)
+    RESULTS.write_text(json.dumps({"num_images": num_images, "families": found}, indent=1) + "\n")
+    (DOCS / "families.md").write_text(page(found, num_images))
+
+
+if __name__ == "__main__":
+    main()

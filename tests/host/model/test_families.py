@@ -1,0 +1,40 @@
+"""Families as they train packed; docs/families.md says what was found."""
+
+import pytest
+
+from tests.family_models import FAMILIES
+from tests.host.model.family_table import DOCS, page, results_of, saved
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")  # of ms-swift's InternVL
+TELLING = ("Gemma 3", "GLM-4.5V", "gpt-oss")
+NUM_IMAGES = 60
+
+
+def marks(name):
+    """The cheap ones are tried by every run of the suite, three more by CI."""
+    if FAMILIES[name].is_cheap:
+        return ()
+    return (pytest.mark.slow, pytest.mark.telling) if name in TELLING else (pytest.mark.slow,)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in FAMILIES])
+def test_family_is_what_its_row_in_the_docs_says(name, small_folder, tmp_path):
+    """FAM-3: lengths, gradients, evaluation, proof, sabotages and a run."""
+    assert results_of(name, tmp_path / "family", NUM_IMAGES) == saved()[0][name]
+
+
+def test_page_is_made_of_the_results_and_has_every_family():
+    """FAM-3"""
+    results, num_images = saved()
+    assert set(results) == set(FAMILIES)
+    assert (DOCS / "families.md").read_text() == page(results, num_images)
+
+
+def test_no_family_that_trains_is_wrong_and_no_sabotage_passes():
+    """FAM-3 FAM-4: equal, proved and every sabotage stopped; or it does not train at all."""
+    for name, found in saved()[0].items():
+        if found["run"] == "trained":
+            assert (found["gradients"], found["evaluation"], found["proof"]) == ("equal", "equal", "verified"), name
+            stopped, _, tried = found["sabotages"].split()
+            assert stopped == tried, name
+            assert not found["lengths"].startswith("fails"), name
