@@ -34,7 +34,12 @@ class Targets:
         [-100, -100, 6, -100, -100]
         """
         if isinstance(labels, torch.Tensor):
-            return torch.tensor(self.labels(labels.tolist()), dtype=labels.dtype)
+            made = labels.clone()
+            if self.untrained is not None:
+                made[made == self.untrained] = NO_LABEL
+            if self.mask_boundary_loss:
+                made[:1] = NO_LABEL
+            return made
         kept = [NO_LABEL if label == self.untrained else label for label in labels]
         return [NO_LABEL, *kept[1:]] if kept and self.mask_boundary_loss else kept
 
