@@ -275,6 +275,7 @@ def test_every_option_is_of_packs_or_known_not_to_be():
             "packing_cache_dir",
             "mask_boundary_loss",
             "train_on_eos",
+            "packing_loss",
         ),
         *("packing_balance", "fusion_config"),  # a plan's state has the one, and what follows from the other
     }
