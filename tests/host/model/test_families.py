@@ -2,8 +2,11 @@
 
 import pytest
 
+from swift_vlpack.data.proof.isolation import IsolationError, proved
 from tests.family_models import FAMILIES
+from tests.host.model.family_checks import Checked
 from tests.host.model.family_table import DOCS, page, results_of, saved
+from tests.host.proof.subjects import template_subject
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")  # of ms-swift's InternVL
 TELLING = ("Gemma 3", "GLM-4.5V", "gpt-oss")
@@ -38,3 +41,13 @@ def test_no_family_that_trains_is_wrong_and_no_sabotage_passes():
             stopped, _, tried = found["sabotages"].split()
             assert stopped == tried, name
             assert not found["lengths"].startswith("fails"), name
+
+
+@pytest.mark.slow
+def test_images_side_by_side_of_idefics3_are_stopped(small_folder, tmp_path):
+    """FAM-4: ms-swift gives two such images the tokens of one, and the rest of their features go to the next sample."""
+    checked = Checked(FAMILIES["Idefics3"], tmp_path / "family")
+    images = checked.rows["images"]
+    images["messages"][0]["content"] = "<image><image>compare them"
+    with pytest.raises(IsolationError, match="images, videos or sounds of one sample reach another"):
+        proved(template_subject(checked), checked.samples())
