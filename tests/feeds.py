@@ -9,7 +9,7 @@ from swift_vlpack.data.feeds.epochs import Extent
 from swift_vlpack.data.feeds.packs import rows_of
 from swift_vlpack.data.feeds.planned_feed import PlannedFeed
 from swift_vlpack.data.feeds.streamed_feed import StreamedFeed
-from swift_vlpack.data.rows.randomness import own_generator
+from swift_vlpack.data.randomness import own_generator
 
 
 class Loader(DataLoader):

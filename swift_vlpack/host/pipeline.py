@@ -27,8 +27,8 @@ from swift_vlpack.data.feeds.planned_feed import PlannedFeed
 from swift_vlpack.data.feeds.streamed_feed import StreamedFeed
 from swift_vlpack.data.lengths.pass_bar import one_bar
 from swift_vlpack.data.model.row_effects import check_rope
+from swift_vlpack.data.randomness import RandomStream
 from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
-from swift_vlpack.data.rows.randomness import RandomStream
 from swift_vlpack.data.rows.samples import Address, Encoded, SampleError
 from swift_vlpack.data.rows.streams import StreamedRows
 from swift_vlpack.data.rows.targets import choose_targets, encoded

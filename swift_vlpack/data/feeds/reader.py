@@ -14,8 +14,8 @@ from swift_vlpack.core.account.reasons import Reason
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.data.feeds.packs import counted_failure, packed_samples
 from swift_vlpack.data.lengths.sizes import RowSize
+from swift_vlpack.data.randomness import RandomStream
 from swift_vlpack.data.rows.fusion import FusionCaptionDataset
-from swift_vlpack.data.rows.randomness import RandomStream
 from swift_vlpack.data.rows.samples import Encoded, LeftOut, PackAddress, PackedSamples, SampleError
 
 logger = logging.getLogger(__name__)

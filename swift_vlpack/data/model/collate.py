@@ -13,9 +13,9 @@ import torch
 from swift_vlpack.core.errors import BoundaryError, ConfigError
 from swift_vlpack.core.packing.boundaries import Boundaries
 from swift_vlpack.data.model.prepare import check_ready
+from swift_vlpack.data.randomness import RandomStream
 from swift_vlpack.data.rows.contents import NO_LABEL
 from swift_vlpack.data.rows.fusion import Template
-from swift_vlpack.data.rows.randomness import RandomStream
 from swift_vlpack.data.rows.samples import Encoded, PackedSamples, PackRecord
 from swift_vlpack.data.seam.join import completed
 

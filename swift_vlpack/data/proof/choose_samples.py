@@ -13,9 +13,9 @@ from swift_vlpack.core.errors import DataError
 from swift_vlpack.data.feeds.packs import Packs, epoch_plan_of
 from swift_vlpack.data.proof.changes import kinds_of_media
 from swift_vlpack.data.proof.subject import length_of
+from swift_vlpack.data.randomness import RandomStream
 from swift_vlpack.data.rows.contents import contents_of
 from swift_vlpack.data.rows.media import media
-from swift_vlpack.data.rows.randomness import RandomStream
 from swift_vlpack.data.rows.samples import Address, Encoded, SampleError
 
 FEWEST = 4

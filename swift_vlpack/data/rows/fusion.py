@@ -20,11 +20,11 @@ from swift_vlpack.core.errors import ConfigError, DataError
 from swift_vlpack.core.shuffle import permutation
 from swift_vlpack.data.lengths.cache import LengthCache
 from swift_vlpack.data.lengths.sizes import LengthIndex, RowSize, size_of
+from swift_vlpack.data.randomness import RandomStream
 from swift_vlpack.data.rows.contents import contents_of, found, patch_size_of
 from swift_vlpack.data.rows.faults import ReadTimeout, check_openable, fault_of, is_lasting
 from swift_vlpack.data.rows.media import media
 from swift_vlpack.data.rows.places import place
-from swift_vlpack.data.rows.randomness import RandomStream
 from swift_vlpack.data.rows.samples import Address, Encoded, LeftOut, SampleError, SampleId
 from swift_vlpack.data.rows.targets import encoded
 from swift_vlpack.data.rows.watch import Waits, watched

@@ -10,8 +10,8 @@ import dill  # type: ignore[import-untyped]
 from torch.utils.data import get_worker_info
 
 from swift_vlpack.core.epoch.shares import EVERYTHING, Share
+from swift_vlpack.data.randomness import RandomStream
 from swift_vlpack.data.rows.fusion import Row, Template, encode_row, sample_or_error
-from swift_vlpack.data.rows.randomness import RandomStream
 from swift_vlpack.data.rows.samples import Encoded, SampleError, SampleId
 from swift_vlpack.data.seam.places import check_worker, no_worker
 

@@ -11,7 +11,7 @@ from swift.dataloader import DataLoaderShard
 from swift_vlpack.core.errors import VLPackError
 from swift_vlpack.data.feeds.feed import Feed
 from swift_vlpack.data.model.collate import Batch
-from swift_vlpack.data.rows.randomness import own_generator
+from swift_vlpack.data.randomness import own_generator
 
 SECONDS_TO_DIE = 1.0
 

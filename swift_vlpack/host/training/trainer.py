@@ -22,8 +22,8 @@ from swift_vlpack.data.feeds.feed import Feed
 from swift_vlpack.data.model.collate import Batch, Collator, layout
 from swift_vlpack.data.model.row_loss import weigh_samples
 from swift_vlpack.data.model.transport import WorkerCollator
+from swift_vlpack.data.randomness import RandomStream
 from swift_vlpack.data.rows.contents import NO_LABEL
-from swift_vlpack.data.rows.randomness import RandomStream
 from swift_vlpack.data.rows.samples import PackRecord
 from swift_vlpack.host.ranks import (
     check_equal,
