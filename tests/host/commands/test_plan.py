@@ -284,7 +284,7 @@ def test_mistake_is_one_line_and_no_report(flags, part, bare_folder, mix, tmp_pa
     """CLI-5"""
     flags = {name: mix / "chat.jsonl" if value == "CHAT" else value for name, value in flags.items()}
     argv = packed_argv(bare_folder, FAMILY, tmp_path, **flags)
-    assert main(["1", "json", str(tmp_path / "failures.jsonl"), "1", *argv]) == 2
+    assert main(["1", "json", str(tmp_path / "failures.jsonl"), "1", "sft", *argv]) == 2
     out, err = capsys.readouterr()
     last = err.strip().splitlines()[-1]
     assert last.startswith("vlpack plan: ")
@@ -295,7 +295,7 @@ def test_mistake_is_one_line_and_no_report(flags, part, bare_folder, mix, tmp_pa
 def test_hub_that_cannot_be_reached_is_said_to_be_that(mix, tmp_path, capsys):
     """CLI-14: tests run without one; and a model that is not there is no mistake in the options either way."""
     argv = packed_argv("no/such-model", FAMILY, tmp_path / "out", dataset=mix / "chat.jsonl")
-    assert main(["1", "json", str(tmp_path / "failures.jsonl"), "1", *argv]) == 2
+    assert main(["1", "json", str(tmp_path / "failures.jsonl"), "1", "sft", *argv]) == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("vlpack plan: the hub cannot be reached, ")
     assert "refuses" not in last

@@ -266,7 +266,10 @@ def test_stream_of_which_nothing_can_be_read_is_one_clear_error(verify, tiny_fol
     """STREAM-12"""
     rows = [{**text_row("<image>what?"), "images": [str(tmp_path / f"gone{n}.jpg")]} for n in range(4)]
     options(packing_verify=verify)
-    with pytest.raises(DataError, match=r"found no row that it can use|epoch 0 has no pack; .*: file_missing 4"):
+    with pytest.raises(
+        DataError,
+        match=r"not one row could be encoded|found no row that it can use|epoch 0 has no pack; .*: file_missing 4",
+    ):
         train(
             packed_argv(
                 tiny_folder(FAMILY), FAMILY, tmp_path, dataset=write_jsonl(tmp_path / "rows.jsonl", rows),
