@@ -49,8 +49,8 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanLaunch:
-    """A run to plan: the flags of ms-swift, the environment, and how many ranks it is of."""
+class RunLaunch:
+    """A run to say something of: the flags of ms-swift, the environment, and how many ranks it is of."""
 
     flags: list[str]
     environ: dict[str, str]
@@ -72,14 +72,14 @@ def train_launch(argv: Sequence[str], environ: Mapping[str, str], *, command: st
     return Launch([sys.executable, *_torchrun(own), str(source_file("swift", "cli", command)), *flags], own)
 
 
-def plan_launch(argv: Sequence[str], environ: Mapping[str, str], *, num_ranks: int | None = None) -> PlanLaunch:
-    """The same run taken apart for `vlpack plan`: one process, and how many ranks it is of."""
+def run_launch(argv: Sequence[str], environ: Mapping[str, str], *, num_ranks: int | None = None) -> RunLaunch:
+    """The same run taken apart for a command that says something of it: one process, and how many ranks it is of."""
     flags, variables = _taken_apart(argv, environ)
     num_ranks = checked_num_ranks(_num_ranks(variables) if num_ranks is None else num_ranks)
     own = {name: value for name, value in variables.items() if name not in _OF_A_RANK}
     own.setdefault("LOG_LEVEL", "WARNING")  # ms-swift prints pages; who wants them sets INFO
     # A plan needs no GPU. Where it saw several, ms-swift would take its one process for a model spread over them.
-    return PlanLaunch(flags, {**own, "CUDA_VISIBLE_DEVICES": ""}, num_ranks)
+    return RunLaunch(flags, {**own, "CUDA_VISIBLE_DEVICES": ""}, num_ranks)
 
 
 def checked_num_ranks(num_ranks: int) -> int:

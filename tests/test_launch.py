@@ -9,7 +9,7 @@ import yaml
 from swift_vlpack import PackingConfig
 from swift_vlpack.core.config import options_in_env
 from swift_vlpack.core.errors import ConfigError
-from swift_vlpack.launch import plan_launch, plugin_path, split_flags, train_launch
+from swift_vlpack.launch import plugin_path, run_launch, split_flags, train_launch
 from swift_vlpack.swift_flags import flag_names
 
 ROOT = Path(__file__).parent.parent
@@ -148,7 +148,7 @@ def test_a_training_file_means_what_it_means_to_ms_swift(tmp_path, monkeypatch):
         (tmp_path / name).write_text(yaml.safe_dump(content, allow_unicode=True))
     argv = [str(tmp_path / "train.yaml"), "--lora_alpha", "8", "--packing_max_carry", "2"]
     environ = {"MAX_PIXELS": "1000", "VLPACK_PACKING_LENGTH": "64", "MASTER_PORT": "29511"}
-    planned, launch = plan_launch(argv, environ), train_launch(argv, environ)
+    planned, launch = run_launch(argv, environ), train_launch(argv, environ)
 
     with monkeypatch.context() as patch:
         for name in (*TRAINING["ENV"], "SWIFT_CONFIG_FILE", "NNODES", "NODE_RANK", "MASTER_ADDR"):
@@ -185,7 +185,7 @@ def test_a_training_file_means_what_it_means_to_ms_swift(tmp_path, monkeypatch):
 )
 def test_ranks_of_a_plan_are_those_asked_for_or_those_of_the_environment(environ, asked, num_ranks):
     """CLI-7"""
-    launch = plan_launch(["--model", "m"], environ, num_ranks=asked)
+    launch = run_launch(["--model", "m"], environ, num_ranks=asked)
     assert launch.num_ranks == num_ranks
     assert not {"WORLD_SIZE", "RANK", "LOCAL_RANK"} & set(launch.environ), "one process, whoever starts it"
     assert launch.environ["CUDA_VISIBLE_DEVICES"] == ""
@@ -203,7 +203,7 @@ def test_environment_that_says_nothing_is_refused(argv, environ, message, tmp_pa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "list.yaml").write_text("model: m\nENV: [A, B]\n")
     with pytest.raises(ConfigError, match=message):
-        plan_launch(argv, environ)
+        run_launch(argv, environ)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)

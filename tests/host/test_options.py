@@ -7,12 +7,13 @@ from itertools import product
 import pytest
 import yaml
 
-from swift_vlpack.cli import _config, _parser
+from swift_vlpack.cli import parser
+from swift_vlpack.commands.plan import config_of
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.host.args import is_ours, packing_config
 from swift_vlpack.host.install import install
-from swift_vlpack.launch import plan_launch, plugin_path, train_launch
+from swift_vlpack.launch import plugin_path, run_launch, train_launch
 from tests.host.runs import epoch_report, packed_argv, train
 from tests.rows import text_row, write_jsonl
 
@@ -82,7 +83,7 @@ def run_of(command, option, given, tmp_path):
     if command == "vlpack sft":
         launch = train_launch(argv, environ)
         return launch.command[2:], own(launch.environ)
-    launch = plan_launch(argv, environ)
+    launch = run_launch(argv, environ)
     return launch.flags, own(launch.environ)
 
 
@@ -110,10 +111,10 @@ def test_one_precedence_where_lengths_are_planned(option, given, monkeypatch):
     argv = ["plan", "--lengths", "x", *([f"--{option}", str(flag)] if given[0] else [])]
     if option == "packing_length" and not any(given):
         with pytest.raises(ConfigError, match="packing_length is not set"):
-            _config(_parser().parse_args(argv))
+            config_of(parser().parse_args(argv))
         return
     argv += [] if option == "packing_length" else ["--packing_length", "64"]
-    assert getattr(_config(_parser().parse_args(argv)), option) == wanted(option, (given[0], False, given[1]))
+    assert getattr(config_of(parser().parse_args(argv)), option) == wanted(option, (given[0], False, given[1]))
 
 
 @pytest.mark.parametrize(

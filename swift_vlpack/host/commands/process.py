@@ -1,23 +1,36 @@
-"""The process of `vlpack plan` for a training run: stopped, it leaves nothing behind, and says nothing of it.
+"""The process of a command about a training run: stopped, it leaves nothing behind, and says nothing of it.
 
-`python -m swift_vlpack.host.commands.process FILE_NUMBER json|text FAILURES NUM_RANKS sft|pt [options
-of the command]`. Heavy imports stay inside, so that it is ready for signals in a moment.
+`python -m swift_vlpack.host.commands.process NAME SETTINGS sft|pt [options of the command]` runs `main` of the module
+of that name here; SETTINGS, JSON, are those of the command, the file number of its report among them. Heavy imports
+stay inside, so that it is ready for signals in a moment.
 """
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
+from importlib import import_module
 from types import FrameType
+
+from swift_vlpack.core.errors import VLPackError
+
+EXIT_USAGE = 2
 
 
 def main() -> int:
-    """Plan; stopped by a signal, end with the code by which a shell says so."""
+    """Run the command; stopped by a signal, end with the code by which a shell says so."""
     signal.signal(signal.SIGTERM, _stop)
-    try:
-        from swift_vlpack.host.commands.plan import main as plan
+    return run(*sys.argv[1:])
 
-        return plan()
+
+def run(name: str, settings: str, command: str, *options: str) -> int:
+    """Run the command; a mistake of the user is one line on stderr and exit code 2."""
+    try:
+        return int(import_module(f"swift_vlpack.host.commands.{name}").main(json.loads(settings), command, options))
+    except VLPackError as error:
+        print(f"vlpack {name}: {error}", file=sys.stderr)
+        return EXIT_USAGE
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 

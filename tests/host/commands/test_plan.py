@@ -13,7 +13,9 @@ import requests
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.host import pipeline
 from swift_vlpack.host.args import _fold_batch_size
-from swift_vlpack.host.commands.plan import _is_of_network, main, training_report
+from swift_vlpack.host.commands.plan import training_report
+from swift_vlpack.host.commands.process import run
+from swift_vlpack.host.commands.run import _is_of_network
 from swift_vlpack.host.ranks import counted_as
 from tests.host.runs import epoch_report, log_lines, packed_argv, train
 from tests.images import BROKEN, REASON_OF, make, photo
@@ -65,6 +67,10 @@ def mix(tmp_path_factory):
 def planned(model, tmp_path, num_ranks=1, packing="true", **flags):
     argv = [*packed_argv(model, FAMILY, tmp_path / "never", **flags), "--packing", packing]
     return training_report(argv, num_ranks=num_ranks, failures_file=tmp_path / "failures.jsonl")
+
+
+def settings_of(tmp_path):
+    return json.dumps({"form": "json", "failures": str(tmp_path / "failures.jsonl"), "report": 1, "num_ranks": 1})
 
 
 def sizes_of_files(folder):
@@ -284,7 +290,7 @@ def test_mistake_is_one_line_and_no_report(flags, part, bare_folder, mix, tmp_pa
     """CLI-5"""
     flags = {name: mix / "chat.jsonl" if value == "CHAT" else value for name, value in flags.items()}
     argv = packed_argv(bare_folder, FAMILY, tmp_path, **flags)
-    assert main(["1", "json", str(tmp_path / "failures.jsonl"), "1", "sft", *argv]) == 2
+    assert run("plan", settings_of(tmp_path), "sft", *argv) == 2
     out, err = capsys.readouterr()
     last = err.strip().splitlines()[-1]
     assert last.startswith("vlpack plan: ")
@@ -295,7 +301,7 @@ def test_mistake_is_one_line_and_no_report(flags, part, bare_folder, mix, tmp_pa
 def test_hub_that_cannot_be_reached_is_said_to_be_that(mix, tmp_path, capsys):
     """CLI-14: tests run without one; and a model that is not there is no mistake in the options either way."""
     argv = packed_argv("no/such-model", FAMILY, tmp_path / "out", dataset=mix / "chat.jsonl")
-    assert main(["1", "json", str(tmp_path / "failures.jsonl"), "1", "sft", *argv]) == 2
+    assert run("plan", settings_of(tmp_path), "sft", *argv) == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("vlpack plan: the hub cannot be reached, ")
     assert "refuses" not in last

@@ -1,0 +1,129 @@
+"""A training run without its training: arguments, processor, template and data, by the methods of `swift sft`.
+
+For commands that say something of a run; the environment of the run has to be in place before ms-swift is imported.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from swift.arguments import PretrainArguments
+from swift.pipelines.train.sft import SwiftSft
+
+from swift_vlpack.core.config import is_planned
+from swift_vlpack.core.errors import ConfigError, VLPackError
+from swift_vlpack.data.feeds.planned_feed import PlannedFeed
+from swift_vlpack.host.args import is_ours, packing_config
+from swift_vlpack.host.pipeline import measured_rows, planned_feed
+from swift_vlpack.host.ranks import counted_as
+from swift_vlpack.host.rows.sources import load_sources
+
+LEFT_OUT = ("ddp_backend", "deepspeed", "fsdp", "use_liger_kernel")
+"""Options of a run that decide nothing about packs, and need devices, packages or processes that a plan does not."""
+OVERRIDDEN = ("--report_to", "none", "--add_version", "false", "--use_cpu", "true")
+"""Leave no trace; and without `use_cpu` ms-swift refuses bfloat16 on a machine that has no GPU."""
+
+
+NETWORK_WAY_OUT = (
+    "(check the network, HTTPS_PROXY and HF_ENDPOINT, choose the other hub by --use_hf, or give a local folder or file)"
+)
+_NOBODY_ANSWERED = frozenset(
+    (
+        "ConnectionError",
+        "TimeoutError",
+        "Timeout",
+        "gaierror",
+        "TransportError",
+        "MaxRetryError",
+        "OfflineModeIsEnabled",
+    )
+)
+
+
+class Refused(VLPackError):
+    """ms-swift cannot work with what it was given."""
+
+
+@contextmanager
+def said_by_swift(what: str) -> Iterator[None]:
+    """Make one line of an error by which ms-swift and the libraries below it say that an input is wrong."""
+    try:
+        yield
+    except VLPackError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())
+        if _is_of_network(error):
+            raise Refused(
+                f"the hub cannot be reached, and what was named is no local path: {said} {NETWORK_WAY_OUT}"
+            ) from error
+        if not isinstance(error, (ValueError, AssertionError, OSError)):
+            raise
+        raise Refused(f"ms-swift {what}: {said}") from error
+
+
+def _is_of_network(error: BaseException | None) -> bool:
+    """Whether it, or what it came from, is that nobody answered; each library has classes of its own for that."""
+    if error is None:
+        return False
+    names = {base.__name__ for base in type(error).__mro__}
+    return bool(names & _NOBODY_ANSWERED) or _is_of_network(error.__cause__ or error.__context__)
+
+
+class Run(SwiftSft):
+    """The arguments, processor and template of a training run, by the methods of the run."""
+
+    def __init__(self, argv: Sequence[str], command: str) -> None:
+        if command == "pt":
+            self.args_class = PretrainArguments  # which is all that its pipeline changes
+        with said_by_swift("refuses the options"):
+            super(SwiftSft, self).__init__(list(argv))
+        self.train_msg: dict[str, Any] = {}
+        with said_by_swift("cannot load the processor"):
+            self._prepare_model_tokenizer(load_model=False)  # the length pass of training has no model either
+            self._prepare_template()
+
+
+@contextmanager
+def run_of(argv: Sequence[str], *, num_ranks: int, command: str = "sft") -> Iterator[Run]:
+    """The run that ms-swift's command with these options would be on so many ranks; no weights, no output folder."""
+    with tempfile.TemporaryDirectory(prefix="vlpack-") as folder, counted_as(num_ranks):
+        # ms-swift makes the output folder when it reads its arguments; this leaves none behind.
+        yield Run([*_without(argv, LEFT_OUT), *OVERRIDDEN, "--output_dir", folder], command)
+
+
+def feed_of(run: Run) -> tuple[PlannedFeed, dict[str, float]]:
+    """The feed that training would have, and how long lengths and packs took."""
+    args, template = run.args, run.template
+    if not is_ours(args):
+        raise ConfigError("--packing false has no packs to plan; leave it out")
+    config = packing_config(args)
+    if not is_planned(config, is_sized=not args.streaming):
+        raise ConfigError(
+            f"{'--streaming true' if args.streaming else 'packing_mode=buffer'} packs rows as they come and cannot be "
+            "planned; plan without it, or train with --max_steps"
+        )
+    with said_by_swift("cannot load the data"):
+        sources, _ = load_sources(args, config)
+    start = time.perf_counter()
+    rows = measured_rows(sources, template, args, config)
+    measured = time.perf_counter()
+    feed = planned_feed(rows, template, args, config)
+    seconds = {"seconds_lengths": measured - start, "seconds_plan": time.perf_counter() - measured}
+    return feed, {name: round(value, 4) for name, value in seconds.items()}
+
+
+def _without(argv: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The flags but for those of these names, with their values."""
+    kept: list[str] = []
+    is_left_out = False
+    for part in argv:
+        if part.startswith("--"):
+            is_left_out = part[2:].partition("=")[0].replace("-", "_") in names
+        if not is_left_out:
+            kept.append(part)
+    return kept
