@@ -30,6 +30,7 @@ NO_OPTIONS = (RESUME_DATA, RECORD_PACKS)
 MODES = ("auto", "plan", "buffer")
 ATTENTIONS = ("auto", "segments", "grouped", "varlen", "flex")
 LOSSES = ("token", "sample", "sqrt")
+OVERFLOWS = ("keep", "split", "truncate", "drop")
 LEAST_FILL_RATIO = 0.6
 """Below it a pack may leave nearly half empty, which nobody wants by accident: a warning, and no refusal."""
 _TRUE = ("true", "1", "yes", "on")
@@ -68,6 +69,16 @@ class PackingConfig:
     packing_allow_single_long: bool = _option(
         True, "a sample of packing_length tokens or more becomes a pack of its own; false: it is skipped"
     )
+    packing_overflow: str = _option(
+        "keep",
+        "rows longer than packing_length: keep them alone in a row, split them into parts between their images, "
+        "truncate or drop them",
+        OVERFLOWS,
+    )
+    packing_stride: int = _option(
+        0, "tokens that a part of a split row repeats of the part before, as context without loss; never an image"
+    )
+    packing_min_len: int = _option(1, "parts of cut rows that are shorter are left out")
     packing_max_samples: int | None = _option(None, "most samples in a pack")
     packing_max_images: int | None = _option(None, "most images in a pack")
     packing_max_patches: int | None = _option(None, "most vision patches in a pack")
@@ -163,7 +174,7 @@ _PACK_OPTIONS = (
     "packing_max_images",
     "packing_max_patches",
 )
-_TARGET_OPTIONS = ("mask_boundary_loss", "train_on_eos")
+_TARGET_OPTIONS = ("mask_boundary_loss", "train_on_eos", "packing_overflow", "packing_stride", "packing_min_len")
 _TYPES: dict[str, Any] = get_type_hints(PackingConfig)
 
 
@@ -292,6 +303,8 @@ def _check_choices(config: PackingConfig) -> None:
         )
     if config.packing_loss not in LOSSES:
         raise ConfigError(f"packing_loss must be one of {', '.join(LOSSES)}, got {config.packing_loss!r}")
+    if config.packing_overflow not in OVERFLOWS:
+        raise ConfigError(f"packing_overflow must be one of {', '.join(OVERFLOWS)}, got {config.packing_overflow!r}")
     strategy_named(config.packing_strategy)  # refuses what cannot be found
     if config.packing_strategy == "binpack" and config.has_caps:
         caps = ("packing_max_samples", "packing_max_images", "packing_max_patches")
@@ -309,6 +322,7 @@ def _check_numbers(config: PackingConfig) -> None:
         if value is not None and value <= 0:
             way_out = ", or leave it out for no cap" if name in caps else ""
             raise ConfigError(f"{name} must be at least 1, got {value}; give a positive number{way_out}")
+    _check_cutting(config)
     if config.packing_max_carry < 0:
         raise ConfigError(f"packing_max_carry must be at least 0, got {config.packing_max_carry}; 0 means: never wait")
     for name in ("packing_min_fill_ratio", "packing_max_failed_share"):
@@ -318,6 +332,21 @@ def _check_numbers(config: PackingConfig) -> None:
     if ratio < LEAST_FILL_RATIO:
         # Lowering it is a choice that has to be made by hand (the default is above), so it is honoured, not refused.
         _warn_of_low_fill(ratio)
+
+
+def _check_cutting(config: PackingConfig) -> None:
+    stride, min_len, how = config.packing_stride, config.packing_min_len, config.packing_overflow
+    if stride < 0 or min_len < 1:
+        raise ConfigError(f"packing_stride must be at least 0 and packing_min_len at least 1, got {stride}, {min_len}")
+    for name, value, default, served in (
+        ("packing_stride", stride, 0, ("split",)),
+        ("packing_min_len", min_len, 1, ("split", "truncate")),
+    ):
+        if value != default and how not in served:
+            raise ConfigError(
+                f"{name}={value} would do nothing under packing_overflow={how}; set packing_overflow to "
+                f"{' or '.join(served)}, or leave it out"
+            )
 
 
 @cache

@@ -21,6 +21,9 @@ DESIGN_OPTIONS = {
     "packing_max_carry": 4,
     "packing_drop_last": True,
     "packing_allow_single_long": True,
+    "packing_overflow": "keep",
+    "packing_stride": 0,
+    "packing_min_len": 1,
     "packing_max_samples": None,
     "packing_max_images": None,
     "packing_max_patches": None,
@@ -144,6 +147,9 @@ OTHER_VALUES = {
     "packing_max_carry": 0,
     "packing_drop_last": False,
     "packing_allow_single_long": False,
+    "packing_overflow": "drop",
+    "packing_stride": 2,
+    "packing_min_len": 2,
     "packing_max_samples": 4,
     "packing_max_images": 4,
     "packing_max_patches": 4,
@@ -164,7 +170,7 @@ OTHER_VALUES = {
 
 def test_digests_are_of_the_values_of_all_options():
     """CONF-5: one option changed at a time, each to something else than its default, gives so many digests."""
-    base = {"packing_length": 8, "packing_strategy": "exact"}
+    base = {"packing_length": 8, "packing_strategy": "exact", "packing_overflow": "split"}
     assert set(OTHER_VALUES) == set(option_names())
     assert all({**DESIGN_OPTIONS, **base}[name] != value for name, value in OTHER_VALUES.items())
     digests = {PackingConfig(**{**base, name: value}).digest() for name, value in OTHER_VALUES.items()}
@@ -190,6 +196,7 @@ SHOWN_ELSEWHERE = {
     "packing_max_failures",
     *("packing_max_failed_share", "packing_cache_dir", "eval_packing", "fusion_config"),
     *("mask_boundary_loss", "train_on_eos", "packing_loss"),
+    *("packing_overflow", "packing_stride", "packing_min_len"),
 }
 """What these do is shown beside the code that does it."""
 
@@ -277,6 +284,7 @@ def test_every_option_is_of_packs_or_known_not_to_be():
             "train_on_eos",
             "packing_loss",
         ),
+        *("packing_overflow", "packing_stride", "packing_min_len"),  # a state is only good under the same targets
         *("packing_balance", "fusion_config"),  # a plan's state has the one, and what follows from the other
     }
     of_packs = set(PackingConfig(packing_length=8).pack_options())

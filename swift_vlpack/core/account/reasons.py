@@ -21,6 +21,7 @@ class Kind(Enum):
     ENCODING = "found when the row is encoded"
     LOAD = "found when its pack is loaded"
     LOADER = "deleted by ms-swift's loader"
+    CUT = "decided when a row longer than a pack is cut"
     DOCUMENT = "decided when documents become blocks"
     BATCH = "decided when windows become batches"
 
@@ -107,6 +108,38 @@ class Reason(str, Enum):
             remedy="nothing: the next run plans with its true length",
         ),
     )
+    OVERFLOW = (
+        "overflow",
+        About(
+            kind=Kind.CUT,
+            meaning="more than `packing_length` tokens, under `packing_overflow=drop`",
+            remedy="raise packing_length, or set packing_overflow to split",
+        ),
+    )
+    TRUNCATED = (
+        "truncated",
+        About(
+            kind=Kind.CUT,
+            meaning="the rest of a row behind `packing_length` tokens, under `packing_overflow=truncate`",
+            remedy="raise packing_length, or set packing_overflow to split",
+        ),
+    )
+    IMAGE_OVER_LENGTH = (
+        "image_over_length",
+        About(
+            kind=Kind.CUT,
+            meaning="a single image or video of more than `packing_length` tokens, in a row that is cut",
+            remedy="raise packing_length, or lower the pixels of an image (MAX_PIXELS, max_pixels)",
+        ),
+    )
+    CANNOT_BE_CUT = (
+        "cannot_be_cut",
+        About(
+            kind=Kind.CUT,
+            meaning="longer than a pack, and which of its tokens are which image is not known for its model family",
+            remedy="raise packing_length, or set packing_overflow to keep",
+        ),
+    )
     DELETED_BY_LOADER = (
         "deleted_by_loader",
         About(
@@ -119,8 +152,9 @@ class Reason(str, Enum):
         "too_short",
         About(
             kind=Kind.DOCUMENT,
-            meaning="a document, or the rest of one that was cut, of fewer than `min_len` tokens",
-            remedy="lower min_len",
+            meaning="a document, or the rest of one that was cut, of fewer than `min_len` tokens; "
+            "in training, a part of fewer than `packing_min_len`",
+            remedy="lower min_len (packing_min_len)",
         ),
     )
     TOO_LONG = (

@@ -21,7 +21,7 @@ from swift_vlpack.core.epoch.mix import Mix, Schedule
 from swift_vlpack.core.epoch.plan import Plan
 from swift_vlpack.core.epoch.planner import plan
 from swift_vlpack.core.errors import DataError
-from swift_vlpack.core.packing.alone import must_be_alone
+from swift_vlpack.core.packing.alone import is_left_out
 
 LENGTH, IMAGES, PATCHES, SUPERVISED = range(4)
 """Columns of sizes; a row of length 0 cannot be encoded."""
@@ -189,9 +189,7 @@ def can_be_packed(sizes: Sizes, config: PackingConfig) -> NDArray[np.bool_]:
     samples, and packs can be cut down to one sample.
     """
     usable: NDArray[np.bool_] = sizes[LENGTH] > 0
-    if config.packing_allow_single_long:
-        return usable
-    usable &= ~must_be_alone(sizes[LENGTH], sizes[IMAGES], sizes[PATCHES], config)
+    usable &= ~is_left_out(sizes[LENGTH], sizes[IMAGES], sizes[PATCHES], config)
     return usable
 
 

@@ -29,6 +29,7 @@ from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.epoch.plan import Plan
 from swift_vlpack.core.epoch.steps import CostModel
 from swift_vlpack.core.errors import DataError
+from swift_vlpack.core.packing.alone import is_left_out
 from swift_vlpack.core.packing.packer import Label, Packer, remainder_to_drop
 from swift_vlpack.core.packing.records import Item, Pack
 from swift_vlpack.core.packing.strategies import best_fit_assignment, constant_volume
@@ -145,12 +146,10 @@ def _packed_at_once(inputs: dict[str, Any], group: Assignment, method: str) -> P
     alone = lengths >= config.packing_length
     shared = np.flatnonzero(~alone)
     pack_of, num_packs = group(lengths[shared], config.packing_length)
-    dropped = {}
-    if config.packing_allow_single_long:
-        singles = np.flatnonzero(alone)
-    else:
-        singles = np.empty(0, dtype=np.int64)
-        dropped[Reason.OVERSIZE.value] = np.flatnonzero(alone).astype(np.int32)
+    # Without caps, as this is asked for only where there are none.
+    left_out = is_left_out(lengths, None, None, config)
+    singles = np.flatnonzero(alone & ~left_out)
+    dropped = {Reason.OVERSIZE.value: np.flatnonzero(left_out).astype(np.int32)}
     owner = np.concatenate((pack_of, num_packs + np.arange(len(singles), dtype=np.int32)))
     items = np.concatenate((shared, singles)).astype(np.int32)
     counts = np.bincount(owner, minlength=num_packs + len(singles))

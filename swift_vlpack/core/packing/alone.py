@@ -27,6 +27,18 @@ def must_be_alone(length: Any, images: Any, patches: Any, config: PackingConfig)
     return (length >= config.packing_length) | exceeds_a_cap(images, patches, config)
 
 
+def is_left_out(length: Any, images: Any, patches: Any, config: PackingConfig) -> Any:
+    """Whether an item is in no pack, as it cannot share one and `packing_allow_single_long` is off.
+
+    Where rows are cut, one of exactly `packing_length` is what cutting made, and simply a full pack.
+    """
+    if config.packing_allow_single_long:
+        return length < 0
+    if config.packing_overflow == "keep":
+        return must_be_alone(length, images, patches, config)
+    return is_single_long(length, images, patches, config)
+
+
 def why_alone(length: int, images: int, patches: int, config: PackingConfig) -> Reason | None:
     """Why an item cannot share a pack, if it cannot."""
     if length >= config.packing_length:

@@ -26,7 +26,7 @@ from swift_vlpack.core import envelope
 from swift_vlpack.core.account.reasons import Reason
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.errors import StateMismatch, StrategyError
-from swift_vlpack.core.packing.alone import is_single_long, why_alone
+from swift_vlpack.core.packing.alone import is_left_out, is_single_long, why_alone
 from swift_vlpack.core.packing.records import Item, Pack
 from swift_vlpack.core.packing.registry import strategy_named
 from swift_vlpack.core.packing.strategies import Caps, Groups, fill_oldest
@@ -193,7 +193,7 @@ class Packer:
     # -- what leaves, and how -----------------------------------------------------------------------------------
 
     def _push_too_long(self, item: Item, reason: Reason) -> list[Pack]:
-        if not self.config.packing_allow_single_long:
+        if is_left_out(*item[1:], self.config):
             self._drop(item, reason)
             return []
         # `greedy` keeps the order of everything, so its open pack has to leave first.

@@ -98,6 +98,7 @@ def test_failures_are_what_an_encoding_finds_but_for_the_length():
         "oversize": Kind.PACKER,
         "over_cap": Kind.PACKER,
         "underfilled": Kind.PACKER,
+        **dict.fromkeys(("overflow", "truncated", "image_over_length", "cannot_be_cut"), Kind.CUT),
         "longer_than_planned": Kind.LOAD,
         "deleted_by_loader": Kind.LOADER,
         **dict.fromkeys(("too_short", "too_long", "empty_document"), Kind.DOCUMENT),

@@ -1,0 +1,233 @@
+"""Rows that are longer than a pack: where they are cut, as a pure function of the runs of tokens they are made of.
+
+Text can be cut between any two tokens; an image or a video, with the tokens that begin and end it, stays whole.
+
+>>> row = [Run(6), Run(5, images=1, patches=20, is_whole=True), Run(3)]
+>>> for part in parts_of(row, Cutting(how="split", capacity=8)):
+...     print(part.number, part.start, part.stop, part.images)
+0 0 6 0
+1 6 14 1
+
+Every token is in exactly one part, but for those of `stride`, which a part repeats as context. Parts that are to be
+trained are numbered from 0 on, in the order of the row; behind them come those that are left out, with a reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from swift_vlpack.core.account.reasons import Reason
+from swift_vlpack.core.config import PackingConfig
+from swift_vlpack.core.errors import ConfigError
+
+
+class Run(NamedTuple):
+    """Tokens of one kind that follow one another in a row."""
+
+    length: int
+    images: int = 0
+    patches: int = 0
+    is_whole: bool = False
+    """Whether it must not be cut: an image or a video."""
+
+
+class Span(NamedTuple):
+    """Some tokens of a row that are a sample of their own, and which part of the row that is."""
+
+    number: int
+    start: int
+    stop: int
+    num_repeated: int = 0
+    """Tokens at its start that are in the part before too, as context that is not trained."""
+
+    @property
+    def length(self) -> int:
+        """Tokens, with those that are repeated."""
+        return self.stop - self.start
+
+
+class Part(NamedTuple):
+    """A span with what it holds; `reason` says why it is in no pack."""
+
+    number: int
+    start: int
+    stop: int
+    num_repeated: int = 0
+    images: int = 0
+    patches: int = 0
+    reason: Reason | None = None
+
+    @property
+    def span(self) -> Span:
+        """Where it is."""
+        return Span(*self[:4])
+
+    @property
+    def length(self) -> int:
+        """Tokens, with those that are repeated."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cutting:
+    """What becomes of rows longer than a pack: `split`, `truncate` or `drop`."""
+
+    how: str
+    capacity: int
+    stride: int = 0
+    """Tokens of context with which a part begins; fewer behind an image, and before one that needs the room."""
+    min_len: int = 1
+    """Shorter parts are left out."""
+    max_images: int | None = None
+    max_patches: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("packing_stride", self.stride), ("packing_min_len", self.min_len - 1)):
+            if value >= self.capacity:
+                raise ConfigError(f"{name} leaves no room for a new token in a part of packing_length={self.capacity}")
+
+    @classmethod
+    def of(cls, config: PackingConfig) -> Cutting | None:
+        """What the options ask for; None where rows stay as they are."""
+        if config.packing_overflow == "keep":
+            return None
+        return cls(
+            how=config.packing_overflow,
+            capacity=config.packing_length,
+            stride=config.packing_stride,
+            min_len=config.packing_min_len,
+            max_images=config.packing_max_images,
+            max_patches=config.packing_max_patches,
+        )
+
+
+def parts_of(runs: Sequence[Run] | None, cutting: Cutting, num_tokens: int | None = None) -> list[Part]:
+    """The parts of a row; none where it is not longer than a pack, and stays whole.
+
+    `runs` is None where nobody knows which tokens are an image: then the row, of `num_tokens`, cannot be cut.
+    """
+    num_tokens = sum(run.length for run in runs or ()) if num_tokens is None else num_tokens
+    if num_tokens <= cutting.capacity:
+        return []
+    if cutting.how == "drop":
+        return [_everything(runs, num_tokens, Reason.OVERFLOW)]
+    if runs is None:
+        return [_everything(runs, num_tokens, Reason.CANNOT_BE_CUT)]
+    cutter = _Cutter(cutting)
+    made = _truncated(cutter, runs, num_tokens) if cutting.how == "truncate" else cutter.split(runs)
+    return _numbered([_unless_too_short(part, cutting) for part in made])
+
+
+class _Cutter:
+    """Fills one part after the other with runs; what is open has not been given out."""
+
+    def __init__(self, cutting: Cutting) -> None:
+        self._cutting = cutting
+        self._parts: list[Part] = []
+        self._at = 0  # tokens behind
+        self._behind_media = 0  # where the last image ended: context begins there at the earliest
+        self._open(0)
+
+    def split(self, runs: Sequence[Run]) -> list[Part]:
+        """All parts, in the order of the row."""
+        for run in runs:
+            if run.is_whole:
+                self._put_medium(run)
+            else:
+                self._put_text(run.length)
+        return [*self._parts, *self._closed()]
+
+    def first(self, runs: Sequence[Run]) -> Part:
+        """What fits one part, from the start on."""
+        for run in runs:
+            taken = run.length if self._fits(run) else 0 if run.is_whole else self._room
+            self._add(run if taken == run.length else Run(taken))
+            if taken < run.length:
+                break
+        return self._part()
+
+    @property
+    def _room(self) -> int:
+        return self._cutting.capacity - (self._at - self._start)
+
+    def _fits(self, run: Run) -> bool:
+        uses = (
+            (run.length, self._room),
+            (run.images, _left(self._cutting.max_images, self._images)),
+            (run.patches, _left(self._cutting.max_patches, self._patches)),
+        )
+        return all(not used or used <= left for used, left in uses)
+
+    def _put_medium(self, run: Run) -> None:
+        if run.length > self._cutting.capacity:
+            self._close()
+            lost = Part(0, self._at, self._at + run.length, 0, run.images, run.patches, Reason.IMAGE_OVER_LENGTH)
+            self._parts.append(lost)
+            self._at = self._behind_media = lost.stop
+            self._open(0)
+            return
+        if not self._fits(run) and self._at > self._new:
+            self._close()
+            self._open(self._cutting.capacity - run.length)
+        self._add(run)
+        self._behind_media = self._at
+
+    def _put_text(self, num_tokens: int) -> None:
+        while num_tokens:
+            if not self._room:
+                self._close()
+                self._open(self._cutting.stride)
+            taken = min(num_tokens, self._room)
+            self._add(Run(taken))
+            num_tokens -= taken
+
+    def _add(self, run: Run) -> None:
+        self._at += run.length
+        self._images += run.images
+        self._patches += run.patches
+
+    def _open(self, most_repeated: int) -> None:
+        """Begin a part here, with so many tokens of context at most."""
+        num_repeated = min(self._cutting.stride, most_repeated, self._at - self._behind_media)
+        self._start, self._new = self._at - num_repeated, self._at
+        self._images = self._patches = 0
+
+    def _part(self) -> Part:
+        return Part(0, self._start, self._at, self._new - self._start, self._images, self._patches)
+
+    def _closed(self) -> list[Part]:
+        return [self._part()] if self._at > self._new else []
+
+    def _close(self) -> None:
+        self._parts += self._closed()
+
+
+def _left(cap: int | None, used: int) -> float:
+    return float("inf") if cap is None else cap - used
+
+
+def _truncated(cutter: _Cutter, runs: Sequence[Run], num_tokens: int) -> list[Part]:
+    kept = cutter.first(runs)
+    whole = _everything(runs, num_tokens, Reason.TRUNCATED)
+    if not kept.length:  # the row begins with an image that no pack has room for
+        return [whole._replace(reason=Reason.IMAGE_OVER_LENGTH)]
+    images, patches = whole.images - kept.images, whole.patches - kept.patches
+    return [kept, Part(0, kept.stop, num_tokens, 0, images, patches, Reason.TRUNCATED)]
+
+
+def _everything(runs: Sequence[Run] | None, num_tokens: int, reason: Reason) -> Part:
+    images, patches = (sum(getattr(run, name) for run in runs or ()) for name in ("images", "patches"))
+    return Part(0, 0, num_tokens, 0, images, patches, reason)
+
+
+def _unless_too_short(part: Part, cutting: Cutting) -> Part:
+    is_short = part.reason is None and part.length < cutting.min_len
+    return part._replace(reason=Reason.TOO_SHORT) if is_short else part
+
+
+def _numbered(parts: list[Part]) -> list[Part]:
+    # A row is counted with its part 0, so that comes from what is trained, if anything is.
+    parts = sorted(parts, key=lambda part: (part.reason is not None, part.start))
+    return [part._replace(number=number) for number, part in enumerate(parts)]
