@@ -16,6 +16,7 @@ FORBIDDEN = {
     "core": ("swift", "torch", "transformers", "swift_vlpack.data", "swift_vlpack.text", *OUTER),
     "data": ("swift", "swift_vlpack.text", *OUTER),
     "text": ("swift", "swift_vlpack.data", *OUTER),
+    "view": ("swift", "torch", "transformers", "numpy", "swift_vlpack.data", "swift_vlpack.text", *OUTER),
     "host": ("swift_vlpack.commands", "swift_vlpack.cli"),
     "commands": ("swift", "torch", "transformers", "swift_vlpack.host", "swift_vlpack.cli"),
 }

@@ -1,0 +1,66 @@
+"""The shell of every HTML page: one file that asks no network for anything, light and dark, quiet on paper.
+
+>>> made = page("Packs", "<p>12 packs</p>")
+>>> made.count("<html"), "12 packs" in made
+(1, True)
+
+`page.css` names the colours; styles and SVG of a page use them as `var(--name)` and so are right in both themes.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+"""Whatever gets into a page, it loads nothing and sends nothing."""
+
+
+def page(title: str, body: str, style: str = "", script: str = "") -> str:
+    """One whole page. `body`, `style` and `script` are trusted; texts from elsewhere go through `escape` or `data`."""
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title>
+<style>
+{asset("page.css")}{style}</style>
+</head>
+<body>
+<header class="top">
+<h1>{escape(title)}</h1>
+<button id="theme" type="button" aria-live="polite">Theme: system</button>
+</header>
+<main>
+{body}
+</main>
+<script>
+{asset("page.js")}{script}</script>
+</body>
+</html>
+"""
+
+
+def data(name: str, value: Any) -> str:
+    """A value as JSON in the page: `JSON.parse(document.getElementById(name).textContent)` reads it.
+
+    No text in it can end the element, whatever it says:
+
+    >>> data("rows", ["</script>"])
+    '<script type="application/json" id="rows">["\\\\u003c/script\\\\u003e"]</script>'
+    """
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    for letter in "<>&\u2028\u2029":  # inside strings only, where JSON allows them to be written so
+        text = text.replace(letter, f"\\u{ord(letter):04x}")
+    return f'<script type="application/json" id="{escape(name)}">{text}</script>'
+
+
+@cache
+def asset(name: str) -> str:
+    """A file of this folder that goes into pages."""
+    return (files("swift_vlpack.view") / name).read_text(encoding="utf-8")
