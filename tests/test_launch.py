@@ -214,7 +214,7 @@ def test_every_config_of_the_project_is_valid(path, monkeypatch):
     if "sources" in content:
         from swift_vlpack.data.rows.fusion_config import read_fusion_config
 
-        assert [spec.name for spec in read_fusion_config(str(path))]
+        assert [spec.name for spec in read_fusion_config(str(path)).sources]
         return
     launch = train_launch([str(path)], {})
     environ = {**launch.environ, **{key: str(value) for key, value in content.get("ENV", {}).items()}}

@@ -128,7 +128,7 @@ def prepare_args(args: Any, *, flash_check: Callable[[Any], None]) -> None:
     config = packing_config(args)
     _refuse_what_cannot_be(args, config)
     if config.fusion_config is not None:
-        args.dataset = [spec.dataset for spec in read_fusion_config(config.fusion_config)]
+        args.dataset = [spec.dataset for spec in read_fusion_config(config.fusion_config).sources]
     if args.attn_impl not in OWN_ATTENTION:
         flash_check(args)  # ms-swift's own check of the name
     args.padding_free = True

@@ -29,6 +29,7 @@ from swift_vlpack.data.lengths.pass_bar import one_bar
 from swift_vlpack.data.model.row_effects import check_rope
 from swift_vlpack.data.randomness import RandomStream
 from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
+from swift_vlpack.data.rows.fusion_config import read_fusion_config
 from swift_vlpack.data.rows.samples import Address, Encoded, SampleError
 from swift_vlpack.data.rows.streams import StreamedRows
 from swift_vlpack.data.rows.targets import choose_targets, encoded
@@ -87,7 +88,7 @@ def measured_rows(sources: list[RowSource], template: Any, args: Any, config: Pa
     num_rows = sum(-(-len(source.rows) // num_ranks()) for source in sources)  # of this rank, which is shown
     with without_model(template), one_bar(num_rows, is_shown=is_master()):
         sources = [with_lengths(source, template, args, config.packing_cache_dir) for source in sources]
-    return _fused(sources, template, args)
+    return _fused(sources, template, args, config)
 
 
 def planned_feed(rows: FusionCaptionDataset, template: Any, args: Any, config: PackingConfig) -> PlannedFeed:
@@ -112,13 +113,18 @@ def _unmeasured_rows(
     if args.streaming:
         return load_stream(args, reading_urls(template, urls_in_training()))
     sources, val_rows = load_sources(args, config)
-    return _fused(sources, template, args), val_rows
+    return _fused(sources, template, args, config), val_rows
 
 
-def _fused(sources: list[RowSource], template: Any, args: Any) -> FusionCaptionDataset:
-    template = reading_urls(template, urls_in_training())
-    shuffle = args.train_dataloader_shuffle
-    return FusionCaptionDataset(sources, template, seed=data_seed(args), strict=args.strict, shuffle=shuffle)
+def _fused(sources: list[RowSource], template: Any, args: Any, config: PackingConfig) -> FusionCaptionDataset:
+    return FusionCaptionDataset(
+        sources,
+        reading_urls(template, urls_in_training()),
+        seed=data_seed(args),
+        strict=args.strict,
+        shuffle=args.train_dataloader_shuffle,
+        ratio_by=read_fusion_config(config.fusion_config).ratio_by if config.fusion_config else "rows",
+    )
 
 
 def _saved_validation(pipeline: Any, rows: Any) -> Any:

@@ -46,7 +46,8 @@ def _about_packs(report: dict[str, Any]) -> list[tuple[str, str]]:
 def _about_data(report: dict[str, Any]) -> list[tuple[str, str]]:
     """The sources of a run, as a table, and their lengths."""
     width = max(len("source"), *map(len, report["sources"]))
-    lines = [("data", f"{counted(report['rows'], 'row')} in {counted(len(report['sources']), 'source')}")]
+    asked = ", ratios are shares of tokens" if report["ratio_by"] == "tokens" else ""
+    lines = [("data", f"{counted(report['rows'], 'row')} in {counted(len(report['sources']), 'source')}{asked}")]
     lines.append(("", f"{'source':<{width}}  {'rows':>9}  {'ratio':>6}  {'asked':>7}  {'samples':>7}  {'tokens':>7}"))
     lines += [
         (

@@ -154,7 +154,8 @@ def plan_epoch(
 def pack_epoch(recipe: Recipe, epoch: int, name_of: NameOfRow | None = None) -> PackedEpoch:
     """Draw the rows of an epoch and pack them. With `name_of` the log names rows that are left out or alone."""
     config = recipe.config
-    schedule = recipe.mix.schedule(epoch, [can_be_packed(sizes, config) for sizes in recipe.sizes])
+    usable = [can_be_packed(sizes, config) for sizes in recipe.sizes]
+    schedule = recipe.mix.schedule(epoch, usable, [sizes[LENGTH] for sizes in recipe.sizes])
     sizes = _sizes_at(schedule, recipe.sizes)
     # Rows that cannot be read never meet the packer: it has no length for them, and the account has its own reason.
     readable = np.flatnonzero(sizes[LENGTH])
@@ -186,7 +187,8 @@ def can_be_packed(sizes: Sizes, config: PackingConfig) -> NDArray[np.bool_]:
     """Which rows can be in a pack. So all epochs have equally many samples, and none too few for the others' steps.
 
     A step needs one sample: no more steps than samples are ever asked for, because no epoch has more packs than
-    samples, and packs can be cut down to one sample.
+    samples, and packs can be cut down to one sample. (Where ratios count tokens the number of samples differs a little;
+    `Epochs` looks whether it suffices.)
     """
     usable: NDArray[np.bool_] = sizes[LENGTH] > 0
     usable &= ~is_left_out(sizes[LENGTH], sizes[IMAGES], sizes[PATCHES], config)

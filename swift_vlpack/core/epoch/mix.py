@@ -14,17 +14,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from swift_vlpack.core.errors import DataError
+from swift_vlpack.core.epoch.token_shares import draw_by_tokens
+from swift_vlpack.core.errors import ConfigError, DataError
 from swift_vlpack.core.shuffle import permutation, sort_keys
+
+RATIOS_BY = ("rows", "tokens")
 
 
 class Source(NamedTuple):
-    """A data set in the mix: `round(num_rows * ratio)` of its rows are delivered in every epoch."""
+    """A data set in the mix: `round(num_rows * ratio)` of its rows are delivered in every epoch, or, by tokens, its
+    ratio's part of all tokens."""
 
     name: str
     num_rows: int
@@ -66,16 +70,31 @@ class Mix:
     seeds: Mapping[str, int] = field(default_factory=dict)
     """Of sources that have one of their own, in place of the run's."""
     shuffle: bool = True
+    ratio_by: str = "rows"
+    """What the ratios count: `rows` of each source by itself, or the `tokens` of the epoch that each source gets."""
 
     def __post_init__(self) -> None:
         _check(self.sources)
+        if self.ratio_by not in RATIOS_BY:
+            raise ConfigError(f"ratio_by must be one of {', '.join(RATIOS_BY)}, got {self.ratio_by!r}")
 
-    def schedule(self, epoch: int, usable: Sequence[NDArray[np.bool_]] | None = None) -> Schedule:
-        """The order of an epoch, in rows of the sources; `usable` says of all of their rows which can be trained."""
+    def schedule(
+        self,
+        epoch: int,
+        usable: Sequence[NDArray[np.bool_]] | None = None,
+        lengths: Sequence[NDArray[np.integer[Any]]] | None = None,
+    ) -> Schedule:
+        """The order of an epoch, in rows of the sources.
+
+        `usable` and `lengths` say of all of their rows which can be trained, and how many tokens each has.
+        """
         known = {} if usable is None else self._of_those_that_take_part(usable)
-        drawn = schedule(
-            self.sources, seed=self.seed, epoch=epoch, seeds=self.seeds, shuffle=self.shuffle, usable=known
-        )
+        if self.ratio_by == "tokens":
+            drawn = self._schedule_by_tokens(epoch, known, lengths)
+        else:
+            drawn = schedule(
+                self.sources, seed=self.seed, epoch=epoch, seeds=self.seeds, shuffle=self.shuffle, usable=known
+            )
         rows = drawn.row.copy()
         for number, some in enumerate(self.rows):
             if some is not None:
@@ -83,10 +102,24 @@ class Mix:
                 rows[here] = some[rows[here]]
         return replace(drawn, row=rows)
 
-    def _of_those_that_take_part(self, usable: Sequence[NDArray[np.bool_]]) -> dict[str, NDArray[np.bool_]]:
-        # The mask is in rows of the source; a source that is limited draws among fewer, numbered anew.
-        masks = zip(self.sources, self.rows, usable, strict=True)
-        return {source.name: mask if some is None else mask[some] for source, some, mask in masks}
+    def _schedule_by_tokens(
+        self, epoch: int, usable: Mapping[str, NDArray[Any]], lengths: Sequence[NDArray[Any]] | None
+    ) -> Schedule:
+        if lengths is None:
+            raise ConfigError(
+                "ratio_by: tokens needs the length of every row before the epoch begins, which packing_mode=buffer "
+                "does not have; use packing_mode=plan, or ratio_by: rows"
+            )
+        num_tokens = self._of_those_that_take_part(lengths)
+        # What cannot be trained counts for nothing; it is drawn beside the rest, and counted as left out.
+        counted = [num_tokens[source.name] * usable.get(source.name, True) for source in self.sources]
+        seeds = [self.seeds.get(source.name, self.seed) for source in self.sources]
+        return _mixed(self.sources, draw_by_tokens(self.sources, counted, seeds, epoch), seeds, epoch, self.shuffle)
+
+    def _of_those_that_take_part(self, facts: Sequence[NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        # Facts are about all rows of the source; a source that is limited draws among fewer, numbered anew.
+        each = zip(self.sources, self.rows, facts, strict=True)
+        return {source.name: fact if some is None else fact[some] for source, some, fact in each}
 
 
 def schedule(
@@ -108,19 +141,29 @@ def schedule(
     """
     checked = [Source(*source) for source in sources]
     _check(checked)
-    rows, keys = [], []
-    for source in checked:
-        own_seed = (seeds or {}).get(source.name, seed)
-        drawn = _draw(source, own_seed, epoch, (usable or {}).get(source.name))
-        # Without shuffling the files' own order, but which rows are drawn stays as it was drawn.
-        drawn = drawn if shuffle else np.sort(drawn, kind="stable")
-        rows.append(drawn)
-        # By name and not by number, so that sources before this one may come or go.
-        keys.append(sort_keys(len(drawn), own_seed, source.name, epoch, "order"))
+    own_seeds = [(seeds or {}).get(source.name, seed) for source in checked]
+    drawn = [
+        _draw(source, own_seed, epoch, (usable or {}).get(source.name))
+        for source, own_seed in zip(checked, own_seeds, strict=True)
+    ]
+    return _mixed(checked, drawn, own_seeds, epoch, shuffle)
+
+
+def _mixed(
+    sources: Sequence[Source], drawn: Sequence[NDArray[np.int64]], seeds: Sequence[int], epoch: int, shuffle: bool
+) -> Schedule:
+    """The drawn rows of all sources in one order."""
+    # Without shuffling the files' own order, but which rows are drawn stays as it was drawn.
+    rows = [some if shuffle else np.sort(some, kind="stable") for some in drawn]
+    # By name and not by number, so that sources before this one may come or go.
+    keys = [
+        sort_keys(len(some), seed, source.name, epoch, "order")
+        for source, seed, some in zip(sources, seeds, rows, strict=True)
+    ]
     order = np.argsort(np.concatenate(keys), kind="stable") if keys and shuffle else slice(None)
-    numbers = np.repeat(np.arange(len(checked), dtype=np.int32), [len(drawn) for drawn in rows])
+    numbers = np.repeat(np.arange(len(sources), dtype=np.int32), [len(some) for some in rows])
     merged = np.concatenate(rows) if rows else np.empty(0, dtype=np.int64)
-    return Schedule(tuple(source.name for source in checked), numbers[order], merged[order])
+    return Schedule(tuple(source.name for source in sources), numbers[order], merged[order])
 
 
 def _draw(source: Source, seed: int, epoch: int, usable: NDArray[np.bool_] | None) -> NDArray[np.int64]:

@@ -64,6 +64,8 @@ class BufferedPackingDataset(IterableDataset[PackedSamples]):
         make_packing(template, rows, config)
         if isinstance(rows, StreamedRows):
             rows.seed = seed
+        elif rows.mix.ratio_by != "rows":
+            rows.mix.schedule(0)  # refuses, here and not in a worker
         self.template = template
         self.config = config
         self.dataset = rows

@@ -32,6 +32,7 @@ def data_report(epoch: EpochPlan, dataset: FusionCaptionDataset, merge_size: int
         "share_of_rows_with_image": _share(int((epoch.images[is_usable] > 0).sum()), len(lengths)),
         "share_of_vision_tokens": None if merge_size is None else _share(num_patches // merge_size**2, num_tokens),
         "unreadable": dict(sorted(unreadable.items())),
+        "ratio_by": dataset.mix.ratio_by,
         "sources": _mix(epoch, dataset),
     }
 
@@ -64,7 +65,8 @@ def _mix(epoch: EpochPlan, dataset: FusionCaptionDataset) -> dict[str, dict[str,
     """What each source was asked for, and what it has in the packs."""
     packed = epoch.packs.members
     num_sources = len(dataset.sources)
-    asked = [source.num_used * source.ratio for source in dataset.sources]
+    is_by_tokens = dataset.mix.ratio_by == "tokens"
+    asked = [source.ratio * (1 if is_by_tokens else source.num_used) for source in dataset.sources]
     source_of_sample = epoch.schedule.source[packed]
     num_samples = np.bincount(source_of_sample, minlength=num_sources).tolist()
     tokens = np.bincount(source_of_sample, weights=epoch.lengths[packed], minlength=num_sources)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -11,6 +12,7 @@ from tqdm import tqdm
 
 from swift_vlpack.core.epoch.cuts import Cut
 from swift_vlpack.core.epoch.epoch_plan import EpochPlan, NameOfRow, PackedEpoch, Recipe, pack_epoch, plan_epoch
+from swift_vlpack.core.errors import PlanError
 
 NUM_ROWS_SHOWN = 500_000
 """Planning more rows than that takes long enough for a progress bar."""
@@ -57,7 +59,7 @@ class Epochs:
         self.num_packs = 0
         """Packs of every epoch, unless it is resumed or needs more; over all ranks."""
         num_rows = sum(sizes.shape[1] for sizes in recipe.sizes)
-        epoch = 0
+        epoch, fewest_samples = 0, sys.maxsize
         with tqdm(
             desc="Planning epochs", dynamic_ncols=True, disable=num_rows * extent.num_epochs < NUM_ROWS_SHOWN
         ) as bar:
@@ -66,8 +68,15 @@ class Epochs:
                 if epoch == 0:  # a large plan is not made twice
                     self._ahead = 0, _done(packed)
                 self.num_packs = max(self.num_packs, -(-len(packed.packs) // recipe.num_ranks) * recipe.num_ranks)
+                fewest_samples = min(fewest_samples, len(packed.packs.with_remainder().members))
                 epoch += 1
                 bar.update()
+        if fewest_samples < self.num_packs // recipe.num_ranks:
+            raise PlanError(
+                f"with ratio_by: tokens one epoch has {fewest_samples} samples, another {self.num_packs} packs, but "
+                "all need the same number of steps; raise packing_length, so that samples share packs, or use "
+                "ratio_by: rows"
+            )
 
     def plan(self, epoch: int, cuts: Sequence[Cut] = ()) -> EpochPlan:
         """An epoch; waits for it where it is being made. An error of the thread that makes it is raised here."""

@@ -104,7 +104,8 @@ class RowSource:
 class FusionCaptionDataset(Dataset[Encoded]):
     """The rows of several sources; `dataset[i]` encodes the i-th of an epoch (`encode_row`).
 
-    Which rows an epoch has is a function of its number (`mix`). `set_epoch` is for those who read the data set itself:
+    Which rows an epoch has is a function of its number (`mix`); with `ratio_by="tokens"` of their lengths too, so that
+    only planned packs can tell. `set_epoch` is for those who read the data set itself:
     packs know their epoch and never ask. With `strict`, a row that cannot be encoded raises; otherwise it raises
     `SampleError`, which the packing data set turns into a counted reason.
     """
@@ -117,13 +118,14 @@ class FusionCaptionDataset(Dataset[Encoded]):
         seed: int = 0,
         strict: bool = False,
         shuffle: bool = True,
+        ratio_by: str = "rows",
     ) -> None:
         if not sources:
             raise DataError("no source of data; give at least one")
         self.sources = tuple(sources)
         self.template = template
         self.strict = strict
-        self.mix = mix_of(self.sources, seed=seed, shuffle=shuffle)
+        self.mix = mix_of(self.sources, seed=seed, shuffle=shuffle, ratio_by=ratio_by)
         self.templates = [own_template(template, source) for source in self.sources]
         self.epoch = 0
         self._schedule: Schedule | None = None  # of the epoch that is read here, which is rarely any
@@ -219,7 +221,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
         return LeftOut(source.sample_id(index), *source.sizes.fault(index))
 
 
-def mix_of(sources: Sequence[RowSource], *, seed: int, shuffle: bool) -> Mix:
+def mix_of(sources: Sequence[RowSource], *, seed: int, shuffle: bool, ratio_by: str = "rows") -> Mix:
     """How the sources take part in every epoch."""
     return Mix(
         sources=tuple(Source(source.name, source.num_used, source.ratio) for source in sources),
@@ -227,6 +229,7 @@ def mix_of(sources: Sequence[RowSource], *, seed: int, shuffle: bool) -> Mix:
         seed=seed,
         seeds={source.name: source.seed for source in sources if source.seed is not None},
         shuffle=shuffle,
+        ratio_by=ratio_by,
     )
 
 

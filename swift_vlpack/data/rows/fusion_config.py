@@ -1,5 +1,6 @@
 """The `fusion_config` file: sources of data and how they take part.
 
+ratio_by: rows                     # or tokens: ratios are then shares of the tokens of an epoch
 sources:
   - dataset: data/captions.jsonl   # anything ms-swift's --dataset takes
     name: captions                 # default: the data set's own name
@@ -16,6 +17,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from swift_vlpack.core.epoch.mix import RATIOS_BY
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.yaml_files import read_yaml
 
@@ -43,16 +45,31 @@ class SourceSpec:
     seed: int | None = None
 
 
-def read_fusion_config(path: str) -> list[SourceSpec]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FusionConfig:
+    """The whole file."""
+
+    sources: tuple[SourceSpec, ...]
+    ratio_by: str = "rows"
+
+
+def read_fusion_config(path: str) -> FusionConfig:
     """Read and check the file; an error names the file, the source and the key."""
     content = read_yaml(Path(path), f"fusion_config {path}")
-    if not isinstance(content, dict) or set(content) != {"sources"} or not isinstance(content["sources"], list):
-        raise ConfigError(f"fusion_config {path}: expected one key, sources, with a list of sources")
+    if (
+        not isinstance(content, dict)
+        or not isinstance(content.get("sources"), list)
+        or not set(content) <= {"sources", "ratio_by"}
+    ):
+        raise ConfigError(f"fusion_config {path}: expected the key sources, a list, and at most ratio_by beside it")
+    ratio_by = content.get("ratio_by", "rows")
+    if ratio_by not in RATIOS_BY:
+        raise ConfigError(f"fusion_config {path}: ratio_by must be one of {', '.join(RATIOS_BY)}, got {ratio_by!r}")
     specs = [
         _spec(entry, f"fusion_config {path}: source {n}", Path(path).parent)
         for n, entry in enumerate(content["sources"])
     ]
-    return _named_apart(specs, f"fusion_config {path}")
+    return FusionConfig(sources=_named_apart(specs, f"fusion_config {path}"), ratio_by=ratio_by)
 
 
 def specs_of(datasets: list[str]) -> list[SourceSpec]:
@@ -94,9 +111,9 @@ def _name_of(dataset: str) -> str:
     return Path(path).stem if Path(path).exists() else path
 
 
-def _named_apart(specs: list[SourceSpec], where: str) -> list[SourceSpec]:
+def _named_apart(specs: list[SourceSpec], where: str) -> tuple[SourceSpec, ...]:
     """Names are how reports and seeds tell sources apart."""
     names = [spec.name for spec in specs]
     if duplicates := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"{where}: two sources are named {duplicates[0]!r}; give each a name")
-    return specs
+    return tuple(specs)

@@ -76,7 +76,7 @@ class _Loading:
 
 def load_sources(args: Any, config: PackingConfig) -> tuple[list[RowSource], HfDataset | None]:
     """The training sources, and the validation rows if there are any: the rows that plain `swift sft` would have."""
-    specs = read_fusion_config(config.fusion_config) if config.fusion_config else specs_of(args.dataset)
+    specs = read_fusion_config(config.fusion_config).sources if config.fusion_config else specs_of(args.dataset)
     options = args.get_dataset_kwargs()
     with _registered(specs, options.get("use_hf")) as loading:
         train, val_dataset = load_dataset(

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from swift_vlpack import PackingConfig, PackingDataset
 from swift_vlpack.core.epoch import steps
-from swift_vlpack.core.errors import StateMismatch
+from swift_vlpack.core.errors import PlanError, StateMismatch
 from swift_vlpack.data.feeds import epochs
 from swift_vlpack.data.lengths.sizes import LengthIndex, RowSize
 from swift_vlpack.data.rows.faults import Fault
@@ -41,6 +41,19 @@ def fused(num_rows=60, **options):
     return FusionCaptionDataset([RowSource(name="data", rows=some, sizes=sizes, **options)], Template(), seed=3)
 
 
+def fused_by_tokens(lengths_of_sources, ratios):
+    sources = [
+        RowSource(
+            name=f"source{n}",
+            rows=[{"messages": [{}], "length": length} for length in lengths],
+            sizes=LengthIndex.of([RowSize(length) for length in lengths]),
+            ratio=ratio,
+        )
+        for n, (lengths, ratio) in enumerate(zip(lengths_of_sources, ratios, strict=True))
+    ]
+    return FusionCaptionDataset(sources, Template(), seed=3, ratio_by="tokens")
+
+
 def packs_of(dataset):
     return [[str(sample["sample_id"]) for sample in dataset[number]] for number in range(len(dataset))]
 
@@ -60,6 +73,28 @@ def test_plain_dataloader_with_workers_that_live_on_goes_through_the_epochs(cont
         assert seen[-1] == expected
     assert seen[0] == seen[3]
     assert len({str(order) for order in seen}) == 3
+
+
+def test_packs_of_every_epoch_have_the_shares_of_tokens_that_were_asked_for():
+    """MIX-7 MIX-8 DATA-6: 2,000 tokens, of which three quarters come from the source that has a fifth of them; and a
+    checkpoint says that tokens were counted."""
+    data = fused_by_tokens([[20] * 20, [40] * 40], [3, 1])
+    feed = planned_feed(data, Template(), CONFIG, num_epochs=3)
+    for epoch in range(3):
+        feed.begin(epoch)
+        members = feed.epoch_plan.packs.members
+        tokens = np.bincount(feed.epoch_plan.schedule.source[members], weights=feed.epoch_plan.lengths[members])
+        assert tokens.tolist() == [1500, 500] or abs(tokens[0] - 1500) + abs(tokens[1] - 500) <= 20
+        assert len(feed.epoch_plan) == len(feed)
+    assert feed.fingerprint()["ratio_by"] == "tokens"
+    assert "ratio_by" not in planned_feed(fused(), Template(), CONFIG).fingerprint()
+
+
+def test_epochs_that_could_not_all_have_the_same_steps_are_refused_at_the_start():
+    """MIX-8: by tokens an epoch may draw few long rows, another one many short ones, where no two share a pack."""
+    data = fused_by_tokens([[52, 99] * 10, [60] * 10], [1, 9])
+    with pytest.raises(PlanError, match=r"ratio_by: tokens one epoch has .* raise packing_length"):
+        planned_feed(data, Template(), CONFIG, num_epochs=8)
 
 
 def test_second_data_set_over_the_same_rows_changes_nothing_for_the_first():

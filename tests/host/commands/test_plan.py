@@ -10,6 +10,7 @@ import httpx
 import pytest
 import requests
 
+from swift_vlpack.core.account.plan_text import plan_text
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.host import pipeline
 from swift_vlpack.host.args import _fold_batch_size
@@ -148,6 +149,21 @@ def test_report_says_what_the_data_is_like(bare_folder, mix, tmp_path, options):
     assert (report["unreadable"], report["failures_file"]) == ({}, None)
     assert not (tmp_path / "failures.jsonl").exists()
     assert {"seconds", "seconds_lengths", "seconds_plan"} <= set(report)
+    assert report["ratio_by"] == "rows"
+
+
+def test_sources_by_tokens_get_the_share_that_the_file_asks_for(bare_folder, mix, tmp_path, options):
+    """MIX-7 CLI-6 DATA-3"""
+    (tmp_path / "mix.yaml").write_text(
+        f"ratio_by: tokens\nsources:\n  - {{dataset: {mix}/photos.jsonl, ratio: 0.3}}\n"
+        f"  - {{dataset: {mix}/chat.jsonl, ratio: 0.9}}\n"
+    )
+    options(fusion_config=tmp_path / "mix.yaml", packing_drop_last="false")
+    report = planned(bare_folder, tmp_path)
+    photos, chat = report["sources"]["photos"], report["sources"]["chat"]
+    assert (photos["asked_share"], chat["asked_share"]) == (0.25, 0.75)
+    assert abs(photos["num_tokens"] - report["num_tokens"] / 4) <= report["lengths"]["max"]
+    assert "ratios are shares of tokens" in plan_text(report)
 
 
 def test_vision_tokens_are_counted_exactly(bare_folder, tmp_path, options):

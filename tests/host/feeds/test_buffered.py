@@ -8,7 +8,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from swift_vlpack import PackingConfig
-from swift_vlpack.core.errors import StateMismatch
+from swift_vlpack.core.errors import ConfigError, StateMismatch
 from swift_vlpack.data.feeds.buffered import BufferedPackingDataset, ReaderProgress
 from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
 from swift_vlpack.data.rows.samples import SampleId
@@ -79,6 +79,13 @@ def everything(records):
         for record in records
         for sample_id in (*record.sample_ids, *(out.sample_id for out in record.left_out))
     )
+
+
+def test_ratios_by_tokens_are_refused_before_a_worker_starts(template):
+    """MIX-8"""
+    mixed = FusionCaptionDataset([RowSource(name="data", rows=rows(4))], template, ratio_by="tokens")
+    with pytest.raises(ConfigError, match=r"packing_mode=buffer does not have; use packing_mode=plan"):
+        BufferedPackingDataset(mixed, template, config())
 
 
 @pytest.mark.parametrize("strategy", ["binpack", "greedy", "exact", "best_fit"])

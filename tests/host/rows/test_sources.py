@@ -133,8 +133,9 @@ def test_fusion_config_gives_every_key_to_its_source(tmp_path):
     [
         (None, "cannot be read"),
         ("sources: [", "not YAML"),
-        ("- a", "expected one key, sources"),
-        ("sources: []\nratio: 1", "expected one key, sources"),
+        ("- a", "expected the key sources, a list"),
+        ("sources: []\nratio: 1", "expected the key sources, a list, and at most ratio_by beside it"),
+        ("sources: []\nratio_by: words", "ratio_by must be one of rows, tokens, got 'words'"),
         ("sources: [{name: a}]", "source 0: expected a mapping with the key dataset"),
         ("sources: [{dataset: a, ration: 1}]", "source 0: unknown key 'ration'; known: dataset, name, ratio"),
         ("sources: [{dataset: a, ratio: -1}]", "ratio must be 0 or more, got -1"),
