@@ -38,6 +38,7 @@ _OF_A_RANK = (
     *("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"),
 )
 """Variables of a launcher; a plan is one process, whoever starts it."""
+_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +73,24 @@ def train_launch(argv: Sequence[str], environ: Mapping[str, str], *, command: st
     return Launch([sys.executable, *_torchrun(own), str(source_file("swift", "cli", command)), *flags], own)
 
 
-def run_launch(argv: Sequence[str], environ: Mapping[str, str], *, num_ranks: int | None = None) -> RunLaunch:
-    """The same run taken apart for a command that says something of it: one process, and how many ranks it is of."""
+def run_launch(
+    argv: Sequence[str], environ: Mapping[str, str], *, num_ranks: int | None = None, needs_gpu: bool = False
+) -> RunLaunch:
+    """The same run taken apart for a command that says something of it: one process, and how many ranks it is of.
+
+    With `needs_gpu` it has those that one rank of the run has; otherwise none.
+    """
     flags, variables = _taken_apart(argv, environ)
     num_ranks = checked_num_ranks(_num_ranks(variables) if num_ranks is None else num_ranks)
     own = {name: value for name, value in variables.items() if name not in _OF_A_RANK}
     own.setdefault("LOG_LEVEL", "WARNING")  # ms-swift prints pages; who wants them sets INFO
-    # A plan needs no GPU. Where it saw several, ms-swift would take its one process for a model spread over them.
-    return RunLaunch(flags, {**own, "CUDA_VISIBLE_DEVICES": ""}, num_ranks)
+    # Where it saw several GPUs, ms-swift would take its one process for a model spread over them.
+    return RunLaunch(flags, {**own, **(_gpus_of_a_rank(own, num_ranks) if needs_gpu else {_GPUS: ""})}, num_ranks)
+
+
+def _gpus_of_a_rank(environ: Mapping[str, str], num_ranks: int) -> dict[str, str]:
+    """The first one, where every rank has its own; a run of one process has all that it sees."""
+    return {} if num_ranks == 1 else {_GPUS: environ.get(_GPUS, "0").partition(",")[0]}
 
 
 def checked_num_ranks(num_ranks: int) -> int:

@@ -247,3 +247,20 @@ def test_a_module_that_cannot_be_imported_stops_at_once_but_for_a_path_of_the_ru
     file.write_text(file.read_text() + f"ENV: {{PYTHONPATH: {tmp_path}}}\n")
     launch = train_launch([str(file)], {})
     assert launch.environ["VLPACK_PACKING_STRATEGY"] == "module_of_the_run:function"
+
+
+@pytest.mark.parametrize(
+    ("given", "needs_gpu", "seen"),
+    [
+        ({}, False, ""),
+        ({}, True, None),
+        ({"CUDA_VISIBLE_DEVICES": "2,3"}, True, "2,3"),
+        ({"CUDA_VISIBLE_DEVICES": "2,3", "NPROC_PER_NODE": "2"}, True, "2"),
+        ({"NPROC_PER_NODE": "2"}, True, "0"),
+    ],
+)
+def test_command_about_a_run_sees_the_gpus_of_one_rank_or_none(given, needs_gpu, seen):
+    """CLI-7 CLI-16: a run of one process spreads its model over all that it sees."""
+    made = run_launch(["--model", "m"], {**given, "RANK": "1", "WORLD_SIZE": "2"}, needs_gpu=needs_gpu)
+    assert made.environ.get("CUDA_VISIBLE_DEVICES") == seen
+    assert not {"RANK", "WORLD_SIZE"} & set(made.environ)

@@ -23,9 +23,19 @@ def become(command: list[str], environ: Mapping[str, str]) -> NoReturn:
     os.execve(command[0], command, environ)
 
 
-def add_run_flags(parser: argparse.ArgumentParser) -> None:
+def never(args: argparse.Namespace) -> NoReturn:
+    """For a command whose flags are always those of a run."""
+    raise AssertionError("all flags of this command are those of a run")
+
+
+def add_config_flag(parser: argparse.ArgumentParser) -> None:
     """Which run a command is about, beside the flags of ms-swift."""
     parser.add_argument("--config", metavar="FILE", help="YAML of a training run, as `vlpack sft` and `swift sft` take")
+
+
+def add_run_flags(parser: argparse.ArgumentParser) -> None:
+    """Which run a command is about, and on how many ranks."""
+    add_config_flag(parser)
     parser.add_argument(
         "--num_ranks",
         type=int,
@@ -55,7 +65,7 @@ def become_run(
 
     `settings`, JSON, are those of the command itself.
     """
-    made = run_launch(flags, os.environ, num_ranks=args.num_ranks, **launch)
+    made = run_launch(flags, os.environ, num_ranks=getattr(args, "num_ranks", None), **launch)
     report = os.dup(STDOUT)
     os.set_inheritable(report, True)
     os.dup2(STDERR, STDOUT)  # what libraries print is no part of the report

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn
 
-from swift_vlpack.commands.become import become
+from swift_vlpack.commands.become import become, never
 from swift_vlpack.commands.command import Command
 from swift_vlpack.commands.packing_flags import add_packing_flags
 from swift_vlpack.launch import train_launch
@@ -26,7 +25,7 @@ def _command(name: str, text: str) -> Command:
             "torchrun as there."
         ),
         add_flags=partial(add_packing_flags, packing_length="--max_length"),
-        run=_never,
+        run=never,
         is_of_a_run=lambda argv: True,
         run_of=train,
     )
@@ -36,10 +35,6 @@ def _train(name: str, argv: Sequence[str]) -> NoReturn:
     launch = train_launch(argv, os.environ, command=name)
     print(f"run sh: `{' '.join(launch.command)}`", flush=True)  # as ms-swift says it
     become(launch.command, launch.environ)
-
-
-def _never(args: argparse.Namespace) -> NoReturn:
-    raise AssertionError("all flags of a training command are those of a run")
 
 
 SFT = _command("sft", "swift sft with packing, and with the packing options as flags and YAML keys")

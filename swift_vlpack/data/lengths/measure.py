@@ -24,7 +24,7 @@ from swift_vlpack.data.lengths import checks, forked
 from swift_vlpack.data.lengths.checks import Checks, Unconfirmed, extremes
 from swift_vlpack.data.lengths.found import Found, joined
 from swift_vlpack.data.lengths.inputs import Encoders, Known
-from swift_vlpack.data.lengths.length_file import AGREED, Sizes
+from swift_vlpack.data.lengths.length_file import AGREED, BY_HEADER, VOUCHED, Sizes
 from swift_vlpack.data.lengths.pass_bar import stage
 from swift_vlpack.data.lengths.rank_rows import Chunk, Positions, RankRows, faults_by_index, positions_of
 from swift_vlpack.data.lengths.rows_work import Aim, RowsWork, Task
@@ -64,7 +64,8 @@ def measure(source: RowSource, known: Known, encoders: Encoders, comm: Comm = AL
         in_full = part.without_headers()
         comm.results_of_all(lambda: _measured(in_full))
         sizes = joined(comm.results_of_all(lambda: part.found.sizes))
-    return _index_of(sizes, faults_by_index(comm.results_of_all(lambda: part.found.faults)))
+    faults = faults_by_index(comm.results_of_all(lambda: part.found.faults))
+    return _index_of(sizes, faults, difference or _silence_of_headers(sizes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +203,16 @@ def _own(indices: Positions, comm: Comm) -> Positions:
     return indices[indices % comm.num_ranks == comm.rank] // comm.num_ranks
 
 
-def _index_of(sizes: Sizes, faults: Mapping[int, Fault]) -> LengthIndex:
+def _silence_of_headers(sizes: Sizes) -> str | None:
+    """Why there is nothing to trust, where no row could be measured otherwise than in full."""
+    proofs = sizes["proof"][sizes["length"] > 0]
+    is_silent = len(proofs) > 0 and not np.isin(proofs, (BY_HEADER, AGREED, VOUCHED)).any()
+    return "no row could be measured without encoding it" if is_silent else None
+
+
+def _index_of(sizes: Sizes, faults: Mapping[int, Fault], without_headers: str | None) -> LengthIndex:
     """As the plan wants them, with what was said of those that have none."""
     columns = np.stack([sizes[name].astype(np.int64) for name in RowSize._fields])
     failures = {int(at): REASONS[sizes["reason"][at]] for at in np.flatnonzero(sizes["reason"])}
     told = {at: fault for at, fault in faults.items() if failures.get(at) == fault.reason}
-    return LengthIndex(columns, failures, told)
+    return LengthIndex(columns, failures, told, without_headers)

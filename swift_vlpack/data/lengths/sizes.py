@@ -37,6 +37,8 @@ class LengthIndex:
     """The reason, for every row of length 0."""
     faults: Mapping[int, Fault] = field(default_factory=dict)
     """The same in words, with the files at fault, where that is known."""
+    without_headers: str | None = None
+    """Why every row was encoded in full; None where image headers were trusted."""
 
     @classmethod
     def of(

@@ -22,12 +22,18 @@ from swift_vlpack.data.proof.changes import kinds_of_media, with_other_media
 from swift_vlpack.data.proof.evidence import evidence_of, where
 from swift_vlpack.data.proof.measure import Measured, measured
 from swift_vlpack.data.proof.subject import Subject
-from swift_vlpack.data.proof.tolerance import worst
+from swift_vlpack.data.proof.tolerance import Limits, worst
 from swift_vlpack.data.rows.samples import Encoded
 
 
 class IsolationError(VLPackError):
     """Samples of a pack see each other, or the proof cannot be made; names the cause."""
+
+    def __init__(self, message: str, *, cause: str = "", measured: Proof | None = None) -> None:
+        """`measured` are the numbers of a proof that does not hold, where it came to numbers."""
+        super().__init__(message)
+        self.cause = cause
+        self.measured = measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,8 @@ class Proof:
     """Samples in rows of the plan."""
     num_rows_left_out: int = 0
     """Rows of the plan that would have taken too long."""
+    limits: Limits | None = None
+    """What rounding may do on this model."""
 
     def line(self, attention: str) -> str:
         """The line that the log shows."""
@@ -74,13 +82,13 @@ def proved(
 
     Raises `IsolationError` with the likeliest cause.
     """
-    name = attention.name_of(subject.model.config)
+    name, numbers = attention.name_of(subject.model.config), None
     try:
         of = measured(subject, with_twins(samples), rows, tokens_of_epoch)
         finding = finding_in(of)
         if finding is None:
             return proof_from(of)
-        cause, seen = finding.cause, ""
+        cause, seen, numbers = finding.cause, "", proof_from(of)
         if finding.row is not None:
             evidence = evidence_of(subject, finding.row, of.limits)
             cause, seen = cause_of(evidence), where(finding.row, evidence)
@@ -89,11 +97,12 @@ def proved(
     except ImportError as error:
         finding, cause, seen = Finding(str(error)), of_linear_attention(), ""
     details = "; ".join(filter(None, (finding.said, seen)))
-    raise IsolationError(f"isolation could not be verified with attention {name}: {cause}. ({details})")
+    said = f"isolation could not be verified with attention {name}: {cause}. ({details})"
+    raise IsolationError(said, cause=cause, measured=numbers)
 
 
 def proof_from(of: Measured) -> Proof:
-    """The numbers of a proof that holds."""
+    """The numbers of a proof, whether it holds or not."""
     gaps = [*of.gaps, *(gap for _, gaps in of.rows for gap in gaps)]
     return Proof(
         num_samples=len(of.samples),
@@ -103,6 +112,7 @@ def proof_from(of: Measured) -> Proof:
         largest_logit=of.largest_logit,
         num_more=sum(len(row) for row, _ in of.rows),
         num_rows_left_out=of.num_rows_left_out,
+        limits=of.limits,
     )
 
 

@@ -14,7 +14,7 @@ from swift_vlpack.data.model.prepare import unwrapped
 from swift_vlpack.data.proof.causes import facts_of
 from swift_vlpack.data.proof.changes import can_be_replaced
 from swift_vlpack.data.proof.choose_samples import chosen_samples, rows_of_plan, short_samples, tokens_of_epoch
-from swift_vlpack.data.proof.isolation import IsolationError, proved
+from swift_vlpack.data.proof.isolation import IsolationError, Proof, proved
 from swift_vlpack.data.proof.subject import Subject, TemplateRows
 
 
@@ -30,6 +30,18 @@ def prove(
     Raises `IsolationError` with the likeliest cause. The model may be wrapped (all ranks then have to call it); it is
     left as it was. `forward_context` is what the trainer runs a forward in, autocast for one.
     """
+    proof = proof_of(model, template, packs, forward_context=forward_context)
+    return proof.line(attention.name_of(unwrapped(model).config))
+
+
+def proof_of(
+    model: Any,
+    template: Any,
+    packs: Packs,
+    *,
+    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Proof:
+    """What `prove` measures, in numbers."""
     subject = Subject(unwrapped(model), TemplateRows(template), is_ordinary_token(template.tokenizer), forward_context)
     samples = chosen_samples(
         packs, lambda sample: num_supervised(sample) > 0 and can_be_replaced(sample, subject.is_ordinary)
@@ -41,7 +53,7 @@ def prove(
             f"one that it cannot is {readable[0].get('sample_id')}. Set packing_verify=false to train without a proof"
         )
     try:
-        proof = proved(
+        return proved(
             subject, samples, rows_of_plan(packs, facts_of(subject.model.config)["window"]), tokens_of_epoch(packs)
         )
     except VLPackError:
@@ -51,7 +63,6 @@ def prove(
             f"the isolation proof could not be run ({type(error).__name__}: {error}); mend that, or set "
             "packing_verify=false to train without a proof"
         ) from error
-    return proof.line(attention.name_of(subject.model.config))
 
 
 def is_ordinary_token(tokenizer: Any) -> Callable[[int], bool]:

@@ -55,7 +55,7 @@ def verify(
     except IsolationError as error:
         with subject.rows.row(samples, packed=True) as row:
             hint = "" if "cu_seq_lens_q" in row.inputs and name == attention.NAME else _hint(subject.model)
-        raise IsolationError(f"{error}{hint}") from error.__cause__
+        raise IsolationError(f"{error}{hint}", cause=error.cause, measured=error.measured) from error.__cause__
     return proof.line(name)
 
 

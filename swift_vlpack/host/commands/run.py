@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from swift.arguments import PretrainArguments
 from swift.pipelines.train.sft import SwiftSft
@@ -18,16 +18,15 @@ from swift_vlpack.core.config import is_planned
 from swift_vlpack.core.errors import ConfigError, VLPackError
 from swift_vlpack.data.feeds.planned_feed import PlannedFeed
 from swift_vlpack.host.args import is_ours, packing_config
-from swift_vlpack.host.pipeline import measured_rows, planned_feed
+from swift_vlpack.host.pipeline import measured_rows, planned_feed, prepare_dataset
 from swift_vlpack.host.ranks import counted_as
 from swift_vlpack.host.rows.sources import load_sources
 
-LEFT_OUT = ("ddp_backend", "deepspeed", "fsdp", "use_liger_kernel")
-"""Options of a run that decide nothing about packs, and need devices, packages or processes that a plan does not."""
-OVERRIDDEN = ("--report_to", "none", "--add_version", "false", "--use_cpu", "true")
-"""Leave no trace; and without `use_cpu` ms-swift refuses bfloat16 on a machine that has no GPU."""
+LEFT_OUT = ("ddp_backend", "deepspeed", "fsdp")
+"""Options of a run that decide nothing about packs, and need processes that a command does not start."""
+NO_TRACE = ("--report_to", "none", "--add_version", "false")
 
-
+NOT_PACKED = "--packing false has no packs; leave it out"
 NETWORK_WAY_OUT = (
     "(check the network, HTTPS_PROXY and HF_ENDPOINT, choose the other hub by --use_hf, or give a local folder or file)"
 )
@@ -77,30 +76,53 @@ def _is_of_network(error: BaseException | None) -> bool:
 class Run(SwiftSft):
     """The arguments, processor and template of a training run, by the methods of the run."""
 
+    left_out: tuple[str, ...] = (*LEFT_OUT, "use_liger_kernel")
+    overridden: tuple[str, ...] = (*NO_TRACE, "--use_cpu", "true")
+    """Without `use_cpu` ms-swift refuses bfloat16 on a machine that has no GPU."""
+    has_weights = False
+    """As the length pass of training: it has no model either."""
+
     def __init__(self, argv: Sequence[str], command: str) -> None:
         if command == "pt":
             self.args_class = PretrainArguments  # which is all that its pipeline changes
         with said_by_swift("refuses the options"):
             super(SwiftSft, self).__init__(list(argv))
         self.train_msg: dict[str, Any] = {}
-        with said_by_swift("cannot load the processor"):
-            self._prepare_model_tokenizer(load_model=False)  # the length pass of training has no model either
+        with said_by_swift(f"cannot load the {'model' if self.has_weights else 'processor'}"):
+            self._prepare_model_tokenizer(load_model=self.has_weights)
             self._prepare_template()
 
 
+class TrainableRun(Run):
+    """One with its weights, on the run's own device; `run()` is ms-swift's own, data, tuner and trainer."""
+
+    left_out = (*LEFT_OUT, "resume_from_checkpoint")
+    overridden = NO_TRACE
+    has_weights = True
+
+    def _prepare_dataset(self) -> list[Any]:
+        if not is_ours(self.args):
+            raise ConfigError(NOT_PACKED)
+        with said_by_swift("cannot load the data"):
+            return prepare_dataset(self)
+
+
+AnyRun = TypeVar("AnyRun", bound=Run)
+
+
 @contextmanager
-def run_of(argv: Sequence[str], *, num_ranks: int, command: str = "sft") -> Iterator[Run]:
-    """The run that ms-swift's command with these options would be on so many ranks; no weights, no output folder."""
+def run_of(argv: Sequence[str], *, num_ranks: int, command: str = "sft", kind: type[AnyRun] = Run) -> Iterator[AnyRun]:
+    """The run that ms-swift's command with these options would be on so many ranks; no output folder."""
     with tempfile.TemporaryDirectory(prefix="vlpack-") as folder, counted_as(num_ranks):
         # ms-swift makes the output folder when it reads its arguments; this leaves none behind.
-        yield Run([*_without(argv, LEFT_OUT), *OVERRIDDEN, "--output_dir", folder], command)
+        yield kind([*_without(argv, kind.left_out), *kind.overridden, "--output_dir", folder], command)
 
 
 def feed_of(run: Run) -> tuple[PlannedFeed, dict[str, float]]:
     """The feed that training would have, and how long lengths and packs took."""
     args, template = run.args, run.template
     if not is_ours(args):
-        raise ConfigError("--packing false has no packs to plan; leave it out")
+        raise ConfigError(NOT_PACKED)
     config = packing_config(args)
     if not is_planned(config, is_sized=not args.streaming):
         raise ConfigError(

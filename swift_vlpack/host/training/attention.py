@@ -11,6 +11,7 @@ from swift_vlpack.data.model.choose_attention import choose_attention
 from swift_vlpack.data.model.linear_attention import restart_at_boundaries
 from swift_vlpack.host.args import OWN_ATTENTION
 from swift_vlpack.host.ranks import results_of_all
+from swift_vlpack.host.training.proof import model_of
 
 _GIVEN_BOUNDARIES_BY_SWIFT = ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
 """Layers whose kernels of flash-linear-attention ms-swift tells where samples start."""
@@ -28,8 +29,7 @@ def use_attention(model: Any, asked_for: str | None) -> None:
 
 def choose_for(trainer: Any) -> str:
     """Choose the kernel on the model as it will train, on all ranks the same; the line that says which and why."""
-    model = getattr(trainer, "model_wrapped", None) or trainer.model
     context = trainer.compute_loss_context_manager
     return choose_attention(
-        model, trainer.template, trainer.feed, results_of_all=results_of_all, forward_context=context
+        model_of(trainer), trainer.template, trainer.feed, results_of_all=results_of_all, forward_context=context
     )

@@ -10,7 +10,7 @@ from swift.utils import get_logger, is_master
 from swift_vlpack.data.model.row_effects import noise_by_sample
 from swift_vlpack.host.training.attention import choose_for
 from swift_vlpack.host.training.losses import add_up
-from swift_vlpack.host.training.proof import prove_isolation
+from swift_vlpack.host.training.proof import attention_of, prove_isolation
 
 logger = get_logger()
 
@@ -26,9 +26,9 @@ class PackingCallback(TrainerCallback):
             logger.info(chosen)
         is_wanted = self.trainer.feed.config.packing_verify
         if is_wanted:
-            line = prove_isolation(self.trainer)
+            proof = prove_isolation(self.trainer)
             if is_master():
-                logger.info(line)
+                logger.info(proof.line(attention_of(self.trainer)))
         if is_wanted or self.trainer.compute_loss_func is not None:
             add_up(self.trainer)
         noise_by_sample(self.trainer)

@@ -1,0 +1,152 @@
+"""`vlpack verify`: the proof and the lengths of a run, up to its first step, by the functions of its training."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from swift.callbacks import TrainerCallback
+
+from swift_vlpack.core.account.verify_text import verify_text
+from swift_vlpack.core.errors import AttentionError, BoundaryError, VLPackError
+from swift_vlpack.data.audit.true_lengths import SourceLengths, checked_lengths
+from swift_vlpack.data.proof.isolation import IsolationError, Proof
+from swift_vlpack.host.commands.run import TrainableRun, run_of
+from swift_vlpack.host.training.attention import choose_for
+from swift_vlpack.host.training.callback import PackingCallback
+from swift_vlpack.host.training.losses import add_up
+from swift_vlpack.host.training.proof import attention_of, prove_isolation
+
+EXIT_DOES_NOT_HOLD, EXIT_NOT_VERIFIED = 1, 2
+
+
+def main(settings: Mapping[str, Any], command: str, options: Sequence[str]) -> int:
+    """Verify and write the report, as JSON or text, to the file of that number."""
+    try:
+        report = verified(options, command=command)
+    except VLPackError:
+        raise
+    except Exception:  # a bug, or a device that gave up: by itself Python would leave with the code of a refutation
+        traceback.print_exc()
+        return EXIT_NOT_VERIFIED
+    with open(settings["report"], "w", encoding="utf-8") as file:
+        file.write((json.dumps(report) if settings["form"] == "json" else verify_text(report)) + "\n")
+    return 0 if report["holds"] else EXIT_DOES_NOT_HOLD
+
+
+def verified(argv: Sequence[str], *, command: str = "sft") -> dict[str, Any]:
+    """What holds of the run that ms-swift's command with these options would be."""
+    start = time.perf_counter()
+    with run_of(argv, num_ranks=1, command=command, kind=VerifiedRun) as run:
+        run.run()
+    args, isolation = run.args, run.isolation
+    lengths = {"holds": not any(source.differing for source in run.lengths), "sources": list(map(_told, run.lengths))}
+    return {
+        "holds": isolation["holds"] and lengths["holds"],
+        "command": command,
+        "model": args.model,
+        "device": str(run.device),
+        "dtype": str(args.torch_dtype).removeprefix("torch."),
+        "packing_length": run.packing_length,
+        "attention": run.attention,
+        "isolation": isolation,
+        "lengths": lengths,
+        "seconds": round(time.perf_counter() - start, 2),
+    }
+
+
+class VerifiedRun(TrainableRun):
+    """The run of ms-swift's command, to the point where its first step would be taken."""
+
+    lengths: list[SourceLengths]
+    isolation: dict[str, Any]
+    attention: dict[str, str]
+    device: torch.device
+    packing_length: int
+
+    def train(self, trainer: Any) -> None:
+        """Check lengths; then let the trainer prepare the model as for training, and prove it there."""
+        self.lengths = checked_lengths(trainer.feed.dataset)
+        self.device, self.packing_length = trainer.args.device, trainer.feed.config.packing_length
+        verifier = _Verifier(trainer.args, trainer)
+        handler = trainer.callback_handler
+        handler.callbacks = [verifier if isinstance(one, PackingCallback) else one for one in handler.callbacks]
+        try:
+            trainer.train()
+        except _Verified:
+            self.attention, self.isolation = verifier.attention, verifier.isolation
+
+
+class _Verified(Exception):
+    """All is known; not a step is taken."""
+
+
+class _Verifier(TrainerCallback):
+    """In the place of the callback that proves the model before it trains."""
+
+    attention: dict[str, str]
+    isolation: dict[str, Any]
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """What a run does before step 1, in the same order."""
+        name = attention_of(self.trainer)
+        self.attention = {"name": name, "chosen": f"attention {name}: nothing is chosen for rows that are wrong"}
+        try:
+            self.attention["chosen"] = choose_for(self.trainer)
+            proof = prove_isolation(self.trainer)
+            self.isolation = {"holds": True, "said": proof.line(name), "cause": None, **_numbers(proof)}
+        except (IsolationError, AttentionError, BoundaryError) as error:
+            self.isolation = _refuted(error)
+        else:
+            add_up(self.trainer)
+        raise _Verified
+
+
+def _refuted(error: VLPackError) -> dict[str, Any]:
+    cause = getattr(error, "cause", "") or str(error)
+    return {"holds": False, "said": str(error), "cause": cause, **_numbers(getattr(error, "measured", None))}
+
+
+def _numbers(proof: Proof | None) -> dict[str, Any]:
+    """What was measured, in units of the logits, beside what rounding may do; null where it came to no number."""
+    if proof is None:
+        return {"measured": None, "limits": None}
+    limits = proof.limits
+    return {
+        "num_samples": proof.num_samples,
+        "num_samples_in_rows_of_plan": proof.num_more,
+        "num_rows_left_out": proof.num_rows_left_out,
+        "measured": _finite(
+            {
+                "moved_by_others": proof.moved,
+                "packed_to_alone": proof.alone,
+                "gradient": proof.gradient,
+                "largest_logit": proof.largest_logit,
+            }
+        ),
+        "limits": None
+        if limits is None
+        else _finite({"moved_by_others": limits.moved, "packed_to_alone": limits.alone, "gradient": limits.gradient}),
+    }
+
+
+def _finite(numbers: Mapping[str, float | None]) -> dict[str, float | None]:
+    """JSON has no NaN."""
+    return {name: number if number is not None and math.isfinite(number) else None for name, number in numbers.items()}
+
+
+def _told(source: SourceLengths) -> dict[str, Any]:
+    return {
+        "source": source.source,
+        "check": source.check,
+        "num_rows": source.num_rows if source.is_planned else None,
+        "num_compared": source.num_compared,
+        "differing": list(map(str, source.differing)),
+        "unreadable": list(source.unreadable),
+        "without_headers": source.without_headers,
+    }

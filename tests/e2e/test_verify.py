@@ -1,0 +1,28 @@
+"""`vlpack verify` as it is typed."""
+
+import pytest
+import yaml
+
+from tests.e2e.test_command_line import options
+from tests.e2e.test_plan import run
+from tests.rows import mixed_rows, write_jsonl
+
+FAMILY = "qwen2_5_vl"
+
+
+@pytest.mark.slow
+@pytest.mark.telling
+def test_file_of_a_run_is_verified_and_nothing_is_left_behind(tiny_folder, tmp_path):
+    """CLI-16 CLI-17: of a run of two ranks, in one process, without what its ranks need."""
+    dataset = write_jsonl(tmp_path / "rows.jsonl", mixed_rows(tmp_path / "images", 10, largest=120))
+    flags = options(tiny_folder(FAMILY), tmp_path / "out", dataset=dataset, max_length=200, use_cpu="true")
+    content = {**{name: str(value) for name, value in flags.items()}, "ENV": {"NPROC_PER_NODE": 2}}
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump({**content, "deepspeed": "zero2"}))
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    done = run("verify", "--config", tmp_path / "train.yaml", cwd=folder)
+    for part in ("isolation    isolation verified: max difference 0.0", "rows: equal", "result       holds ("):
+        assert part in done.stdout
+    assert "[INFO" not in done.stdout, "no line of a log"
+    assert list(folder.iterdir()) == []
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,49 @@
+"""What `--external_plugins` loads to train packs wrongly, by the word in the file SABOTAGE, which no key knows of."""
+
+import functools
+import os
+from pathlib import Path
+
+import torch
+from swift.template import Template
+from swift.template.templates.qwen import Qwen2VLTemplate
+
+
+def sabotage():
+    return Path(os.environ["SABOTAGE"]).read_text()
+
+
+def wrapped(owner, name, make):
+    """Put another method in the place of one. Loading the plugin again changes nothing more."""
+    right = getattr(owner, name)
+    right = getattr(right, "__wrapped__", right)
+    setattr(owner, name, functools.wraps(right)(make(right)))
+
+
+def over_the_row(packing_row):
+    """Positions that go on over the samples."""
+
+    def changed(self, row):
+        packed = packing_row(self, row)
+        if sabotage() == "positions":
+            positions = packed["position_ids"]
+            packed["position_ids"] = torch.arange(positions.shape[-1]).expand_as(positions).clone()
+        return packed
+
+    return changed
+
+
+def politer(encode):
+    """A word more in every question."""
+
+    def changed(self, inputs, *args, **kwargs):
+        if sabotage() == "lengths":
+            first, *others = inputs["messages"]
+            inputs = {**inputs, "messages": [{**first, "content": first["content"] + " please"}, *others]}
+        return encode(self, inputs, *args, **kwargs)
+
+    return changed
+
+
+wrapped(Qwen2VLTemplate, "packing_row", over_the_row)
+wrapped(Template, "encode", politer)
