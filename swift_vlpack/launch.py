@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from swift_vlpack.core.config import ENV_PREFIX, PackingConfig, chosen_options, option_names
+from swift_vlpack.core.config import ENV_PREFIX, checked, chosen_options, option_names
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.core.packing.registry import known_names
 from swift_vlpack.swift_flags import flag_names, source_file
@@ -130,7 +130,7 @@ def _taken_apart(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[list[
     _refuse_unknown(content, rest, path)
     options = chosen_options(variables, keys, flags)
     has_plugins = PLUGINS in content or any(_option_name(part.partition("=")[0]) == PLUGINS for part in rest)
-    PackingConfig.from_mapping(_checked_here(options, variables, environ, has_plugins), packing_length=1)
+    checked(_checked_here(options, variables, environ, has_plugins))
     options.setdefault("packing", "true")
     own = {ENV_PREFIX + name.upper(): _text(value) for name, value in options.items() if name not in FLAGS_OF_SWIFT}
     given = {**keys, **flags, "packing": options["packing"]}  # a length in the environment stays there

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from difflib import get_close_matches
 from functools import cache
@@ -31,6 +31,7 @@ MODES = ("auto", "plan", "buffer")
 ATTENTIONS = ("auto", "segments", "grouped", "varlen", "flex")
 LOSSES = ("token", "sample", "sqrt")
 OVERFLOWS = ("keep", "split", "truncate", "drop")
+PAD_TO_LENGTH = "length"
 LEAST_FILL_RATIO = 0.6
 """Below it a pack may leave nearly half empty, which nobody wants by accident: a warning, and no refusal."""
 _TRUE = ("true", "1", "yes", "on")
@@ -82,6 +83,12 @@ class PackingConfig:
     packing_max_samples: int | None = _option(None, "most samples in a pack")
     packing_max_images: int | None = _option(None, "most images in a pack")
     packing_max_patches: int | None = _option(None, "most vision patches in a pack")
+    packing_pad_to: int | str | None = _option(
+        None,
+        "rows of fixed shape: pad each to packing_length (length), or to the next multiple of so many tokens; the "
+        "padding is a segment of its own without loss",
+        ("none", PAD_TO_LENGTH, "INT"),
+    )
     packing_balance: bool = _option(True, "match the cost of the packs that ranks consume in the same step")
     packing_attention: str = _option(
         "auto",
@@ -155,6 +162,17 @@ class PackingConfig:
         return {name: value for name, value in chosen.items() if value != defaults[name]}
 
     @property
+    def row_multiple(self) -> int:
+        """Rows are padded to a multiple of so many tokens; 1 leaves them as they are.
+
+        >>> [PackingConfig(packing_length=4096, packing_pad_to=pad_to).row_multiple for pad_to in ("length", 64, None)]
+        [4096, 64, 1]
+        """
+        if self.packing_pad_to is None:
+            return 1
+        return self.packing_length if self.packing_pad_to == PAD_TO_LENGTH else int(self.packing_pad_to)
+
+    @property
     def has_caps(self) -> bool:
         """Whether a pack has a capacity other than tokens."""
         return any(
@@ -194,6 +212,13 @@ def chosen_options(
     {'packing_buffer': 3, 'packing_max_carry': '2'}
     """
     return {**options_in_env(environ), **(file or {}), **(flags or {})}
+
+
+def checked(options: Mapping[str, Any]) -> PackingConfig:
+    """All options of a run, before its capacity is known, which may follow from the model."""
+    pad_to = _typed("packing_pad_to", options.get("packing_pad_to"), _TYPES["packing_pad_to"])
+    any_length = pad_to if isinstance(pad_to, int) and pad_to > 0 else 1  # one that every multiple goes into
+    return PackingConfig.from_mapping(options, packing_length=any_length)
 
 
 def is_planned(config: PackingConfig, *, is_sized: bool) -> bool:
@@ -248,17 +273,18 @@ def _unknown(key: str, known: tuple[str, ...]) -> str:
 
 def _typed(name: str, value: Any, kind: Any) -> Any:
     """Turn a value from YAML, a flag or the environment into the option's type, or say what is wrong with it."""
-    optional = type(None) in getattr(kind, "__args__", ())
-    if optional:
-        if value is None or (isinstance(value, str) and value.strip().lower() in _NONE):
-            return None
-        kind = next(arg for arg in kind.__args__ if arg is not type(None))
-    convert = {bool: _as_bool, int: _as_int, float: _as_float, str: _as_str}[kind]
-    try:
-        return convert(value)
-    except (TypeError, ValueError):
-        wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[kind]
-        raise ConfigError(f"{name} must be {wanted}{' or none' if optional else ''}, got {value!r}") from None
+    kinds = getattr(kind, "__args__", (kind,))
+    if type(None) in kinds and (value is None or (isinstance(value, str) and value.strip().lower() in _NONE)):
+        return None
+    for one in kinds:
+        if one is type(None):
+            continue
+        try:
+            return _CONVERT[one][0](value)
+        except (TypeError, ValueError):
+            pass
+    wanted = " or ".join("none" if one is type(None) else _CONVERT[one][1] for one in kinds)
+    raise ConfigError(f"{name} must be {wanted}, got {value!r}")
 
 
 def _as_bool(value: Any) -> bool:
@@ -286,6 +312,14 @@ def _as_str(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(value)
     return value
+
+
+_CONVERT: dict[Any, tuple[Callable[[Any], Any], str]] = {
+    bool: (_as_bool, "true or false"),
+    int: (_as_int, "a whole number"),
+    float: (_as_float, "a number"),
+    str: (_as_str, "a text"),
+}
 
 
 def _check_choices(config: PackingConfig) -> None:
@@ -328,6 +362,7 @@ def _check_numbers(config: PackingConfig) -> None:
     for name in ("packing_min_fill_ratio", "packing_max_failed_share"):
         if not 0 <= getattr(config, name) <= 1:
             raise ConfigError(f"{name} must be between 0 and 1, got {getattr(config, name)}")
+    _check_padding(config)
     ratio = config.packing_min_fill_ratio
     if ratio < LEAST_FILL_RATIO:
         # Lowering it is a choice that has to be made by hand (the default is above), so it is honoured, not refused.
@@ -347,6 +382,20 @@ def _check_cutting(config: PackingConfig) -> None:
                 f"{name}={value} would do nothing under packing_overflow={how}; set packing_overflow to "
                 f"{' or '.join(served)}, or leave it out"
             )
+
+
+def _check_padding(config: PackingConfig) -> None:
+    multiple, length = config.packing_pad_to, config.packing_length
+    if multiple is None or multiple == PAD_TO_LENGTH:
+        return
+    if not isinstance(multiple, int) or multiple <= 0:
+        raise ConfigError(f"packing_pad_to must be none, {PAD_TO_LENGTH} or a number of tokens, got {multiple!r}")
+    if length % multiple:
+        fitting = [str(one) for one in (length - length % multiple, length + multiple - length % multiple) if one]
+        raise ConfigError(
+            f"packing_pad_to={multiple} would make rows longer than packing_length ({length}), which is no multiple of "
+            f"it; set packing_length to {' or '.join(fitting)}"
+        )
 
 
 @cache

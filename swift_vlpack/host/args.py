@@ -14,7 +14,7 @@ from typing import Any
 from swift.arguments import PretrainArguments, SftArguments
 from swift.utils import get_logger, parse_args
 
-from swift_vlpack.core.config import ENV_PREFIX, PackingConfig, chosen_options, is_planned
+from swift_vlpack.core.config import ENV_PREFIX, PackingConfig, checked, chosen_options, is_planned
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.data.model import attention
 from swift_vlpack.data.rows.fusion_config import read_fusion_config
@@ -53,7 +53,7 @@ def settle_options(args: Any) -> None:
     if not is_ours(args):
         return
     options = chosen_options(os.environ, flags={name: getattr(args, name) for name in given})
-    config = PackingConfig.from_mapping({**options, "packing": True}, packing_length=1)
+    config = checked({**options, "packing": True})
     for name in set(options) & {"packing_length", "packing_strategy"}:
         setattr(args, name, getattr(config, name))
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from swift.dataset import LazyLLMDataset
 from swift.utils import get_logger, is_master, stat_array
 
-from swift_vlpack.core.account.advice import StepSize, length_warning, step_size
+from swift_vlpack.core.account.advice import StepSize, length_warning, long_row_warning, step_size
 from swift_vlpack.core.config import PackingConfig, is_planned
 from swift_vlpack.core.words import counted
 from swift_vlpack.data.feeds.buffered import BufferedPackingDataset
@@ -102,6 +102,8 @@ def planned_feed(rows: FusionCaptionDataset, template: Any, args: Any, config: P
     feed = PlannedFeed(rows, template, config, seed=data_seed(args), num_ranks=num_ranks, extent=extent)
     lengths = feed.epoch_plan.lengths
     _warn_of_length(args, config, lengths[lengths > 0])
+    if is_master() and (warning := long_row_warning(feed.epoch_plan.packs.num_tokens_per_pack, config)):
+        logger.warning(f"packing: {warning}")
     return feed
 
 

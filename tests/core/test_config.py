@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swift_vlpack import PackingConfig, plan
-from swift_vlpack.core.config import option_names
+from swift_vlpack.core.config import checked, option_names
 from swift_vlpack.core.errors import ConfigError
 
 PACKAGE = Path(__file__).parents[2] / "swift_vlpack"
@@ -27,6 +27,7 @@ DESIGN_OPTIONS = {
     "packing_max_samples": None,
     "packing_max_images": None,
     "packing_max_patches": None,
+    "packing_pad_to": None,
     "packing_balance": True,
     "packing_attention": "auto",
     "packing_verify": True,
@@ -69,6 +70,11 @@ def test_config_is_frozen_and_keyword_only():
         ({"packing_buffer": -1}, ["packing_buffer", "-1", "at least 1"]),
         ({"packing_attention": "flash"}, ["packing_attention", "'flash'", "auto, segments", "--attn_impl"]),
         ({"packing_loss": "tokens"}, ["packing_loss", "'tokens'", "token, sample, sqrt"]),
+        ({"packing_pad_to": "longest"}, ["packing_pad_to", "'longest'", "none, length or a number of tokens"]),
+        ({"packing_pad_to": True}, ["packing_pad_to", "True", "a whole number or a text or none"]),
+        ({"packing_pad_to": -8}, ["packing_pad_to", "-8", "none, length or a number of tokens"]),
+        ({"packing_pad_to": 100}, ["packing_pad_to=100", "8192", "no multiple", "8100 or 8200"]),
+        ({"packing_pad_to": 10000}, ["packing_pad_to=10000", "packing_length to 10000"]),
         ({"packing_mode": "magic"}, ["packing_mode", "'magic'", "auto, plan, buffer"]),
         ({"packing_strategy": "bfd"}, ["packing_strategy", "'bfd'", "best_fit", "sequential"]),
         ({"packing_min_fill_ratio": 1.5}, ["packing_min_fill_ratio", "1.5", "between 0 and 1"]),
@@ -123,6 +129,7 @@ def test_text_and_typed_values_give_the_same_config():
         "packing_strategy": "exact",
         "packing_max_images": "none",
         "packing_max_samples": "5",
+        "packing_pad_to": "64",
         "eval_packing": "true",
     }
     typed = {
@@ -131,6 +138,7 @@ def test_text_and_typed_values_give_the_same_config():
         "packing_strategy": "exact",
         "packing_max_images": None,
         "packing_max_samples": 5,
+        "packing_pad_to": 64,
         "eval_packing": True,
     }
     assert PackingConfig.from_mapping(text) == PackingConfig.from_mapping(typed)
@@ -153,6 +161,7 @@ OTHER_VALUES = {
     "packing_max_samples": 4,
     "packing_max_images": 4,
     "packing_max_patches": 4,
+    "packing_pad_to": "length",
     "packing_balance": False,
     "packing_attention": "grouped",
     "packing_verify": False,
@@ -195,8 +204,8 @@ SHOWN_ELSEWHERE = {
     *("packing", "packing_mode", "packing_attention", "packing_verify", "packing_any_family"),
     "packing_max_failures",
     *("packing_max_failed_share", "packing_cache_dir", "eval_packing", "fusion_config"),
-    *("mask_boundary_loss", "train_on_eos", "packing_loss"),
     *("packing_overflow", "packing_stride", "packing_min_len"),
+    *("mask_boundary_loss", "train_on_eos", "packing_loss", "packing_pad_to"),
 }
 """What these do is shown beside the code that does it."""
 
@@ -233,6 +242,16 @@ def test_every_option_is_read_where_it_acts(name):
 
 def is_of(node, *names):
     return isinstance(node.value, ast.Name) and node.value.id in names
+
+
+def test_options_are_checked_before_the_length_is_known():
+    """PAD-6 CONF-4: it may be whatever the multiple goes into."""
+    assert checked({"packing_pad_to": "48"}).packing_pad_to == 48
+    assert checked({"packing_pad_to": "length", "packing_length": 10}).row_multiple == 10
+    with pytest.raises(ConfigError, match=r"packing_pad_to=48 .* packing_length to 48 or 96"):
+        checked({"packing_pad_to": "48", "packing_length": 50})
+    with pytest.raises(ConfigError, match="packing_pad_to must be none, length"):
+        checked({"packing_pad_to": "0"})
 
 
 def test_digest_is_the_same_in_another_process_with_another_hash_seed():
@@ -283,6 +302,7 @@ def test_every_option_is_of_packs_or_known_not_to_be():
             "mask_boundary_loss",
             "train_on_eos",
             "packing_loss",
+            "packing_pad_to",
         ),
         *("packing_overflow", "packing_stride", "packing_min_len"),  # a state is only good under the same targets
         *("packing_balance", "fusion_config"),  # a plan's state has the one, and what follows from the other

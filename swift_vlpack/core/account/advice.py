@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from swift_vlpack.core.config import PAD_TO_LENGTH, PackingConfig
 from swift_vlpack.core.words import counted
 
 LEAST_SUGGESTED = 1024
@@ -93,4 +94,16 @@ def length_warning(capacity: int, lengths: NDArray[Any], *, what: str = "rows") 
         f"a pack holds {capacity} tokens, the model's maximum, as neither max_length nor packing_length says less. "
         f"The {what} have {int(lengths.min())} to {int(lengths.max())} tokens (median {median}, 99% have at most "
         f"{p99}): --max_length {suggested} holds them all, with shorter rows and less memory"
+    )
+
+
+def long_row_warning(num_tokens_per_pack: NDArray[Any], config: PackingConfig) -> str | None:
+    """What to say of rows that cannot have the one shape that `packing_pad_to=length` asks for."""
+    num_longer = int((num_tokens_per_pack > config.packing_length).sum())
+    if config.packing_pad_to != PAD_TO_LENGTH or not num_longer:
+        return None
+    return (
+        f"packing_pad_to=length: {counted(num_longer, 'sample is', 'samples are')} longer than packing_length "
+        f"({config.packing_length}) and alone in a row of twice as many tokens, or the next multiple: another shape. "
+        "Raise packing_length, or leave such samples out by packing_allow_single_long=false"
     )

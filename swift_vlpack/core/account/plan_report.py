@@ -21,6 +21,8 @@ def plan_report(made: Plan, aligned: Plan, *, num_rows: int, seconds: float) -> 
         "mean_fill": round(made.mean_fill, 4),
         "num_samples": len(made.members),
         "num_tokens": int(made.num_tokens_per_pack.sum()),
+        "num_padding": made.num_padding,
+        "packing_pad_to": made.config.packing_pad_to,
         "num_rows": num_rows,
         "num_dropped": sum(made.num_dropped.values()),
         "dropped": made.num_dropped,

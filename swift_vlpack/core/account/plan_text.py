@@ -35,12 +35,21 @@ def _about_packs(report: dict[str, Any]) -> list[tuple[str, str]]:
             f"{report['num_samples'] / max(1, report['num_packs']):.1f} samples a pack, {100 * saved:.1f}% fewer rows",
         ),
         ("fill", f"{100 * report['mean_fill']:.2f}% mean"),
+        *_about_padding(report),
         ("lower bound", f"{counted(report['lower_bound'], 'pack')}; {report['excess_per_cent']:.3f}% above it"),
         ("ranks", f"{report['num_ranks']}: {per_step}"),
         ("", f"{cut} cut in two, {report['packs_empty']} without a sample, for equal steps"),
         ("single-long", f"{counted(report['single_long'], 'sample')} too large for a pack, in a row alone"),
         ("left out", f"{report['num_dropped']} ({by_reason(report['dropped'])}){unreadable}"),
     ]
+
+
+def _about_padding(report: dict[str, Any]) -> list[tuple[str, str]]:
+    if report["packing_pad_to"] is None:
+        return []
+    num_padding, pad_to = report["num_padding"], report["packing_pad_to"]
+    share = num_padding / max(1, report["num_tokens"] + num_padding)
+    return [("padding", f"{counted(num_padding, 'token')} by packing_pad_to={pad_to}, {share:.1%} of all in the rows")]
 
 
 def _about_data(report: dict[str, Any]) -> list[tuple[str, str]]:

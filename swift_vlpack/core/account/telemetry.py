@@ -27,7 +27,7 @@ NUM_FILL_BINS = 100
 """Whole per cent: counts in bins add up over workers and ranks exactly, means of means would not."""
 STATE = {
     "packing_length": Whole(1),
-    **dict.fromkeys(("num_packs", "num_single_long", "num_images", "num_pack_tokens"), Whole()),
+    **dict.fromkeys(("num_packs", "num_single_long", "num_images", "num_padding", "num_pack_tokens"), Whole()),
     "fill_histogram": [Whole()],
     "sources": Named(
         {**dict.fromkeys(("num_read", "num_packed", "num_tokens"), Whole()), "num_dropped": Named(Whole())}
@@ -69,6 +69,7 @@ class Telemetry:
     num_packs: int = 0
     num_single_long: int = 0
     num_images: int = 0
+    num_padding: int = 0  # tokens
     num_pack_tokens: int = 0  # of the packs that count for the fill
     fill_histogram: list[int] = field(default_factory=lambda: [0] * (NUM_FILL_BINS + 1))  # by whole per cent
     sources: dict[str, SourceCounts] = field(default_factory=dict)
@@ -82,8 +83,15 @@ class Telemetry:
         for counts in self.sources.values():
             counts.num_read = counts.num_packed + sum(counts.num_dropped.values())
 
-    def packed(self, samples: Iterable[tuple[str, int]], *, num_images: int = 0, single_long: bool = False) -> None:
-        """Count one pack of `(source, length)` samples."""
+    def packed(
+        self,
+        samples: Iterable[tuple[str, int]],
+        *,
+        num_images: int = 0,
+        num_padding: int = 0,
+        single_long: bool = False,
+    ) -> None:
+        """Count one pack of `(source, length)` samples; the fill is theirs, without the padding of the row."""
         num_tokens = 0
         for source, length in samples:
             counts = self._of(source)
@@ -92,6 +100,7 @@ class Telemetry:
             num_tokens += length
         self.num_packs += 1
         self.num_images += num_images
+        self.num_padding += num_padding
         # How full it is says nothing about how well samples were put together.
         if single_long:
             self.num_single_long += 1
@@ -109,6 +118,7 @@ class Telemetry:
         self.num_packs += other.num_packs
         self.num_single_long += other.num_single_long
         self.num_images += other.num_images
+        self.num_padding += other.num_padding
         self.num_pack_tokens += other.num_pack_tokens
         self.fill_histogram = [a + b for a, b in zip(self.fill_histogram, other.fill_histogram, strict=True)]
         for name, counts in other.sources.items():
@@ -202,6 +212,7 @@ class Telemetry:
             "num_samples": self.num_packed,
             "num_tokens": self.num_tokens,
             "num_images": self.num_images,
+            "num_padding": self.num_padding,
             "fill_mean": round(self.fill_mean, 4),
             "fill_p5": self.fill_percentile(5),
             "fill_p50": self.fill_percentile(50),
@@ -223,9 +234,10 @@ class Telemetry:
         where = " ".join(f"{name} {value}" for name, value in labels.items())
         percentiles = ", ".join(f"p{p} {self.fill_percentile(p)}" for p in (5, 50, 95))
         num_dropped = sum(self.num_dropped.values())
+        padding = f"{self.num_padding} of padding, " if self.num_padding else ""
         return (
             f"{where}: {counted(self.num_packs, 'pack')}, {counted(self.num_packed, 'sample')}, "
-            f"{counted(self.num_tokens, 'token')}, fill {100 * self.fill_mean:.1f}% ({percentiles}), "
+            f"{counted(self.num_tokens, 'token')}, {padding}fill {100 * self.fill_mean:.1f}% ({percentiles}), "
             f"{self.num_single_long} single-long ({_per_cent(self.num_single_long, self.num_read)}%), "
             f"{num_dropped} of {self.num_read} left out ({_per_cent(num_dropped, self.num_read)}%)"
             + (f": {by_reason(dict(sorted(self.num_dropped.items())))}" if num_dropped else "")

@@ -71,6 +71,11 @@ class Plan(Sequence[list[int]]):
         # In 64 bits: ten million samples of a thousand tokens are beyond 2^31.
         return self._sum_per_pack(self.lengths[self.members].astype(np.int64))
 
+    @property
+    def num_padding(self) -> int:
+        """Tokens that are added to packs with a sample, under `packing_pad_to`."""
+        return int((-self.num_tokens_per_pack % self.config.row_multiple).sum())
+
     @cached_property
     def cost_per_pack(self) -> NDArray[np.float64]:
         """Cost of each pack under the cost model."""

@@ -8,6 +8,9 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
+from swift_vlpack.core.account.advice import long_row_warning
 from swift_vlpack.core.account.remedies import warning_of_left_out
 from swift_vlpack.core.account.telemetry import Telemetry
 from swift_vlpack.core.errors import DataError
@@ -15,10 +18,11 @@ from swift_vlpack.core.words import by_reason
 from swift_vlpack.data.feeds.agreement import Voting, in_step
 from swift_vlpack.data.feeds.buffered import BufferedPackingDataset, ReaderProgress
 from swift_vlpack.data.feeds.feed import EpochStart, MakeLoader
+from swift_vlpack.data.feeds.packs import packed_samples
 from swift_vlpack.data.feeds.run_rows import RunRows, digest_of
 from swift_vlpack.data.model.collate import Batch, batch_of
 from swift_vlpack.data.rows.row_digest import row_bytes
-from swift_vlpack.data.rows.samples import LeftOut, PackedSamples, PackRecord
+from swift_vlpack.data.rows.samples import LeftOut, PackRecord
 from swift_vlpack.data.rows.streams import StreamedRows
 
 logger = logging.getLogger(__name__)
@@ -42,6 +46,7 @@ class StreamedFeed:
         self.num_ranks = packs.num_ranks
         self.progress = ReaderProgress(num_workers)
         self._left_out_behind: list[LeftOut] = []
+        self._has_warned_of_length = False
 
     @cached_property
     def rows(self) -> RunRows:
@@ -95,8 +100,7 @@ class StreamedFeed:
         return [self._empty() for _ in range(num_missing)]
 
     def _empty(self) -> Batch:
-        record = PackRecord(epoch=self.epoch, number=-1, sample_ids=(), lengths=(), num_images=0)
-        row: Batch = self._empty_row([PackedSamples([], record)])
+        row: Batch = self._empty_row([packed_samples([], self.epoch, -1, self.config, ())])
         return row if self._device is None else row.to(self._device)
 
     def _trainable(self, loaded: Iterator[Batch]) -> Iterator[Batch]:
@@ -121,6 +125,11 @@ class StreamedFeed:
         """Note where the readers of these packs stand."""
         for record in records:
             self.progress.trained(record)
+        if not self._has_warned_of_length:
+            num_tokens = np.array([sum(record.lengths) for record in records], dtype=np.int64)
+            if warning := long_row_warning(num_tokens, self.config):
+                self._has_warned_of_length = True
+                logger.warning("%s", warning)
 
     def left_out_behind(self) -> list[LeftOut]:
         """What the readers of this rank left out behind their last packs."""

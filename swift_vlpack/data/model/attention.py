@@ -91,7 +91,7 @@ def recorded_rows() -> Iterator[list[PackedRow]]:
     try:
         yield rows
     finally:
-        _recordings.remove(rows)
+        _recordings.pop()  # the innermost; by value another, as empty as this one, would be taken out
 
 
 def _is_text(module: torch.nn.Module, mask: Any, options: dict[str, Any]) -> bool | None:

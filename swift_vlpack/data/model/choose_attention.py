@@ -11,7 +11,8 @@ from swift_vlpack.core.packing.typical import typical_row
 from swift_vlpack.data.feeds.packs import Packs, epoch_plan_of
 from swift_vlpack.data.model import attention
 from swift_vlpack.data.model.choice import AUTO, OfAll, alone, choose
-from swift_vlpack.data.model.collate import NOT_FOR_THE_MODEL, on_device, packed_row, placeholder
+from swift_vlpack.data.model.collate import NOT_FOR_THE_MODEL, on_device, packed_row
+from swift_vlpack.data.model.padding import placeholder
 from swift_vlpack.data.model.prepare import unwrapped
 
 
@@ -39,7 +40,8 @@ def choose_attention(
         return f"attention {name}, as asked for"
 
     def forward() -> None:
-        row = packed_row(template, [placeholder(template), placeholder(template)])
+        multiple = packs.config.row_multiple
+        row = packed_row(template, [placeholder(template), placeholder(template)], multiple=multiple)
         inputs = {name: value for name, value in row.items() if name not in ("labels", *NOT_FOR_THE_MODEL)}
         with forward_context():
             model(**on_device(inputs, next(model.parameters()).device))

@@ -12,9 +12,9 @@ import torch
 
 from swift_vlpack.core.errors import BoundaryError, ConfigError
 from swift_vlpack.core.packing.boundaries import Boundaries
+from swift_vlpack.data.model.padding import padded, placeholder
 from swift_vlpack.data.model.prepare import check_ready
 from swift_vlpack.data.randomness import RandomStream
-from swift_vlpack.data.rows.contents import NO_LABEL
 from swift_vlpack.data.rows.fusion import Template
 from swift_vlpack.data.rows.samples import Encoded, PackedSamples, PackRecord
 from swift_vlpack.data.seam.join import completed
@@ -25,8 +25,6 @@ NOT_FOR_THE_MODEL = ("loss_scale", "channel", "text_position_ids")
 """What templates put into a row for ms-swift's trainer, which takes it out again; no model's forward knows it."""
 UNUSED_COLUMNS = "_extra_kwargs"
 """Columns of the row that the template does not know; without `remove_unused_columns` it adds them to a batch."""
-
-_PLACEHOLDER_ROW = {"messages": [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]}
 
 
 class Batch(dict[str, Any]):
@@ -96,8 +94,9 @@ class Collator:
         record = pack.record if isinstance(pack, PackedSamples) else None
         name = str(record or "the pack")
         with RandomStream(self.seed, name):
-            row = packed_row(self.template, self._copies(pack), name)
-        return self._batch(row, record)
+            multiple = 1 if record is None else record.row_multiple
+            row = packed_row(self.template, self._copies(pack), name, multiple=multiple)
+        return self._batch(row, record and record.in_row_of(row["input_ids"].shape[-1]))
 
     def _copies(self, samples: Sequence[Encoded]) -> list[Encoded]:
         """The template adds to the samples and takes from them; the caller may want them again."""
@@ -114,21 +113,19 @@ class Collator:
         return batch_of(made, record, beside)
 
 
-def packed_row(template: Template, samples: list[Encoded], name: str = "the pack") -> dict[str, Any]:
-    """The template's row of these samples, its positions checked; of none, a row that has no loss."""
-    samples = completed(samples) or [placeholder(template)]
+def packed_row(
+    template: Template, samples: list[Encoded], name: str = "the pack", *, multiple: int = 1
+) -> dict[str, Any]:
+    """The template's row of these samples, its positions checked; of none, a row that has no loss.
+
+    Padded to a multiple of so many tokens, by a segment of its own.
+    """
+    samples = completed(padded(template, samples or [placeholder(template)], multiple))
     lengths = tuple(int(sample["length"]) for sample in samples)
     with layout(template, packed=True):
         row = template.data_collator([samples])
     check_row(row, Boundaries(lengths), name)
     return row if "cu_seq_lens_q" in row else row | boundary_tensors(lengths)
-
-
-def placeholder(template: Template) -> Encoded:
-    """A sample of a few tokens, none of them with a label."""
-    sample: Encoded = template.encode(_PLACEHOLDER_ROW, return_length=True)
-    sample["labels"] = [NO_LABEL] * len(sample["input_ids"])
-    return sample
 
 
 @contextmanager

@@ -20,8 +20,13 @@ def check_rope(model_config: Any, rows: Any, max_length: int | None, config: Pac
     Up to the length that the model was trained with all samples have the same ones; a longer one is alone in its row
     where it does not fit a pack.
     """
-    longest = _longest(rows, max_length)
+    longest, most_padding = _longest(rows, max_length), config.row_multiple - 1
     for rope_type, limit in rope_limits(model_config):
+        if most_padding > limit:
+            raise ConfigError(
+                f"the model's RoPE is {rope_type}: it takes other frequencies for a row with a segment of more than "
+                f"{limit} tokens, and padding can have {most_padding}. Set packing_pad_to to {limit} or less"
+            )
         if longest <= limit or config.packing_length <= limit:
             continue
         raise ConfigError(

@@ -46,15 +46,20 @@ class Rows(Protocol):
 class TemplateRows:
     """Both by ms-swift's template, the way that it collates in training."""
 
-    def __init__(self, template: Any) -> None:
+    def __init__(self, template: Any, multiple: int = 1) -> None:
+        """`multiple`: rows are padded as those that are trained."""
         self.template = template
+        self.multiple = multiple
 
     @contextmanager
     def row(self, samples: Sequence[Encoded], *, packed: bool) -> Iterator[Row]:
         """The template adds to samples and takes from them, so it gets copies."""
         copies = [{name: value for name, value in sample.items() if name != UNUSED_COLUMNS} for sample in samples]
         with layout(self.template, packed=packed):
-            yield Row.of(packed_row(self.template, copies) if packed else self.template.data_collator(copies))
+            if packed:
+                yield Row.of(packed_row(self.template, copies, multiple=self.multiple))
+            else:
+                yield Row.of(self.template.data_collator(copies))
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ class Template(Protocol):
 
     packing: bool
     padding_free: bool
+    tokenizer: Any
 
     def encode(self, inputs: Any, return_length: bool = False) -> Any:
         """Tokens, labels and tensors of one row."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from swift_vlpack.core.errors import VLPackError
@@ -96,11 +96,24 @@ class PackRecord:
     left_out: tuple[LeftOut, ...] = field(default=())
     progress: tuple[dict[str, Any], ...] = field(default=(), repr=False)
     """Where its worker stands after this pack, as JSON; none where packs are planned."""
+    row_multiple: int = 1
+    """The row is padded to a multiple of so many tokens."""
+    num_padding: int = 0
+    """Tokens of the row behind its samples, a segment of their own; known when the row is made."""
 
     @property
     def boundaries(self) -> Boundaries:
         """Where samples start in the row."""
         return Boundaries(self.lengths)
+
+    @property
+    def lengths_in_row(self) -> tuple[int, ...]:
+        """Of the samples and what is behind them: of all tokens of the row."""
+        return (*self.lengths, self.num_padding) if self.num_padding else self.lengths
+
+    def in_row_of(self, num_tokens: int) -> PackRecord:
+        """The record of the row that was made."""
+        return replace(self, num_padding=num_tokens - sum(self.lengths)) if self.row_multiple > 1 else self
 
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.sample_ids[:8]))

@@ -106,7 +106,12 @@ class Account:
         self.count_left_out(record.epoch, record.left_out)
         self.num_samples_trained += len(samples)
         if samples:
-            self.counted.packed(samples, num_images=record.num_images, single_long=record.single_long)
+            self.counted.packed(
+                samples,
+                num_images=record.num_images,
+                num_padding=record.num_padding,
+                single_long=record.single_long,
+            )
 
     def _no_counts(self) -> Telemetry:
         return Telemetry(packing_length=self.feed.config.packing_length)

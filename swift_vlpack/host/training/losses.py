@@ -15,6 +15,7 @@ from peft import PeftModel
 from swift.utils import get_logger, to_device
 
 from swift_vlpack.core.errors import ConfigError, VLPackError
+from swift_vlpack.data.feeds.packs import packed_samples
 from swift_vlpack.data.lengths.sizes import num_supervised
 from swift_vlpack.data.model.collate import layout
 from swift_vlpack.data.model.row_loss import TOLERANCE, Losses, MeanOfStep, with_fewer_targets
@@ -81,7 +82,8 @@ def measured(trainer: Any) -> Losses | None:
 def loss_of(trainer: Any, samples: Sequence[Encoded], num_items: int) -> float:
     """The loss of one row of a step with so many tokens, the way that training takes."""
     device = trainer.accelerator.device
-    inputs = to_device(trainer.data_collator.row(list(samples)), device)
+    pack = packed_samples(samples, 0, 0, trainer.feed.config, ())
+    inputs = to_device(trainer.data_collator.row(pack), device)
     model = getattr(trainer, "model_wrapped", None) or trainer.model
     with layout(trainer.template, packed=True), trainer.template.forward_context(trainer.model, inputs):
         inputs = trainer._prepare_inputs(inputs)

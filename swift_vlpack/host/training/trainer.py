@@ -56,7 +56,7 @@ class PackingTrainer(Seq2SeqTrainer):
         num_workers = training_args.dataloader_num_workers
         tolerate_packs_without_images(kwargs["model"], training_args)
         self.is_evaluating = False
-        self.lengths_in_row: tuple[int, ...] = ()  # of the samples that are trained now
+        self.lengths_in_row: tuple[int, ...] = ()  # of the segments that are trained now
         super().__init__(*args, **kwargs)
         warn_of_what_differs(self)
         if self.label_smoother is not None:
@@ -109,7 +109,7 @@ class PackingTrainer(Seq2SeqTrainer):
         """Train one pack; it is counted when its optimizer step is taken."""
         record = inputs.record
         assert record is not None
-        self.lengths_in_row = record.lengths
+        self.lengths_in_row = record.lengths_in_row
         with layout(self.template, packed=True):
             loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
         self.account.trained(record)

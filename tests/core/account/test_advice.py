@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from swift_vlpack.core.account.advice import length_warning, step_size, suggested_length
+from swift_vlpack import PackingConfig
+from swift_vlpack.core.account.advice import length_warning, long_row_warning, step_size, suggested_length
 
 
 def test_step_is_counted_packed_and_unpacked():
@@ -42,3 +43,13 @@ def test_capacity_that_the_data_asks_for_is_no_reason_to_warn():
     assert "32768 tokens" in warning
     assert "30 to 90 tokens" in warning
     assert "--max_length 1024 " in warning
+
+
+def test_rows_that_cannot_have_the_one_shape_are_warned_of():
+    """PAD-1: under `length`; with a multiple rows have many shapes anyway."""
+    tokens = np.array([90, 100, 101, 250])
+    warning = long_row_warning(tokens, PackingConfig(packing_length=100, packing_pad_to="length"))
+    assert "2 samples are longer than packing_length (100)" in warning
+    assert "packing_allow_single_long=false" in warning
+    assert long_row_warning(tokens[:2], PackingConfig(packing_length=100, packing_pad_to="length")) is None
+    assert long_row_warning(tokens, PackingConfig(packing_length=100, packing_pad_to=50)) is None

@@ -12,7 +12,8 @@ def random_counts(seed):
         samples = [(rng.choice("ab"), rng.randint(1, 40)) for _ in range(rng.randint(1, 3))]
         for source, _ in samples:
             stats.read(source)
-        stats.packed(samples, num_images=rng.randint(0, 3), single_long=rng.random() < 0.1)
+        numbers = {"num_images": rng.randint(0, 3), "num_padding": rng.randint(0, 9)}
+        stats.packed(samples, **numbers, single_long=rng.random() < 0.1)
         if rng.random() < 0.5:
             stats.read("a")
             stats.dropped("a", rng.choice(["oversize", "encode_failed"]))
@@ -135,3 +136,13 @@ def test_nothing_read_is_a_report_too():
     """STAT-4"""
     assert Telemetry(packing_length=8).as_json()["fill_mean"] == 0.0
     assert "0 packs" in Telemetry(packing_length=8).line(epoch=0)
+
+
+def test_padding_is_counted_and_fills_nothing():
+    """PAD-4"""
+    stats = Telemetry(packing_length=100)
+    stats.packed([("a", 60)], num_padding=40)
+    stats.packed([("a", 130)], num_padding=70, single_long=True)
+    assert (stats.as_json()["num_padding"], stats.fill_mean) == (110, 0.6)
+    assert "190 tokens, 110 of padding, fill 60.0%" in stats.line(epoch=0)
+    assert "padding" not in Telemetry(packing_length=100).line(epoch=0)

@@ -316,3 +316,13 @@ def test_exact_takes_the_packing_of_ms_swift_where_that_is_better():
         assert sorted(i for pack in made for i in pack) == list(range(len(lengths)))
         num_taken += made.method == "binpack over the epoch"
     assert num_taken
+
+
+@pytest.mark.parametrize(("pad_to", "num_padding"), [(None, 0), (8, 2 + 1 + 7), ("length", 2 + 9 + 15)])
+def test_padding_of_packs_is_counted(pad_to, num_padding):
+    """PAD-4: packs of 14, 7 and 17 tokens; the last is longer than a pack, and an empty one counts for nothing."""
+    made = plan([8, 6, 7, 17], config(packing_length=16, packing_strategy="greedy", packing_pad_to=pad_to))
+    assert made.num_tokens_per_pack.tolist() == [14, 7, 17]
+    assert made.num_padding == num_padding
+    assert made.align(5).num_padding == sum(-length % made.config.row_multiple for length in (8, 6, 7, 17))
+    assert made.mean_fill == pytest.approx((14 + 7) / 32), "without the padding"
