@@ -79,5 +79,5 @@ def test_streams_need_numpy_alone():
         "    stream = TextStream(['ab', 'c'], tokenizer='byte', seq_len=7, packing_mode=mode)\n"
         "    print(next(FixedBatches(stream, batch_size=1, prefetch=1))['input_ids'].tolist())\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
     assert done.stdout.splitlines() == ["[[[256, 97, 98, 257, 256, 99, 257]]]"] * 2

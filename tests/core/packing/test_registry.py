@@ -259,11 +259,11 @@ def test_vlpack_plan_takes_it_by_flag_and_variable(module, tmp_path):
         (["--packing_strategy", f"{module}:pairs"], {}),
         ([], {"VLPACK_PACKING_STRATEGY": f"{module}:pairs"}),
     ):
-        done = subprocess.run([*command, *flags], capture_output=True, text=True, env=environ, check=False, timeout=60)
+        done = subprocess.run([*command, *flags], capture_output=True, text=True, env=environ, check=False, timeout=600)
         assert done.returncode == 0, done.stderr
         report = json.loads(done.stdout)
         assert (report["packing_strategy"], report["num_packs"]) == (f"{module}:pairs", 3)
     wrong = [*command, "--packing_strategy", f"{module}:no_such"]
-    done = subprocess.run(wrong, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(wrong, capture_output=True, text=True, check=False, timeout=600)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "has no no_such" in done.stderr

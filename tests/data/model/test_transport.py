@@ -64,7 +64,7 @@ def test_batches_go_through_shared_memory_where_there_is_enough():
     done = subprocess.run(
         [sys.executable, "-c", LOADER, "carried", "fork"],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert "batches 48" in done.stdout
@@ -77,7 +77,7 @@ def test_batch_that_cannot_be_sent_is_an_error_that_names_it():
     done = subprocess.run(
         [sys.executable, "-c", code, "carried", "fork"],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode != 0
     assert "in DataLoader worker process 0" in done.stderr

@@ -123,27 +123,54 @@ def test_pack_is_loaded_without_it(num_threads, template, tmp_path, stuck, short
     assert len(pack) == len(rows) - 1
 
 
-def test_work_that_computes_or_comes_along_is_not_given_up(short_limit, monkeypatch):
-    """LEN-19"""
-    monkeypatch.setattr(watch, "READ_SECONDS", 0.3)
-    place = []
+class Clock:
+    """Time in which every look of the watch is 0.1 seconds after the one before; counts the looks."""
 
-    def busy():
-        start = time.process_time()
-        while time.process_time() < start + 0.9:
-            pass
+    def __init__(self, share_of_work):
+        self.share_of_work = share_of_work
+        self.num_looks = 0
+
+    def monotonic(self):
+        self.num_looks += 1
+        return 0.1 * self.num_looks
+
+    def process_time(self):
+        return 0.1 * self.share_of_work * self.num_looks
+
+
+def ends_after(clock, num_looks):
+    """Work that goes on until it was looked at so often."""
+
+    def work():
+        while clock.num_looks < num_looks:
+            time.sleep(0.001)
         return "done"
 
-    def slowly():
-        for number in range(5):
-            place.append(number)
-            time.sleep(0.15)
-        return len(place)
+    return work
 
-    assert watched(busy) == "done"
-    assert watched(slowly, lambda: len(place)) == 5
-    with pytest.raises(Waits, match=r"nothing was read for 0\.3 seconds"):
-        watched(lambda: time.sleep(3))
+
+@pytest.mark.parametrize(
+    ("share_of_work", "num_places", "is_given_up"),
+    [(0.5, 1, False), (0.0, 40, False), (0.0, 1, True), (0.05, 1, True)],
+    ids=["computes", "comes along", "waits", "hardly computes"],
+)
+def test_work_that_computes_or_comes_along_is_not_given_up(share_of_work, num_places, is_given_up, monkeypatch):
+    """LEN-19: 30 looks, of which 10 are within the limit."""
+    clock = Clock(share_of_work)
+    monkeypatch.setattr(watch, "READ_SECONDS", 1.0)
+    monkeypatch.setattr(watch, "_num_left_behind", 0)
+    monkeypatch.setattr(watch, "time", clock)
+    work, where = ends_after(clock, 30), lambda: clock.num_looks * num_places // 40
+    if is_given_up:
+        with pytest.raises(Waits, match="nothing was read for 1 seconds"):
+            watched(work, where)
+        clock.num_looks = 30  # lets the thread that was left behind end
+    else:
+        assert watched(work, where) == "done"
+
+
+def test_error_of_the_work_is_raised():
+    """LEN-19"""
     with pytest.raises(KeyError, match="mine"):
         watched(lambda: {}["mine"])
 
