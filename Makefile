@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-telling test-oldest lint format bench scale soak families clean
+.PHONY: help demo test test-slow test-telling test-oldest lint format bench scale soak families docs docs-tables clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -62,5 +62,15 @@ soak: $(READY)  ## Kill and resume 20 runs; prints a table of benchmarks/RESULTS
 families: $(READY)  ## Try every family of models; writes docs/families.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.host.model.family_table
 
+# Warnings are errors: a link to nowhere, a page that no menu has, a docstring that cannot be read.
+docs: $(READY)  ## Build the documentation site into build/site; needs no network once Sphinx is there
+	@$(BIN)/python -c "import furo, myst_parser, sphinx" 2>/dev/null || $(BIN)/python -m pip install \
+	  --quiet --disable-pip-version-check -e '.[docs]'
+	$(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/trees . build/site
+	@echo "open build/site/docs/index.html"
+
+docs-tables: $(READY)  ## Write the tables of docs/ that follow from code
+	$(BIN)/python -m tests.doc_tables
+
 clean:  ## Remove what the targets made
-	rm -rf $(VENV) .venv-oldest demo_output .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	rm -rf $(VENV) .venv-oldest build demo_output .pytest_cache .ruff_cache .mypy_cache *.egg-info

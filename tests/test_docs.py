@@ -1,24 +1,33 @@
-"""What the documentation shows is run."""
+"""What the documentation shows is run, or, where that needs a hub or a GPU, checked name by name."""
 
+import ast
 import doctest
 import importlib
+import importlib.util
+import json
 import pkgutil
 import re
 import shlex
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
+import yaml
 
 import swift_vlpack
-from swift_vlpack.cli import main
+import swift_vlpack.text
+from swift_vlpack.cli import ALL, main
+from swift_vlpack.core.config import ENV_PREFIX, NO_OPTIONS, PackingConfig, option_names
 from swift_vlpack.core.packing.strategies import STRATEGIES
+from swift_vlpack.swift_flags import flag_names
+from tests.doc_blocks import PAGES, ROOT, all_blocks, blocks, commands
+from tests.doc_tables import TABLES, with_tables
 
-ROOT = Path(__file__).parent.parent
 CORE = [
     module.name
     for module in pkgutil.walk_packages([str(ROOT / "swift_vlpack" / "core")], "swift_vlpack.core.")
     if not module.ispkg
-]
+] + ["swift_vlpack.commands.packing_flags"]
 
 
 @pytest.mark.parametrize("name", CORE)
@@ -26,37 +35,153 @@ def test_doctests_of_the_core(name):
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/strategies.md", "docs/documents.md", "docs/core.md"])
+# -- blocks -----------------------------------------------------------------------------------------------------------
+
+EXAMPLES = [page for page in PAGES if any(">>>" in block.text for block in blocks(page, "python"))]
+
+
+@pytest.mark.parametrize("page", EXAMPLES, ids=lambda page: page.stem)
 def test_examples_of_a_page(page):
-    text = (ROOT / page).read_text()
     parser, runner = doctest.DocTestParser(), doctest.DocTestRunner()
-    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.S)
-    assert blocks, f"{page} has no example"
     names = {}
-    for number, block in enumerate(blocks):
-        test = parser.get_doctest(block, names, f"{page} block {number}", page, 0)
+    for block in blocks(page, "python"):
+        test = parser.get_doctest(block.text, names, str(block), str(page), 0)
         names = test.globs
         assert runner.run(test, clear_globs=False).failed == 0
 
 
-def test_plan_commands_in_the_readme_run(capsys, monkeypatch):
+def test_pages_with_examples_are_found():
+    assert {"strategies", "documents", "core", "planning"} <= {page.stem for page in EXAMPLES}
+
+
+def test_python_that_needs_a_model_is_python_and_imports_what_exists():
+    for block in (block for block in all_blocks("python") if ">>>" not in block.text):
+        for node in ast.walk(ast.parse(block.text)):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("swift_vlpack"):
+                module = importlib.import_module(node.module)
+                assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == [], str(block)
+
+
+def test_commands_that_need_nothing_run(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
-    commands = re.findall(r"^vlpack plan --lengths .*$", (ROOT / "README.md").read_text(), flags=re.M)
-    assert commands
-    for command in commands:
-        assert main(shlex.split(command)[1:]) == 0
-        assert "lower bound" in capsys.readouterr().out
+    """The tutorial has a test of its own, which runs its blocks one after the other."""
+    lines = [line for block in all_blocks("bash") if block.mark == "run" for line in commands(block)]
+    assert any("--lengths" in line for line in lines)
+    for line in lines:
+        assert main(shlex.split(line)[1:]) == 0
+        assert capsys.readouterr().out
 
 
-PAGES = sorted(path for folder in ("docs", "specs", "benchmarks") for path in (ROOT / folder).glob("*.md"))
+@pytest.mark.parametrize("block", all_blocks("bash", "shell"), ids=str)
+def test_commands_name_what_exists(block):
+    for line in commands(block):
+        check_command(line)
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda path: path.stem)
+def check_command(line):
+    """Variables, programs, subcommands and flags, and the values of packing options."""
+    words = shlex.split(re.sub(r"\$\(.*?\)", "X", line))
+    while "=" in words[0]:
+        name = words.pop(0).partition("=")[0]
+        known = {ENV_PREFIX + option.upper() for option in option_names()} | set(NO_OPTIONS)
+        assert name in known or not name.startswith(ENV_PREFIX), f"{name}: {line}"
+    program, *rest = words
+    program = Path(program).name  # of an environment
+    if program == "make":
+        assert re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text(), flags=re.M), line
+    elif program in ("vlpack", "swift"):
+        check_flags(program, rest, line)
+    elif program == "python":
+        check_script(rest, line)
+    else:
+        assert program in ("pip", "cd", "cat", "ls", "nproc", "ulimit", "nvidia-smi"), f"what is {program}? {line}"
+
+
+def check_flags(program, words, line):
+    if words[0].startswith("--"):
+        assert words[0] in ("--help", "--version"), line
+        return
+    known = set(flag_names())
+    if program == "vlpack":
+        [command] = [command for command in ALL if command.name == words[0]]
+        parser = ArgumentParser()
+        command.add_flags(parser)
+        known = {option.removeprefix("--") for option in parser._option_string_actions} | (
+            known if command.run_of else set()
+        )
+    given = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
+    assert [flag for flag in given if flag not in known] == [], line
+    for before, word in zip(words, [*words[1:], ""], strict=True):
+        if before[2:] in option_names() and program == "vlpack" and ":" not in word:
+            assert PackingConfig.from_mapping({before[2:]: word}, **({} if "packing_length" in before else LENGTH))
+        if before.endswith(".yaml") and before.startswith("configs/"):
+            assert (ROOT / before).exists(), line
+
+
+LENGTH = {"packing_length": 8192}
+
+
+def check_script(words, line):
+    """A module or a file of ours; pip and others are there or not."""
+    if words[0] == "-m":
+        assert words[1] in ("pip", "venv") or importlib.util.find_spec(words[1]), line
+    elif words[0].endswith(".py") and "/" in words[0]:
+        assert (ROOT / words[0]).exists(), line
+
+
+def test_json_and_yaml_of_the_pages_can_be_read():
+    for block in all_blocks("json"):
+        assert json.loads(block.text), str(block)
+    for block in all_blocks("yaml"):
+        content = yaml.safe_load(block.text)
+        keys = set(content) - {"ENV", "sources", "ratio_by"}
+        assert keys <= {*flag_names(), *option_names()}, str(block)
+
+
+def test_wrong_commands_are_found():
+    """The checks themselves."""
+    for line in (
+        "VLPACK_PACKNG=true swift sft",
+        "make nothing",
+        "vlpack sft --packing_bufer 3",
+        "vlpack sft --packing_strategy magic",
+        "vlpack plan --config configs/nothing.yaml",
+        "swift sft --lerning_rate 1",
+        "python -m tests.nothing",
+        "rm -rf x",
+    ):
+        with pytest.raises((AssertionError, ValueError)):
+            check_command(line)
+
+
+# -- text -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 def test_lines_end_at_120_characters(page):
     """Tables, what stands between fences, and single words (a link) may be longer; a change is one line of its log."""
     outside = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.S | re.M)
     lines = [line for line in outside.splitlines() if not line.lstrip().startswith("|")]
     assert [line for line in lines if len(line) > 120 and " " in line.strip().removeprefix("- ")] == []
+
+
+def anchors_of(page):
+    """As GitHub and the site make them of headings."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.S | re.M)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda path: path.stem)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.S | re.M)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page if not path else (page.parent / path).resolve()
+        assert file.exists(), target
+        assert not anchor or anchor in anchors_of(file), target
 
 
 FILES = [
@@ -68,17 +193,77 @@ FILES = [
 
 @pytest.mark.parametrize("page", ["architecture", "contributing", "core", "lengths", "resume", "streaming"])
 def test_modules_that_a_page_names_are_there(page):
-    """As `room/module.py`, or `module.py::function`, by the end of a path."""
+    """As `room/module.py`, or `module.py::name`, by the end of a path."""
     named = re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", (ROOT / "docs" / f"{page}.md").read_text())
-    for name, function in named:
+    for name, inside in named:
         found = [ROOT / path[1:] for path in FILES if path.endswith(f"/{name}")]
         assert found, f"{name} is nowhere"
-        assert any(re.search(rf"\b(def|class) {function}\b", path.read_text()) for path in found) or not function
+        defined = rf"\b(def|class) {inside}\b|^{inside}\b.* = "
+        assert any(re.search(defined, path.read_text(), flags=re.M) for path in found) or not inside
 
 
 def test_every_strategy_has_its_row():
     rows = re.findall(r"^\| `(\w+)`", (ROOT / "docs" / "strategies.md").read_text(), flags=re.M)
     assert sorted(rows) == sorted(STRATEGIES)
+
+
+@pytest.mark.parametrize("page", TABLES)
+def test_tables_that_follow_from_code_are_in_step(page):
+    assert (ROOT / "docs" / page).read_text() == with_tables(page), "run `make docs-tables`"
+
+
+def classes_of_errors():
+    """Every class of the package that is a VLPackError, read from source, which imports nothing heavy."""
+    bases = {}
+    for path in (ROOT / "swift_vlpack").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                bases[node.name] = [base.id for base in node.bases if isinstance(base, ast.Name)]
+
+    def is_ours(name):
+        return name == "VLPackError" or any(map(is_ours, bases.get(name, ())))
+
+    return sorted(name for name in bases if is_ours(name))
+
+
+def test_catalogue_of_errors_has_every_class_with_its_cause_and_cure():
+    text = (ROOT / "docs" / "errors.md").read_text()
+    sections = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##|\Z)", text, flags=re.S | re.M))
+    assert sorted(sections) == classes_of_errors()
+    lacking = [name for name, said in sections.items() if not {"**Cause**", "**Cure**"} <= set(re.findall(r"\*\*\w+\*\*", said))]
+    assert lacking == []
+
+
+def test_reference_has_every_public_name():
+    text = (ROOT / "docs" / "api.md").read_text()
+    for module in (swift_vlpack, swift_vlpack.text):
+        named = re.findall(rf"^\.\. auto\w+:: {re.escape(module.__name__)}\.(\w+)$", text, flags=re.M)
+        assert sorted(named) == sorted(module.__all__)
+
+
+def test_every_page_is_in_the_navigation_once():
+    """A new page needs a line in docs/index.md; the build of the site asks for the same."""
+    index = (ROOT / "docs" / "index.md").read_text()
+    listed = [line.strip() for block in re.findall(r"```{toctree}\n(.*?)```", index, flags=re.S) for line in block.splitlines()]
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
+    assert sorted(line for line in listed if line in pages) == sorted(pages)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_ready_config_has_its_row(path):
+    assert f"](../configs/{path.name})" in (ROOT / "docs" / "configs.md").read_text()
+
+
+def test_pictures_are_used_and_need_nothing_from_elsewhere():
+    pictures = sorted((ROOT / "docs" / "pictures").glob("*.svg"))
+    text = "".join(page.read_text() for page in PAGES)
+    for picture in pictures:
+        assert f"pictures/{picture.name})" in text
+        drawn = picture.read_text()
+        assert "<title>" in drawn
+        assert re.findall(r'(?:href|src)="(?!#)', drawn) == []
+        assert re.findall(r"https?://(?!www\.w3\.org/2000/svg)", drawn) == []
+    assert pictures
 
 
 def test_changelog_begins_with_this_version():
@@ -90,3 +275,24 @@ def test_public_names_are_sorted_and_there():
     names = swift_vlpack.__all__
     assert names == sorted(names)
     assert all(hasattr(swift_vlpack, name) for name in names)
+
+
+# -- the site ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.telling
+def test_site_builds_without_a_warning_and_asks_nobody_for_anything(tmp_path):
+    """As `make docs` builds it; broken links and pages that are in no menu are warnings."""
+    build = pytest.importorskip("sphinx.cmd.build", reason="pip install -e '.[docs]'")
+    pytest.importorskip("furo")
+    pytest.importorskip("myst_parser")
+    arguments = ["-q", "-W", "--keep-going", "-c", ROOT / "docs", "-d", tmp_path / "trees", ROOT, tmp_path / "site"]
+    assert build.main([str(part) for part in arguments]) == 0
+    pages = list((tmp_path / "site").rglob("*.html"))
+    assert len(pages) > len(PAGES)
+    for page in pages:
+        text = page.read_text()
+        loaded = re.findall(r"<(?:script|img|link|iframe)\b[^>]*?(?:src|href)=\"(?:https?:)?//[^\"]*\"", text)
+        assert [tag for tag in loaded if 'rel="canonical"' not in tag] == [], page.name
+    assert (tmp_path / "site" / "docs" / "index.html").exists()

@@ -19,7 +19,7 @@ def add_packing_flags(parser: argparse.ArgumentParser, **defaults: str) -> None:
     )
     defaults = {"packing": "true", **defaults}
     for spec in fields(PackingConfig):
-        default = defaults.get(spec.name, _shown(spec.default))
+        default = defaults.get(spec.name, shown(spec.default))
         group.add_argument(
             f"--{spec.name}",
             metavar=kind_of(spec.name),
@@ -33,5 +33,10 @@ def is_given(argv: Sequence[str], flag: str) -> bool:
     return any(part.partition("=")[0] == flag for part in argv)
 
 
-def _shown(default: Any) -> str:
-    return {True: "true", False: "false", None: "none"}.get(default, str(default))
+def shown(default: Any) -> str:
+    """A default as it is typed.
+
+    >>> shown(True), shown(0), shown(None)
+    ('true', '0', 'none')
+    """
+    return str(default).lower() if default is None or isinstance(default, bool) else str(default)

@@ -98,8 +98,8 @@ def test_report_for_a_reader_from_flags(config, tmp_path):
     assert "image_unreadable 1), listed in bad.jsonl" in done.stdout
     assert "[" not in done.stdout, "no line of a log"
     assert (tmp_path / "bad.jsonl").exists()
-    shown = re.search(r"```text\n(data .*?)```", (ROOT / "README.md").read_text(), flags=re.S).group(1)
-    assert labels(done.stdout) == labels(shown), "the example in README.md is of another version"
+    shown = re.search(r"```text\n(data .*?)```", (ROOT / "docs" / "planning.md").read_text(), flags=re.S).group(1)
+    assert labels(done.stdout) == labels(shown), "the example in docs/planning.md is of another version"
 
 
 def labels(report):

@@ -395,14 +395,14 @@ def test_stream_comes_through_accelerate_or_not_at_all(door):
         assert model(**batches[0]).loss > 0
 
 
-# -- the README -------------------------------------------------------------------------------------------------------
+# -- the example ------------------------------------------------------------------------------------------------------
 
 
-def test_example_of_the_readme_runs(tiny_folder, rows, tmp_path, monkeypatch, capsys):
+def test_example_of_the_page_runs(tiny_folder, rows, tmp_path, monkeypatch, capsys):
     """OWN-7: as it is written, but with short packs."""
     (example,) = (
         block
-        for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
+        for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own_trainer.md").read_text(), flags=re.S)
         if "prepare_model" in block
     )
     name = re.search(r'"(Qwen/[\w.-]+)"', example)[1]
@@ -410,7 +410,7 @@ def test_example_of_the_readme_runs(tiny_folder, rows, tmp_path, monkeypatch, ca
     (tmp_path / "data").mkdir()
     write_jsonl(tmp_path / "data" / "captions.jsonl", rows)
     monkeypatch.chdir(tmp_path)
-    exec(compile(example.replace("8192", "512"), "README.md", "exec"), {"__name__": "__main__"})
+    exec(compile(example.replace("8192", "512"), "own_trainer.md", "exec"), {"__name__": "__main__"})
     out = capsys.readouterr().out
     assert "isolation verified: max difference 0.0 over 5 samples, attention vlpack" in out
     epochs = [json.loads(line) for line in out.splitlines() if line.startswith('{"epoch"')]

@@ -1,0 +1,48 @@
+"""Tables of the documentation that follow from code; `make docs-tables` writes them, a test compares them."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+from swift_vlpack.commands.packing_flags import shown
+from swift_vlpack.core.config import PackingConfig, kind_of
+
+DOCS = Path(__file__).parent.parent / "docs"
+_DEFAULTS = {"packing_length": "`max_length`", "packing": "`true` for `vlpack`, `false` for `swift`"}
+
+
+def options_table() -> str:
+    """Every packing option: what it takes, its default, what it does."""
+    rows = [
+        f"| `{spec.name}` | {_kind(spec.name)} | {_DEFAULTS.get(spec.name) or f'`{shown(spec.default)}`'} "
+        f"| {spec.metadata['help'].replace('|', chr(92) + '|')} |"
+        for spec in fields(PackingConfig)
+    ]
+    return "\n".join(["| option | takes | default | what it does |", "|---|---|---|---|", *rows])
+
+
+def _kind(name: str) -> str:
+    kind = kind_of(name)
+    if kind.startswith("{"):
+        return ", ".join(f"`{choice}`" for choice in kind.strip("{}").split(","))
+    return {"INT": "whole number", "FLOAT": "number", "PATH": "text"}[kind]
+
+
+TABLES = {"options.md": {"options": options_table}}
+
+
+def with_tables(page: str) -> str:
+    """The page with its tables as they follow from the code now."""
+    text = (DOCS / page).read_text()
+    for name, make in TABLES[page].items():
+        before, begin, rest = text.partition(f"<!-- table: {name} -->\n\n")
+        _, end, after = rest.partition("\n\n<!-- end -->")
+        assert begin and end, f"{page} has no place for the table {name}"
+        text = before + begin + make() + end + after
+    return text
+
+
+if __name__ == "__main__":
+    for page in TABLES:
+        (DOCS / page).write_text(with_tables(page))
