@@ -215,7 +215,7 @@ def _show_plan(pipeline: Any, feed: PlannedFeed) -> None:
         f"lower bound {counted(plan.lower_bound, 'pack')}"
     )
     size = size_of_step(feed, pipeline.args)
-    logger.info(f"one optimizer step: {size}. {size.remedy[0].upper()}{size.remedy[1:]}")
+    logger.info(f"one optimizer step: {size}; {size.remedy}")
 
 
 def _show_stream(pipeline: Any, feed: StreamedFeed) -> None:
