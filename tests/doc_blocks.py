@@ -24,7 +24,7 @@ class Block(NamedTuple):
     language: str
     text: str
     mark: str
-    """What a comment right before it says: `run` (a test does), `hub` or `gpu` (it needs one, so it is only checked)."""
+    """What a comment right before it says: `run` and `run in order` (a test does), `hub` or `gpu` (it needs one)."""
     name: str
     """Of the file that the sentence before it says it is: "Save this as `train.yaml`:"."""
 
@@ -39,7 +39,9 @@ def blocks(page: Path, *languages: str) -> list[Block]:
     for match in _FENCE.finditer(text):
         line = text[: match.start("text")].count("\n") + 1
         name = re.search(r"as `([\w./-]+)`:$", match["before"].strip())
-        block = Block(page, line, match["language"].strip(), match["text"], match["mark"] or "", name[1] if name else "")
+        block = Block(
+            page, line, match["language"].strip(), match["text"], match["mark"] or "", name[1] if name else ""
+        )
         if not languages or block.language in languages:
             found.append(block)
     return found

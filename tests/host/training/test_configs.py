@@ -4,6 +4,8 @@ import json
 import logging
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,9 @@ import yaml
 
 from swift_vlpack.launch import plugin_path, train_launch
 from tests.e2e.ranks import free_port
-from tests.host.runs import epoch_report, train
+from tests.host.runs import SMALL_VOCABULARY, epoch_report, log_lines, train
 from tests.images import photo
-from tests.rows import image_row, mixed_rows, sentence, text_row, write_jsonl
+from tests.rows import image_row, mixed_rows, text_row, write_jsonl
 from tests.videos import video
 
 FAMILY = "qwen2_5_vl"
@@ -74,7 +76,10 @@ def workplace(tmp_path_factory):
 
 def boxes(image, num_boxes):
     row = image_row([image], "find " + "<ref-object>" * num_boxes, "<bbox>" * num_boxes)
-    return {**row, "objects": {"ref": ["the noise"] * num_boxes, "bbox": [[1, 2, 30 + n, 40] for n in range(num_boxes)]}}
+    return {
+        **row,
+        "objects": {"ref": ["the noise"] * num_boxes, "bbox": [[1, 2, 30 + n, 40] for n in range(num_boxes)]},
+    }
 
 
 def clip(folder, number):
@@ -88,14 +93,22 @@ def document(image, number):
     return {**row, "images": [image]} if number % 2 else row
 
 
+def arguments(name, **options):
+    """The file and flags that shorten its run, as they are typed."""
+    return [f"configs/{name}", *(part for key, value in options.items() for part in (f"--{key}", str(value)))]
+
+
+def environment():
+    """That of this process, without options of packing."""
+    return {key: value for key, value in os.environ.items() if not key.startswith("VLPACK_")}
+
+
 def run(name, workplace, model, output, monkeypatch, **more):
     """Train in this process by what `vlpack` makes of the file and these flags."""
     monkeypatch.chdir(workplace)
     command = "pt" if name == "pretrain_documents.yaml" else "sft"
     options = {**SHORT, "model": model, "output_dir": output, **more}
-    flags = [part for key, value in options.items() for part in (f"--{key}", str(value))]
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("VLPACK_")}
-    launch = train_launch([f"configs/{name}", *flags], clean, command=command)
+    launch = train_launch(arguments(name, **options), environment(), command=command)
     for key, value in launch.environ.items():
         monkeypatch.setenv(key, value)
     return train(launch.command[2:], command)
@@ -131,3 +144,32 @@ def test_every_ready_config_trains_packed(name, workplace, small_model, tmp_path
 def train_of(name, workplace, model, output, monkeypatch):
     more = {"eval_strategy": "no", "split_dataset_ratio": 0} if name == "lora_frozen_vision.yaml" else {}
     return run(name, workplace, model, output, monkeypatch, **more)
+
+
+@pytest.mark.slow
+@pytest.mark.telling
+def test_two_machines_train_one_run(workplace, small_model, tmp_path):
+    """TRAIN-3 RANKS-1: a process of one rank each, over gloo; variables of the shell win over the file."""
+    own = {"external_plugins": SMALL_VOCABULARY, "ddp_backend": "gloo", "use_cpu": "true", "num_train_epochs": 1}
+    options = {**SHORT, "model": small_model, "output_dir": tmp_path, "max_steps": -1, **own}
+    command = [sys.executable, "-m", "swift_vlpack.cli", "sft", *arguments("two_nodes.yaml", **options)]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NPROC_PER_NODE": "1"}
+    machines = [
+        subprocess.Popen(
+            command,
+            cwd=workplace,
+            env={**environment(), **shared, "NODE_RANK": str(rank), "PYTHONPATH": str(CONFIGS.parent)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [machine.communicate(timeout=600)[0] for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], said[0][-2000:] + said[1][-2000:]
+    assert "isolation verified: max difference 0.0" in said[0]
+    report = epoch_report(tmp_path)
+    assert report["num_samples"] == 24
+    steps = [line for line in log_lines(tmp_path) if "loss" in line]
+    assert len(steps) == -(-report["num_packs"] // 2), "each step is a pack of either machine"
+    assert (workplace / "cache" / "vlpack").is_dir(), "lengths are where both can see them"
