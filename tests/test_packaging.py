@@ -141,6 +141,19 @@ def test_what_needs_more_says_which_package_is_missing(with_numpy_only):
         assert len(done.stderr.splitlines()) == 1
 
 
+def test_machine_without_ms_swift_is_looked_at_all_the_same(with_numpy_only, tmp_path):
+    """PKG-3 CLI-18 CLI-19"""
+    done = with_numpy_only("-m", "swift_vlpack", "doctor", "--json")
+    assert done.returncode == 1, done.stderr
+    report = json.loads(done.stdout)
+    assert report["packages"]["required"]["ms-swift"] == {"version": None, "wanted": "<4.7,>=4.5.3", "fits": False}
+    assert "ms-swift" in report["advice"][0]["text"]
+    done = with_numpy_only("-m", "swift_vlpack", "doctor")
+    assert "ms-swift      not installed: nothing can be trained here" in done.stdout
+    done = with_numpy_only("-m", "swift_vlpack", "cache", "list", "--packing_cache_dir", str(tmp_path))
+    assert done.stdout.strip() == f"{tmp_path}: nothing is remembered of lengths"
+
+
 def test_module_is_the_command():
     """PKG-4"""
     done = subprocess.run(

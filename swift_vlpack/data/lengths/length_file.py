@@ -127,6 +127,11 @@ class LengthFile:
         )  # fmt: skip
 
 
+def read_records(path: Path) -> Records:
+    """All whole records of a file, which stays as it is, whatever is wrong with it."""
+    return _parsed(path.read_bytes(), is_start=True)[0]
+
+
 def _parsed(content: bytes, *, is_start: bool) -> tuple[Records, int]:
     """The records of all blocks up to the first that is not whole, and where that one starts."""
     if is_start and not content.startswith(MAGIC):

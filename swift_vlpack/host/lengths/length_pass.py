@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from modelscope.hub.utils.utils import get_cache_dir
 from swift.utils import is_master
 
+import swift_vlpack
+from swift_vlpack.core.checkup.folders import lengths_folder
+from swift_vlpack.data.audit.remembered import About, tell_about
 from swift_vlpack.data.lengths.cache import LengthCache
 from swift_vlpack.data.lengths.cures import digest_of_cures
 from swift_vlpack.data.lengths.failure_log import log_failures
@@ -44,6 +47,9 @@ def with_lengths(source: RowSource, template: Any, args: Any, cache_dir: str | N
     # A resumed run goes on with the plan it had; the notes wait for the next new one.
     if not getattr(args, "resume_from_checkpoint", None):
         cache.take_over_notes()
+    if is_master():
+        of = (own.template_meta.template_type, own.model_meta.model_type)
+        tell_about(cache.path, About(source.name, source.origin, *map(str, of), swift_vlpack.__version__))
     memory = cache.path.with_name("unreachable.urls")
     # Under `strict` a failure ends the run, so that one is asked for again and not remembered.
     urls = Urls(None if args.strict else memory)
@@ -77,11 +83,10 @@ class _RanksOfRun:
 
 def cache_path(source: RowSource, context: str, cache_dir: str | None) -> Path:
     """The file that remembers the lengths of a source under these settings."""
-    folder = Path(cache_dir) if cache_dir else Path(get_cache_dir()) / "vlpack" / "lengths"
     name = re.sub(r"[^\w.-]+", "_", source.name)[-60:]
     # The settings are in the name, so that sizes found under others stay beside these.
     digest = hashlib.blake2b(f"{source.name}\n{context}".encode(), digest_size=6).hexdigest()
-    return folder.expanduser() / f"{name}-{digest}.lengths"
+    return lengths_folder(cache_dir, os.environ) / f"{name}-{digest}.lengths"
 
 
 def _check_same_rows(source: RowSource, cache: LengthCache, settings: dict[str, str]) -> None:

@@ -11,6 +11,7 @@ from swift.template import Template
 from swift.template.templates.qwen import Qwen2VLTemplate
 
 from swift_vlpack.core.account.verify_text import verify_text
+from swift_vlpack.data.audit.remembered import remembered_in
 from swift_vlpack.host.commands.process import run
 from swift_vlpack.launch import plugin_path
 from tests.host.runs import packed_argv
@@ -56,7 +57,7 @@ def verify(small_folder, data, tmp_path, monkeypatch):
 
 
 def test_run_that_holds_and_lengths_that_do_not_any_more(verify, tmp_path, capfd):
-    """CLI-16 CLI-17: remembered lengths that something made wrong behind their key, too."""
+    """CLI-16 CLI-17 CLI-19: remembered lengths that something made wrong behind their key, too."""
     code, report = verify()
     assert code == 0, capfd.readouterr().err[-3000:]
     assert report["holds"] is report["isolation"]["holds"] is report["lengths"]["holds"] is True
@@ -72,6 +73,9 @@ def test_run_that_holds_and_lengths_that_do_not_any_more(verify, tmp_path, capfd
     names = ("source", "check", "num_rows", "num_compared")
     assert [photos[name] for name in names] == ["photos", "equal", 12, 12]
     assert [chat[name] for name in names] == ["chat", "equal", 8, 8]
+    remembered = {group.about.source: group for group in remembered_in(tmp_path / "lengths")}
+    assert {name: group.num_rows for name, group in remembered.items()} == {"photos": 12, "chat": 8}
+    assert (remembered["chat"].about.template, remembered["chat"].about.model_type) == (FAMILY, FAMILY)
     said = verify_text(report)
     for part in ("isolation verified", "photos: equal", "(12 rows of 12 compared)", "result       holds ("):
         assert part in said

@@ -1,0 +1,1 @@
+"""What a machine is like for training, and what to do about it."""
