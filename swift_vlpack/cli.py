@@ -16,12 +16,13 @@ from swift_vlpack.commands.plan import PLAN
 from swift_vlpack.commands.plugin_path import PLUGIN_PATH
 from swift_vlpack.commands.tools.cache import CACHE
 from swift_vlpack.commands.tools.doctor import DOCTOR
+from swift_vlpack.commands.tools.schema import SCHEMA
 from swift_vlpack.commands.tools.verify import VERIFY
 from swift_vlpack.commands.train import PT, SFT
 from swift_vlpack.core.errors import ConfigError, VLPackError
 
 EXIT_USAGE = 2
-ALL: tuple[Command, ...] = (PLAN, VERIFY, SFT, PT, DOCTOR, CACHE, PLUGIN_PATH)
+ALL: tuple[Command, ...] = (PLAN, VERIFY, SFT, PT, DOCTOR, CACHE, SCHEMA, PLUGIN_PATH)
 """In the order of the help."""
 
 

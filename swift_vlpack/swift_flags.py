@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+_OF_FIELD = re.compile(r" {4}(\w+) ?\(.*?\):(?: (.*)|$)")
 
 
 class _Lost(Exception):
@@ -25,23 +28,59 @@ class _Place(NamedTuple):
     path: Path
 
 
-@cache
+class Flag(NamedTuple):
+    """A flag as its class declares it."""
+
+    annotation: ast.expr
+    default: ast.expr | None
+    text: str
+    """What the docstring of the class says of it; empty where that says nothing."""
+
+
 def flag_names() -> frozenset[str]:
     """All of them; none where this ms-swift or transformers is built in a way that cannot be read."""
+    return frozenset(flags())
+
+
+@cache
+def flags() -> dict[str, Flag]:
+    """The same with what is declared of each."""
     try:
-        return frozenset(_fields("swift.arguments", "SftArguments"))
+        return dict(_fields("swift.arguments", "SftArguments"))
     except (_Lost, OSError, SyntaxError, ValueError):
-        return frozenset()
+        return {}
 
 
-def _fields(module: str, name: str) -> Iterator[str]:
+def _fields(module: str, name: str) -> Iterator[tuple[str, Flag]]:
+    """Those of the bases first, the first base last: what Python finds first has the last word."""
     place, found = _class(module, name)
-    for base in found.bases:
+    for base in reversed(found.bases):
         if isinstance(base, ast.Name) and base.id not in ("object", "ABC"):
             yield from _fields(place.module, base.id)
+    texts = _texts(ast.get_docstring(found) or "")
     for line in found.body:
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and _is_field(line):
-            yield line.target.id
+            flag = line.target.id
+            yield flag, Flag(line.annotation, line.value, texts.get(flag, ""))
+
+
+def _texts(docstring: str) -> dict[str, str]:
+    """What a docstring says of each field, as Google and as Hugging Face write it; lists in it are left out.
+
+    >>> _texts("Args:\\n    rate (float): How\\n        fast.\\n        - as a list\\n    steps (int): How many.")
+    {'rate': 'How fast.', 'steps': 'How many.'}
+    """
+    found: dict[str, list[str]] = {}
+    name = None
+    for line in docstring.splitlines():
+        if match := _OF_FIELD.match(line):
+            name = match[1]
+            found[name] = [match[2] or ""]
+        elif name and line.startswith(" " * 8) and not line.lstrip().startswith(("-", "*", ">")):
+            found[name].append(line)
+        else:
+            name = None
+    return {name: " ".join(" ".join(lines).split()) for name, lines in found.items()}
 
 
 def _is_field(line: ast.AnnAssign) -> bool:

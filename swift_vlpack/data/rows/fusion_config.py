@@ -21,7 +21,7 @@ from swift_vlpack.core.epoch.mix import RATIOS_BY
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.yaml_files import read_yaml
 
-_KINDS = {
+KINDS = {
     "dataset": (str,),
     "name": (str,),
     "ratio": (int, float),
@@ -90,9 +90,9 @@ def _spec(entry: Any, where: str, folder: Path) -> SourceSpec:
     for key, value in entry.items():
         if key not in known:
             raise ConfigError(f"{where}: unknown key {key!r}; known: {', '.join(known)}")
-        if not isinstance(value, _KINDS[key]) or isinstance(value, bool):
+        if not isinstance(value, KINDS[key]) or isinstance(value, bool):
             raise ConfigError(
-                f"{where}: {key} must be {' or '.join(kind.__name__ for kind in _KINDS[key])}, got {value!r}"
+                f"{where}: {key} must be {' or '.join(kind.__name__ for kind in KINDS[key])}, got {value!r}"
             )
     if entry.get("ratio", 1) < 0:
         raise ConfigError(f"{where}: ratio must be 0 or more, got {entry['ratio']}")
