@@ -6,8 +6,8 @@ import ast
 from dataclasses import MISSING, fields
 from typing import Any, get_args, get_type_hints
 
-from swift_vlpack.commands.schema import types
-from swift_vlpack.commands.schema.types import Schema
+from swift_vlpack.commands.schema import values
+from swift_vlpack.commands.schema.values import Schema
 from swift_vlpack.core.checkup.packages import version_of
 from swift_vlpack.core.config import ENV_PREFIX, NO_OPTIONS, PackingConfig
 from swift_vlpack.swift_flags import Flag, flags
@@ -15,7 +15,7 @@ from swift_vlpack.swift_flags import Flag, flags
 DRAFT = "http://json-schema.org/draft-07/schema#"
 """What editors know."""
 _OF_TYPE: dict[Any, Schema] = {
-    str: types.TEXT, int: types.INT, float: types.FLOAT, bool: types.BOOL, type(None): types.NULL
+    str: values.TEXT, int: values.INT, float: values.FLOAT, bool: values.BOOL, type(None): values.NULL
 }  # fmt: skip
 _OPEN = ("packing_strategy", "packing_pad_to")
 """Options that take more than their choices: a strategy of one's own, a number."""
@@ -68,21 +68,21 @@ def versions_comment() -> str:
 
 def option_schema(spec: Any) -> Schema:
     """A packing option: what it takes, its default, its help."""
-    schema = types.any_of(_OF_TYPE[kind] for kind in _kinds(spec.name))
+    schema = values.any_of(_OF_TYPE[kind] for kind in _kinds(spec.name))
     choices = [choice for choice in spec.metadata["choices"] if choice not in ("none", "INT")]
     if choices:
         known: Schema = {"enum": choices}
-        schema = types.any_of([known, schema]) if spec.name in _OPEN else known
+        schema = values.any_of([known, schema]) if spec.name in _OPEN else known
     default = {} if spec.default is MISSING else {"default": spec.default}
     return {"description": spec.metadata["help"], **schema, **default}
 
 
 def flag_schema(flag: Flag) -> Schema:
     """An option of ms-swift, as far as its source says."""
-    schema = types.schema_of(flag.annotation)
+    schema = values.schema_of(flag.annotation)
     has_default, default = _default(flag.default)
     if has_default and default is None:
-        schema = types.any_of([schema, types.NULL])
+        schema = values.any_of([schema, values.NULL])
     return {
         **({"description": flag.text} if flag.text else {}),
         **schema,
