@@ -15,6 +15,7 @@ from swift_vlpack.commands.command import Command
 from swift_vlpack.commands.plan import PLAN
 from swift_vlpack.commands.plugin_path import PLUGIN_PATH
 from swift_vlpack.commands.tools.cache import CACHE
+from swift_vlpack.commands.tools.completion import COMPLETION
 from swift_vlpack.commands.tools.doctor import DOCTOR
 from swift_vlpack.commands.tools.schema import SCHEMA
 from swift_vlpack.commands.tools.verify import VERIFY
@@ -22,7 +23,7 @@ from swift_vlpack.commands.train import PT, SFT
 from swift_vlpack.core.errors import ConfigError, VLPackError
 
 EXIT_USAGE = 2
-ALL: tuple[Command, ...] = (PLAN, VERIFY, SFT, PT, DOCTOR, CACHE, SCHEMA, PLUGIN_PATH)
+ALL: tuple[Command, ...] = (PLAN, VERIFY, SFT, PT, DOCTOR, CACHE, SCHEMA, COMPLETION, PLUGIN_PATH)
 """In the order of the help."""
 
 
@@ -67,6 +68,7 @@ def parser() -> argparse.ArgumentParser:
     """All subcommands with their own flags."""
     made = argparse.ArgumentParser(prog="vlpack", description="Vision-language packing for ms-swift.")
     made.add_argument("--version", action="version", version=f"vlpack {__version__}")
+    made.set_defaults(root=made)
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in ALL:
         command.add_to(commands)

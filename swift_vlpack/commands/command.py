@@ -35,4 +35,4 @@ class Command:
             description=self.description or f"{self.text[0].upper()}{self.text[1:]}.",
         )
         self.add_flags(parser)
-        parser.set_defaults(run=self.run)
+        parser.set_defaults(run=self.run, of_command=self)

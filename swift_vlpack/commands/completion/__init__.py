@@ -1,0 +1,1 @@
+"""Completion of the command line, written for each shell from the parser itself."""

@@ -1,0 +1,123 @@
+"""`vlpack completion`, in the shells themselves as far as they are installed."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+
+from swift_vlpack.cli import ALL, main, parser
+from swift_vlpack.commands.completion.shells import SHELLS
+from swift_vlpack.commands.completion.words import words_of
+from swift_vlpack.core.config import option_names
+from swift_vlpack.swift_flags import flag_names
+
+WANTED = [
+    ("vlpack ve", ["verify"]),
+    ("vlpack plan --packing_mo", ["--packing_mode"]),
+    ("vlpack sft --packing_mode ", ["auto", "plan", "buffer"]),
+    ("vlpack sft --packing_drop_last f", ["false"]),
+    ("vlpack verify --learning_r", ["--learning_rate"]),
+    ("vlpack verify --torch_dtype b", ["bfloat16"]),
+    ("vlpack cache ", ["list", "clear"]),
+    ("vlpack cache clear --ye", ["--yes"]),
+    ("vlpack completion f", ["fish"]),
+    ("vlpack plan --config tra", ["train.yaml"]),
+    ("vlpack sft tra", ["train.yaml"]),
+    ("vlpack verify p", ["pt"]),
+    ("vlpack doctor --packing_mo", []),
+]
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory):
+    """A script of each shell, and a folder with a training file."""
+    folder = tmp_path_factory.mktemp("completion")
+    for name, write in SHELLS.items():
+        (folder / f"script.{name}").write_text(write(words_of(parser())))
+    (folder / "train.yaml").write_text("")
+    return folder
+
+
+def test_words_are_those_of_the_parser():
+    """CLI-21"""
+    words = {one.name: one for one in words_of(parser())}
+    assert list(words) == [command.name for command in ALL]
+    flags = {option.flag: option for option in words["verify"].options}
+    assert {f"--{name}" for name in (*option_names(), *flag_names())} <= set(flags)
+    assert flags["--packing_strategy"].choices[:2] == ("binpack", "greedy")
+    assert flags["--packing_drop_last"].choices == ("true", "false")
+    assert flags["--packing_pad_to"].choices == ("none", "length")
+    assert flags["--config"].takes_file
+    assert flags["--json"].is_switch
+    assert flags["--packing_buffer"].text == "window: samples the packer may choose from at a time"
+
+
+BASH = """
+source "$1"
+while IFS= read -r line; do
+    read -ra COMP_WORDS <<< "$line"
+    [[ "$line" == *" " ]] && COMP_WORDS+=("")
+    COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+    _vlpack
+    printf '%s|' "${COMPREPLY[@]}"
+    echo
+done
+"""
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+def test_bash_completes(scripts):
+    """CLI-21"""
+    lines = [
+        *WANTED,
+        ("vlpack sft --packing_mode = bu", ["buffer"]),
+        ("vlpack sft --packing_mode =", ["auto", "plan", "buffer"]),
+    ]
+    done = subprocess.run(
+        ["bash", "-c", BASH, "bash", str(scripts / "script.bash")],
+        input="".join(f"{line}\n" for line, _ in lines), cwd=scripts, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stderr == ""
+    found = [[word for word in line.split("|") if word] for line in done.stdout.splitlines()]
+    assert dict(zip([line for line, _ in lines], found, strict=True)) == dict(lines)
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="there is no fish")
+def test_fish_completes(scripts):
+    """CLI-21"""
+    asked = "; ".join(f"echo '# {line}'; complete -C '{line}'" for line, _ in WANTED)
+    command = ["fish", "--no-config", "-c", f"source script.fish; {asked}"]
+    environ = {**os.environ, "HOME": str(scripts)}
+    done = subprocess.run(command, cwd=scripts, capture_output=True, text=True, check=True, env=environ)
+    answers = [part.splitlines() for part in done.stdout.split("# ")[1:]]
+    found = {line: {word.partition("\t")[0] for word in words} for line, *words in answers}
+    assert {line: set(words) <= found[line] for line, words in WANTED} == {line: True for line, _ in WANTED}
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="there is no zsh")
+def test_zsh_can_read_its_script(scripts):
+    """CLI-21"""
+    done = subprocess.run(["zsh", "-n", str(scripts / "script.zsh")], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_script_of_zsh_has_every_command_in_quotes_that_close(scripts):
+    """CLI-21: also where there is no zsh."""
+    script = (scripts / "script.zsh").read_text()
+    for command in ALL:
+        assert f"        {command.name})\n            _arguments -S" in script
+    assert "'*--packing_mode=[plan packs ahead of time and refuses data without a length, buffer packs rows" in script
+    assert ":value:(auto plan buffer)'" in script
+    lines = [line for line in script.splitlines() if line.lstrip().startswith("'")]
+    assert len(lines) > 1000
+    assert [line for line in lines if line.replace("'\\''", "").count("'") != 2] == []
+
+
+def test_command_prints_the_script(scripts, capsys):
+    """CLI-21"""
+    assert main(["completion", "bash"]) == 0
+    assert capsys.readouterr().out == (scripts / "script.bash").read_text()
+    with pytest.raises(SystemExit):
+        main(["completion", "tcsh"])
+    assert "invalid choice: 'tcsh'" in capsys.readouterr().err
