@@ -114,7 +114,7 @@ def code_of(path: Path) -> str:
     return " ".join(node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute))
 
 
-HEAVY = ("swift", "torch", "transformers", "accelerate", "pyarrow", "yaml")
+HEAVY = ("swift", "torch", "transformers", "accelerate", "pyarrow", "yaml", "rich")
 
 
 def test_imports_inside_functions_keep_heavy_libraries_out_of_light_paths():

@@ -191,6 +191,7 @@ def _count_tokens_of_all_ranks(args: Any) -> None:
 def _fold_batch_size(args: Any) -> None:
     """One row is one pack: a larger batch becomes accumulation, so that the effective batch stays."""
     per_device = args.per_device_train_batch_size
+    args.unpacked_batch_size = per_device  # what padding saved is counted against
     accumulation = args.gradient_accumulation_steps
     if accumulation is None:  # ms-swift's own default
         accumulation = args.gradient_accumulation_steps = max(1, math.ceil(16 / per_device / num_ranks_of_run()))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from swift.dataset import LazyLLMDataset
 from swift.utils import get_logger, is_master, stat_array
 
-from swift_vlpack.core.account.advice import StepSize, length_warning, long_row_warning, step_size
+from swift_vlpack.core.account.advice import length_warning, long_row_warning
 from swift_vlpack.core.config import PackingConfig, is_planned
 from swift_vlpack.core.words import counted
 from swift_vlpack.data.feeds.buffered import BufferedPackingDataset
@@ -58,6 +58,8 @@ def prepare_dataset(pipeline: Any) -> list[Any]:
     check_equal("versions and options", {**versions(), **options_of_run(args, config)})
     use_attention(pipeline.model, args.attn_impl)
     feed, val_rows = build_feed(args, template, config)
+    if (asked := getattr(args, "unpacked_batch_size", 1)) > 1:  # a batch of one has no padding
+        feed.unpacked_batch_size = asked
     # Of all rows, before the first step: a mount that is gone shows in the length pass already.
     check_measured(getattr(feed.dataset, "sources", ()), config.packing_max_failed_share)
     check_rope(pipeline.model.config, feed.dataset, template.max_length, config)
@@ -150,18 +152,6 @@ def _warn_of_length(args: Any, config: PackingConfig, lengths: NDArray[np.int64]
         logger.warning(f"packing: {warning}")
 
 
-def size_of_step(feed: PlannedFeed, args: Any) -> StepSize:
-    """What an optimizer step of epoch 0 is made of."""
-    members = feed.epoch_plan.packs.members
-    return step_size(
-        num_packs=len(feed.epoch_plan),
-        num_samples=len(members),
-        num_supervised=int(feed.epoch_plan.supervised[members].sum()),
-        accumulation=args.training_args.gradient_accumulation_steps,
-        num_ranks=feed.num_ranks,
-    )
-
-
 def urls_in_training() -> Urls:
     """A row has two tries; what failed may come back while the run lasts."""
     return Urls(seconds_remembered=_SECONDS_WITHOUT_URL, num_tries=2)
@@ -205,17 +195,13 @@ def _show_plan(pipeline: Any, feed: PlannedFeed) -> None:
     first = epoch.samples(plan.members[:NUM_ROWS_SEEN].tolist())
     with RandomStream(feed.seed, "shown"):  # on one rank only, and before LoRA's weights are drawn
         _print_first(pipeline, (feed.dataset.sample_or_error(Address(*where)) for where in first))
-    _, statistics = stat_array(plan.num_tokens_per_pack.tolist())
-    pipeline.train_msg["train_dataset"] = statistics
-    logger.info(f"pack lengths: {statistics}")
+    _, pipeline.train_msg["train_dataset"] = stat_array(plan.num_tokens_per_pack.tolist())
     logger.info(
         f"plan of epoch 0: {counted(len(plan), 'pack')} of {feed.config.packing_length} tokens "
         f"from {counted(len(plan.members), 'sample')} "
         f"by {plan.method}, mean fill {100 * plan.mean_fill:.1f}%, {int(plan.is_single_long.sum())} single-long, "
         f"lower bound {counted(plan.lower_bound, 'pack')}"
     )
-    size = size_of_step(feed, pipeline.args)
-    logger.info(f"one optimizer step: {size}; {size.remedy}")
 
 
 def _show_stream(pipeline: Any, feed: StreamedFeed) -> None:
@@ -224,11 +210,6 @@ def _show_stream(pipeline: Any, feed: StreamedFeed) -> None:
     _print_first(pipeline, rows)
     lengths = np.array([row["length"] for row in rows], dtype=np.int64)
     _warn_of_length(pipeline.args, feed.config, lengths, what=f"first {len(lengths)} rows")
-    num_packs = feed.num_ranks * pipeline.args.training_args.gradient_accumulation_steps
-    logger.info(
-        f"one optimizer step: {counted(num_packs, 'pack')}, as many as it would have samples un-packed; pack/samples "
-        "in the log says how many samples a pack has"
-    )
 
 
 def _print_first(pipeline: Any, samples: Iterable[Encoded | SampleError]) -> None:

@@ -54,8 +54,9 @@ def test_swift_sft_with_the_plugin_from_flags(tiny_folder, dataset, tmp_path):
     report = epoch_report(tmp_path)
     steps = [line for line in log_lines(tmp_path) if "loss" in line]
     assert len(steps) == report["num_packs"]
-    assert {"pack/fill", "pack/samples", "pack/images"} <= set(steps[0])
-    assert {"train/pack/fill", "train/pack/samples", "train/pack/images"} <= tensorboard_tags(tmp_path)
+    shown = {f"pack/{name}" for name in ("fill", "samples", "images", "padding_saved", "vision_share")}
+    assert shown <= set(steps[0])
+    assert {f"train/{name}" for name in shown} <= tensorboard_tags(tmp_path)
 
 
 def tensorboard_tags(folder):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from swift_vlpack.core.account.advice import StepSize, step_size
 from swift_vlpack.core.epoch.epoch_plan import EpochPlan
 from swift_vlpack.data.feeds.planned import left_out_by
 from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
@@ -35,6 +36,18 @@ def data_report(epoch: EpochPlan, dataset: FusionCaptionDataset, merge_size: int
         "ratio_by": dataset.mix.ratio_by,
         "sources": _mix(epoch, dataset),
     }
+
+
+def size_of_step(epoch: EpochPlan, *, accumulation: int) -> StepSize:
+    """What an optimizer step of the epoch is made of."""
+    members = epoch.packs.members
+    return step_size(
+        num_packs=len(epoch),
+        num_samples=len(members),
+        num_supervised=int(epoch.supervised[members].sum()),
+        accumulation=accumulation,
+        num_ranks=epoch.num_ranks,
+    )
 
 
 def left_out_rows(epoch: EpochPlan, dataset: FusionCaptionDataset) -> Iterator[dict[str, Any]]:

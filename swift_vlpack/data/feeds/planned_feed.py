@@ -40,6 +40,7 @@ class PlannedFeed:
         num_ranks: int = 1,
         extent: Extent = ONE_EPOCH,
     ) -> None:
+        self.unpacked_batch_size: int | None = None
         make_packing(template, dataset, config)
         self.template = template
         self.config = config

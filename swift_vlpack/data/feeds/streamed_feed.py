@@ -39,6 +39,7 @@ class StreamedFeed:
     is_finished = False
 
     def __init__(self, packs: BufferedPackingDataset, num_workers: int) -> None:
+        self.unpacked_batch_size: int | None = None
         self.packs = packs
         self.config = packs.config
         self.dataset = packs.dataset

@@ -23,6 +23,8 @@ class Found:
         self.sizes = np.zeros(len(rows), SIZE)
         self.faults: dict[int, Fault] = {}
         """By index in the source."""
+        self.num_remembered = 0
+        """Rows whose size an earlier start found."""
         self.keys = np.zeros(len(rows), KEY)
         self._is_known = np.zeros(len(rows), dtype=bool)
         self._rows = rows
@@ -53,6 +55,7 @@ class Found:
             self._is_known &= self.sizes["proof"] != VOUCHED
         if is_strict:
             self._is_known &= self.sizes["reason"] == 0  # tried again, to stop the run
+        self.num_remembered = int(self._is_known.sum())
         failed = np.flatnonzero(self._is_known & (self.sizes["reason"] > 0))
         told = self._known.cache.told() if len(failed) else {}
         for position in failed.tolist():
@@ -89,6 +92,7 @@ class Found:
     def forget_headers(self) -> None:
         """What was said by headers alone is not known."""
         self._is_known &= ~np.isin(self.sizes["proof"], _BY_HEADERS)
+        self.num_remembered = min(self.num_remembered, int(self._is_known.sum()))
 
 
 def joined(shares: list[NDArray[np.void]]) -> NDArray[np.void]:

@@ -12,7 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -65,7 +65,8 @@ def measure(source: RowSource, known: Known, encoders: Encoders, comm: Comm = AL
         comm.results_of_all(lambda: _measured(in_full))
         sizes = joined(comm.results_of_all(lambda: part.found.sizes))
     faults = faults_by_index(comm.results_of_all(lambda: part.found.faults))
-    return _index_of(sizes, faults, difference or _silence_of_headers(sizes))
+    index = _index_of(sizes, faults, difference or _silence_of_headers(sizes))
+    return replace(index, num_remembered=sum(comm.results_of_all(lambda: part.found.num_remembered)))
 
 
 @dataclass(frozen=True, slots=True)

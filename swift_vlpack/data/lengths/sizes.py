@@ -39,6 +39,8 @@ class LengthIndex:
     """The same in words, with the files at fault, where that is known."""
     without_headers: str | None = None
     """Why every row was encoded in full; None where image headers were trusted."""
+    num_remembered: int = 0
+    """Rows whose size an earlier start had found."""
 
     @classmethod
     def of(

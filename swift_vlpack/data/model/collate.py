@@ -15,6 +15,7 @@ from swift_vlpack.core.packing.boundaries import Boundaries
 from swift_vlpack.data.model.padding import padded, placeholder
 from swift_vlpack.data.model.prepare import check_ready
 from swift_vlpack.data.randomness import RandomStream
+from swift_vlpack.data.rows.contents import num_vision_tokens
 from swift_vlpack.data.rows.fusion import Template
 from swift_vlpack.data.rows.samples import Encoded, PackedSamples, PackRecord
 from swift_vlpack.data.seam.join import completed
@@ -96,7 +97,9 @@ class Collator:
         with RandomStream(self.seed, name):
             multiple = 1 if record is None else record.row_multiple
             row = packed_row(self.template, self._copies(pack), name, multiple=multiple)
-        return self._batch(row, record and record.in_row_of(row["input_ids"].shape[-1]))
+        if record is not None:
+            record = record.in_row_of(row["input_ids"].shape[-1], num_vision_tokens(self.template, row))
+        return self._batch(row, record)
 
     def _copies(self, samples: Sequence[Encoded]) -> list[Encoded]:
         """The template adds to the samples and takes from them; the caller may want them again."""

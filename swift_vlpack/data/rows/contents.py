@@ -72,6 +72,19 @@ def found(
     return Contents(_num_images(sample, row), patches, _aspect(sample))
 
 
+def num_vision_tokens(template: Any, row: Mapping[str, Any]) -> int:
+    """Tokens of a row that stand for images, videos and sounds, as the template names them."""
+    tokens = row["input_ids"]
+    ids = [token for token in getattr(template, "placeholder_tokens", ()) if isinstance(token, int)]
+    return int(torch.isin(tokens, torch.tensor(ids, dtype=tokens.dtype)).sum()) if ids else 0
+
+
+def merge_size(template: Any) -> int | None:
+    """How many patches in height and width a vision token stands for, where the image processor says so."""
+    size = getattr(getattr(template.processor, "image_processor", None), "merge_size", None)
+    return size if isinstance(size, int) else None
+
+
 def patch_size_of(template: Any) -> tuple[int, int] | None:
     """Height and width of the patches of a template's model, in pixels; None where its config does not say."""
     config = getattr(template, "config", None)

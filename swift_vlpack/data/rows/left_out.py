@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_vlpack.core import json_lines
+from swift_vlpack.core.account.left_out_list import listed
 from swift_vlpack.core.account.reasons import Reason
 from swift_vlpack.data.rows.fusion import RowSource
 from swift_vlpack.data.rows.places import place
@@ -75,10 +76,3 @@ def as_json(left_out: LeftOut, epoch: int | None, origins: Mapping[str, str]) ->
         "epoch": epoch,
         "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-
-
-def listed(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a list; what a killed process left half written is passed over."""
-    for line in json_lines.read(path):
-        if isinstance(line, dict) and {"id", "reason", "epoch"} <= set(line):
-            yield line

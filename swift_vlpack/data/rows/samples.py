@@ -100,6 +100,8 @@ class PackRecord:
     """The row is padded to a multiple of so many tokens."""
     num_padding: int = 0
     """Tokens of the row behind its samples, a segment of their own; known when the row is made."""
+    num_vision_tokens: int = field(default=0, compare=False)
+    """Tokens that stand for images, videos and sounds; known when the row is made."""
 
     @property
     def boundaries(self) -> Boundaries:
@@ -111,9 +113,10 @@ class PackRecord:
         """Of the samples and what is behind them: of all tokens of the row."""
         return (*self.lengths, self.num_padding) if self.num_padding else self.lengths
 
-    def in_row_of(self, num_tokens: int) -> PackRecord:
+    def in_row_of(self, num_tokens: int, num_vision_tokens: int) -> PackRecord:
         """The record of the row that was made."""
-        return replace(self, num_padding=num_tokens - sum(self.lengths)) if self.row_multiple > 1 else self
+        num_padding = num_tokens - sum(self.lengths) if self.row_multiple > 1 else 0
+        return replace(self, num_padding=num_padding, num_vision_tokens=num_vision_tokens)
 
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.sample_ids[:8]))

@@ -11,16 +11,16 @@ from typing import Any
 
 from swift.utils import get_logger
 
+from swift_vlpack.core.account.left_out_list import listed
 from swift_vlpack.core.account.plan_report import plan_report
 from swift_vlpack.core.account.plan_text import plan_text
 from swift_vlpack.core.epoch.rest_of_run import num_steps as num_steps_of
 from swift_vlpack.core.errors import ConfigError
-from swift_vlpack.data.feeds.data_report import data_report, left_out_rows
+from swift_vlpack.data.feeds.data_report import data_report, left_out_rows, size_of_step
 from swift_vlpack.data.feeds.planned import left_out_by, left_out_warning
 from swift_vlpack.data.feeds.planned_feed import PlannedFeed
-from swift_vlpack.data.rows.left_out import listed
+from swift_vlpack.data.rows.contents import merge_size
 from swift_vlpack.host.commands.run import feed_of, run_of
-from swift_vlpack.host.pipeline import size_of_step
 
 logger = get_logger()
 
@@ -50,7 +50,7 @@ def training_report(
     report = plan_report(epoch.unshared, epoch.packs, num_rows=len(epoch.schedule), seconds=time.perf_counter() - start)
     return {
         **report,
-        **data_report(epoch, feed.dataset, _merge_size(run.template)),
+        **data_report(epoch, feed.dataset, merge_size(run.template)),
         **_steps(feed, run.args),
         "failures_file": str(failures_file) if num_listed else None,
         **seconds,
@@ -72,7 +72,7 @@ def _steps(feed: PlannedFeed, args: Any) -> dict[str, Any]:
         "gradient_accumulation_steps": accumulation,
         "steps_per_epoch": steps_per_epoch,
         "num_steps": num_steps,
-        "step": size_of_step(feed, args).as_json(),
+        "step": size_of_step(feed.epoch_plan, accumulation=accumulation).as_json(),
     }
 
 
@@ -90,9 +90,3 @@ def _write_list(feed: PlannedFeed, path: Path) -> int:
     else:
         path.unlink(missing_ok=True)
     return len(lines)
-
-
-def _merge_size(template: Any) -> int | None:
-    """How many patches in height and width a vision token stands for, where the image processor says so."""
-    merge_size = getattr(getattr(template.processor, "image_processor", None), "merge_size", None)
-    return merge_size if isinstance(merge_size, int) else None

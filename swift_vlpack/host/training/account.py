@@ -10,6 +10,8 @@ from typing import Any
 
 from swift.utils import get_logger, is_master
 
+from swift_vlpack.core.account import left_out_list
+from swift_vlpack.core.account.run_log import FOLDER
 from swift_vlpack.core.account.telemetry import Telemetry
 from swift_vlpack.core.config import RECORD_PACKS, is_switched_on
 from swift_vlpack.core.files import write_json
@@ -20,9 +22,6 @@ from swift_vlpack.data.rows.samples import LeftOut, PackRecord
 from swift_vlpack.host.ranks import gathered
 
 logger = get_logger()
-
-FOLDER = "vlpack"
-"""Of what is written, in the output directory."""
 
 
 class Account:
@@ -38,7 +37,7 @@ class Account:
         self._packs_file = self._folder / f"packs_rank{rank}.jsonl" if is_recorded else None
         self._sources = tuple(getattr(feed.dataset, "sources", ()))  # none of a stream
         self._failed_share = FailedShare(feed.config.packing_max_failed_share)
-        self._left_out_rows = LeftOutRows(self._folder / "left_out.jsonl", self._sources)
+        self._left_out_rows = LeftOutRows(self._folder / left_out_list.FILE, self._sources)
         self._in_step: list[PackRecord] = []  # trained, but their optimizer step is not taken yet
 
     def list_deleted_rows(self) -> None:

@@ -7,10 +7,12 @@ from typing import Any
 from swift.callbacks import TrainerCallback
 from swift.utils import get_logger, is_master
 
+from swift_vlpack.core.account.start_text import start_text
 from swift_vlpack.data.model.row_effects import noise_by_sample
 from swift_vlpack.host.training.attention import choose_for
 from swift_vlpack.host.training.losses import add_up
 from swift_vlpack.host.training.proof import attention_of, prove_isolation
+from swift_vlpack.host.training.start import facts_of, noted
 
 logger = get_logger()
 
@@ -25,13 +27,16 @@ class PackingCallback(TrainerCallback):
         if is_master():
             logger.info(chosen)
         is_wanted = self.trainer.feed.config.packing_verify
-        if is_wanted:
-            proof = prove_isolation(self.trainer)
-            if is_master():
-                logger.info(proof.line(attention_of(self.trainer)))
+        proof = prove_isolation(self.trainer).line(attention_of(self.trainer)) if is_wanted else None
+        if proof is not None and is_master():
+            logger.info(proof)
         if is_wanted or self.trainer.compute_loss_func is not None:
             add_up(self.trainer)
         noise_by_sample(self.trainer)
+        if is_master():
+            facts = facts_of(self.trainer, attention=chosen, proof=proof)
+            logger.info(start_text(facts))
+            self.trainer.journal.begin(state.global_step, self.trainer.checkpoint_resumed, noted(facts))
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The packs of this step are trained now."""
@@ -40,3 +45,7 @@ class PackingCallback(TrainerCallback):
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Close the epoch's account over all ranks, log it and write it beside the checkpoints."""
         self.trainer.close_epoch()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The run has ended by itself."""
+        self.trainer.journal.end(state.global_step)

@@ -35,6 +35,7 @@ from swift_vlpack.host.ranks import (
 )
 from swift_vlpack.host.training.account import Account
 from swift_vlpack.host.training.checkpoints import nothing_deleted, rotate, save_training_args, sync
+from swift_vlpack.host.training.journal import Journal
 from swift_vlpack.host.training.loader import PackLoader
 from swift_vlpack.host.training.losses import MeanOfStep, shifts_smoothed_labels, warn_of_what_differs
 from swift_vlpack.host.training.state import FILE, WAY_OUT, load_rank_state, load_state, save_rank_state, save_state
@@ -50,6 +51,8 @@ class PackingTrainer(Seq2SeqTrainer):
         training_args = kwargs["args"]
         self.feed: Feed = _checked(kwargs["train_dataset"])
         self.account = Account(self.feed, training_args.output_dir, training_args.process_index)
+        self.journal = Journal(self.feed, training_args.output_dir)
+        self.checkpoint_resumed: Path | None = None
         self._fingerprint: dict[str, Any] = {}
         self._global_step_before: int | None = None  # of the checkpoint, where one is resumed
         self._is_saving = False  # a checkpoint, which is not complete yet
@@ -121,6 +124,9 @@ class PackingTrainer(Seq2SeqTrainer):
         self.feed.consumed(records)
         for record in records:
             self._show(record)
+        step = self.journal.trained(records)
+        self._show_share("pack/padding_saved", step.num_padding_saved, step.num_tokens_unpacked)
+        self._show_share("pack/vision_share", step.num_vision_tokens, step.num_tokens)
 
     def _show(self, record: PackRecord) -> None:
         if not record.sample_ids:
@@ -130,6 +136,12 @@ class PackingTrainer(Seq2SeqTrainer):
         metrics["pack/samples"].update(float(len(record.sample_ids)))
         metrics["pack/images"].update(float(record.num_images))
 
+    def _show_share(self, name: str, part: int, whole: int) -> None:
+        """Of all tokens since the last log line: a mean of the shares of packs would weigh short ones as long ones."""
+        metric = self.custom_metrics["train"][name]
+        metric.state += part
+        metric.count += whole
+
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Evaluate a padded batch, or a pack where `eval_packing` made one."""
         is_pack = getattr(inputs, "record", None) is not None
@@ -138,7 +150,7 @@ class PackingTrainer(Seq2SeqTrainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate beside the random numbers of training: a loader that lives on draws only once in a run."""
-        with RandomStream(self.args.seed, "evaluation", self.state.global_step):
+        with self.journal.paused(), RandomStream(self.args.seed, "evaluation", self.state.global_step):
             return super().evaluate(*args, **kwargs)
 
     def compute_loss(
@@ -166,6 +178,7 @@ class PackingTrainer(Seq2SeqTrainer):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """ms-swift's log line; the last one of training gives the speed in rows, which is packs, and gets samples."""
+        self.journal.note_steps(self.state.global_step)
         if "train_samples_per_second" in logs:
             num_samples = sum(gathered(self.account.num_samples_trained))
             logs["train_samples_per_second"] = round(num_samples / logs["train_runtime"], 3)
@@ -179,7 +192,8 @@ class PackingTrainer(Seq2SeqTrainer):
         check_equal("data and versions", {**versions(), **self._fingerprint})
         self.account.list_deleted_rows()
         if resume_from_checkpoint:
-            self._resume(Path(resume_from_checkpoint))
+            self.checkpoint_resumed = Path(resume_from_checkpoint)
+            self._resume(self.checkpoint_resumed)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _run_epoch(
@@ -188,6 +202,7 @@ class PackingTrainer(Seq2SeqTrainer):
         """Train an epoch on the same data on all ranks; a resumed one can have more or fewer steps than the others."""
         start = self.feed.begin(epoch)
         self.account.begin_epoch(epoch, start.left_out)
+        self.journal.begin_epoch(max(self.state.global_step, self._global_step_before or 0))
         check_equal(f"plan of epoch {epoch}", start.must_agree)
         _warn(start.warning)
         if (left := self.feed.batches_left) is not None:
@@ -272,6 +287,13 @@ class PackingTrainer(Seq2SeqTrainer):
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """ms-swift's checkpoint, then the state of the data, which marks it as complete; then an older one may go."""
+        self.journal.note_steps(self.state.global_step)  # so that a run that is resumed here knows what is behind it
+        with self.journal.paused():
+            result = self._save_whole_checkpoint(*args, **kwargs)
+        self.journal.checkpoint(self.state.global_step, self._checkpoint)
+        return result
+
+    def _save_whole_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         if self.args.should_save:
             (self._checkpoint / FILE).unlink(missing_ok=True)  # of an earlier run into the same directory
         self._is_saving = True

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from swift_vlpack.core.account.left_out_list import listed
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.data.feeds.failures import FailedShare, check_measured
 from swift_vlpack.data.lengths.sizes import LengthIndex, RowSize
 from swift_vlpack.data.rows.fusion import RowSource
-from swift_vlpack.data.rows.left_out import LeftOutRows, listed
+from swift_vlpack.data.rows.left_out import LeftOutRows
 from swift_vlpack.data.rows.samples import LeftOut, SampleId, TooManyFailures
 
 

@@ -71,10 +71,12 @@ def test_packed_run_logs_reports_and_closes_its_account(tiny_folder, data, tmp_p
         assert 0 < line["pack/fill"] <= 1
         assert line["pack/samples"] >= 1
         assert line["pack/images"] >= 0
+        assert 0 <= line["pack/padding_saved"] < 1
+        assert 0 <= line["pack/vision_share"] < 1
         assert "token_acc" in line
     assert sum(line["pack/samples"] for line in steps) == 32
     assert not [key for line in steps for key in line if "train" in key and key != "train_loss"]
-    assert "one optimizer step: 1 pack with about " in caplog.text, "TRAIN-21"
+    assert "\none step     1 pack with about " in caplog.text, "TRAIN-21"
 
 
 def test_losses_fall_over_packed_epochs(tiny_folder, data, tmp_path, options):

@@ -1,0 +1,56 @@
+"""The rows of a run that were trained in no pack: how many, why, and where every one of them is listed."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from swift_vlpack.core.account.reasons import about
+from swift_vlpack.core.account.run_log import FOLDER
+from swift_vlpack.core.files import write_whole
+from swift_vlpack.view.report.files import left_out_lists, left_out_rows
+
+ALL = "left_out_of_all_legs.jsonl"
+"""Written where the legs of a run have several lists."""
+
+
+def left_out_report(folder: Path, folders: Sequence[Path], epochs: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """Counts by reason, of different rows and of rows of epochs, and the files that list them."""
+    paths = left_out_lists(folders)
+    lines = left_out_rows(paths)
+    rows = {(line["id"], line["reason"]) for line in lines}
+    by_reason = Counter(reason for _, reason in rows)
+    counted: Counter[str] = sum((Counter(report["num_dropped"]) for report in epochs.values()), Counter())
+    listed = Counter(line["reason"] for line in lines if line["epoch"] in epochs)
+    return {
+        "num_rows": len(rows),
+        "num_lines": len(lines),
+        "reasons": {reason: {"num_rows": number, **_about(reason)} for reason, number in sorted(by_reason.items())},
+        "sources": dict(sorted(Counter(row_id.rpartition(":")[0] for row_id, _ in rows).items())),
+        "file": _one_file(folder, paths, lines),
+        "not_listed": dict(sorted((counted - listed).items())),
+    }
+
+
+def _about(reason: str) -> dict[str, str]:
+    try:
+        known = about(reason)
+    except ValueError:  # of a later version
+        return {"meaning": "", "remedy": ""}
+    return {"meaning": known.meaning, "remedy": known.remedy}
+
+
+def _one_file(folder: Path, paths: Sequence[Path], lines: Sequence[Mapping[str, Any]]) -> str | None:
+    """The file with every row; made where legs of the run have their own."""
+    if len(paths) < 2:
+        return str(paths[0]) if paths else None
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    path = folder / FOLDER / ALL
+    try:
+        write_whole(path, text.encode(errors="backslashreplace"))
+    except OSError:
+        return ", ".join(map(str, paths))
+    return str(path)

@@ -1,0 +1,69 @@
+"""How numbers of a run went, over its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from swift_vlpack.core.account.step_counts import share
+from swift_vlpack.view.report import files
+from swift_vlpack.view.report.legs import Leg
+
+Point = dict[str, Any]
+Lines = dict[int, dict[str, Any]]
+
+
+def losses_of(folders: Sequence[Path], legs: Sequence[Leg]) -> Lines:
+    """The lines of ms-swift's log that have a loss, by step, as far as they became a part of the run."""
+    found: Lines = {}
+    for folder in folders:
+        last = next((leg.last_step or leg.step for leg in reversed(legs) if leg.folder == folder), None)
+        for step, line in files.log_lines(folder):
+            if "loss" in line and (last is None or step <= last):
+                # A step that comes again was resumed before; what lay behind it was lost.
+                found = {at: of for at, of in found.items() if at < step} if step <= max(found, default=0) else found
+                found[step] = line
+    return found
+
+
+def series_of(legs: Sequence[Leg], losses: Mapping[int, Mapping[str, Any]]) -> list[Point]:
+    """One point for each note of steps; loss where a line was logged for that very step."""
+    return [
+        {
+            "step": event["step"],
+            "when": event["when"],
+            "leg": number,
+            "fill": _fill(event, leg.facts["packing_length"]),
+            "tokens_per_second": round(share(event["num_tokens"], event["seconds"]), 1),
+            "padding_saved": _padding_saved(event),
+            "vision_share": _rounded_share(event["num_vision_tokens"], event["num_tokens"]),
+            "loss": losses.get(event["step"], {}).get("loss"),
+        }
+        for number, leg in enumerate(legs)
+        for event in leg.steps
+    ]
+
+
+def series_of_lines(losses: Mapping[int, Mapping[str, Any]]) -> list[Point]:
+    """The same of a run that kept no notes, as far as its log goes."""
+    unknown = dict.fromkeys(("when", "tokens_per_second", "padding_saved", "vision_share"))
+    return [
+        {**unknown, "step": step, "leg": 0, "fill": line.get("pack/fill"), "loss": line["loss"]}
+        for step, line in losses.items()
+    ]
+
+
+def _fill(event: Mapping[str, Any], packing_length: int) -> float | None:
+    """Of the packs that are no single-long sample; None where there is none."""
+    room = (event["num_packs"] - event["num_single_long"]) * packing_length
+    return _rounded_share(event["num_pack_tokens"], room) if room else None
+
+
+def _padding_saved(event: Mapping[str, Any]) -> float:
+    saved = event["num_tokens_unpacked"] - event["num_tokens"] - event["num_padding"]
+    return _rounded_share(saved, event["num_tokens_unpacked"])
+
+
+def _rounded_share(part: float, whole: float) -> float:
+    return round(share(part, whole), 4)
