@@ -278,8 +278,10 @@ def test_rows_are_listed_as_they_are_left_out(run, capsys):
     stopped = trained(run.stopped)
     second = [pack for pack in stopped if pack.epoch == 1]
     at_end = {line["id"] for line in left_out(run.stopped)}
-    assert at_end - {missing} < run.gone, "those of the steps that were taken, and not of all"
-    assert at_end - {missing}, "some pictures that are gone were met before the run was stopped"
+    last_of_first = max(pack.step for pack in stopped if pack.epoch == 0)
+    assert run.listed[last_of_first] == [missing]
+    assert at_end - {missing}, "pictures that are gone since were met, and their rows listed before the epoch ended"
+    assert at_end - {missing} <= run.gone
     assert not {sample for pack in second for sample in pack.ids} & run.gone
     report = report_of(run.whole, capsys)["left_out"]
     assert report["file"] == str(run.whole / "vlpack" / "left_out.jsonl")
