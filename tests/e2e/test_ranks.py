@@ -13,6 +13,8 @@ import pytest
 
 from swift_vlpack.host.training.state import FILE
 from swift_vlpack.launch import plugin_path
+from swift_vlpack.view.report.run_folder import find_run
+from swift_vlpack.view.report.run_report import run_report
 from tests.e2e.ranks import ROOT, Run, free_port, ids, last_complete, step_of, trained
 from tests.host.runs import SMALL_VOCABULARY, argv, epoch_report, packed_argv, train
 from tests.images import photo
@@ -123,6 +125,23 @@ def test_killed_terminated_and_resumed_by_one_rank_every_sample_is_trained_once(
     report = epoch_report(third)
     assert report["is_closed"]
     assert (report["num_read"], report["num_samples"], report["num_packs"]) == (NUM_ROWS, NUM_ROWS, NUM_ROWS)
+    assert_reported_as_one_run([first, second, third], packs)
+
+
+def assert_reported_as_one_run(folders, packs):
+    """REPORT-6 REPORT-7: three legs in three folders, on two, two and one rank, two of which were killed."""
+    report = run_report(find_run(folders[-1]))
+    assert report["run"]["num_ranks"] == [2, 2, 1]
+    assert report["run"]["has_ended"] is True
+    assert report["trained"]["num_samples"] == NUM_ROWS, "none twice, although steps were"
+    assert report["trained"]["num_packs"] == len([pack for pack in packs if pack["ids"]])
+    assert [entry["event"] for entry in report["timeline"] if entry["event"] in ("start", "resume", "last sign")] == [
+        "start", "last sign", "resume", "last sign", "resume",
+    ]  # fmt: skip
+    assert 1 <= report["balance"]["trained"] < 2
+    stopped = run_report(find_run(folders[0]))
+    assert (stopped["run"]["has_ended"], stopped["run"]["num_ranks"]) == (False, [2])
+    assert 0 < stopped["trained"]["num_samples"] <= len(ids(trained(folders[0])))
 
 
 @pytest.mark.slow

@@ -49,6 +49,7 @@ def noted(facts: Mapping[str, Any]) -> dict[str, Any]:
         name: {"rows": source["rows"], "ratio": source["asked_ratio"], "asked_share": source["asked_share"]}
         for name, source in sources.items()
     }
+    kept["num_remembered"] = facts["data"]["num_remembered"] if facts["data"] else None
     kept["ratio_by"] = facts["data"]["ratio_by"] if facts["data"] else None
     return kept
 

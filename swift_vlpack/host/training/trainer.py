@@ -220,6 +220,7 @@ class PackingTrainer(Seq2SeqTrainer):
 
     def close_epoch(self) -> None:
         """Add up what became of the rows of the epoch, over all ranks, and say it."""
+        self.journal.note_steps(self.state.global_step)  # no note is of two epochs
         self.account.count_left_out(self.feed.epoch, self.feed.left_out_behind())
         self._report(self.account.over_all_ranks())
 

@@ -81,7 +81,7 @@ def histogram(title: str, counts: Mapping[int, int]) -> str:
     """How many packs have which fill, in whole per cent."""
     if not counts:
         return ""
-    most = max(counts.values())
+    most = -(-max(counts.values()) // _NUM_TICKS) * _NUM_TICKS  # whole packs at every tick
     x, y = Scale(0, 101, _LEFT, WIDTH - _RIGHT), Scale(0, most, HEIGHT - _BOTTOM, _TOP)
     wide = (WIDTH - _RIGHT - _LEFT) / 101
     bars = "".join(

@@ -23,16 +23,23 @@ def left_out_report(folder: Path, folders: Sequence[Path], epochs: Mapping[int, 
     lines = left_out_rows(paths)
     rows = {(line["id"], line["reason"]) for line in lines}
     by_reason = Counter(reason for _, reason in rows)
-    counted: Counter[str] = sum((Counter(report["num_dropped"]) for report in epochs.values()), Counter())
-    listed = Counter(line["reason"] for line in lines if line["epoch"] in epochs)
     return {
         "num_rows": len(rows),
         "num_lines": len(lines),
         "reasons": {reason: {"num_rows": number, **_about(reason)} for reason, number in sorted(by_reason.items())},
         "sources": dict(sorted(Counter(row_id.rpartition(":")[0] for row_id, _ in rows).items())),
         "file": _one_file(folder, paths, lines),
-        "not_listed": dict(sorted((counted - listed).items())),
+        "not_listed": _not_listed(lines, epochs),
     }
+
+
+def _not_listed(lines: Sequence[Mapping[str, Any]], epochs: Mapping[int, Mapping[str, Any]]) -> dict[str, int]:
+    """What epoch reports count and no line of the epoch has; a row that an epoch has twice is listed once."""
+    listed = {(line["epoch"], line["reason"]) for line in lines}
+    missing: Counter[str] = Counter()
+    for epoch, report in epochs.items():
+        missing.update({reason: n for reason, n in report["num_dropped"].items() if (epoch, reason) not in listed})
+    return dict(sorted(missing.items()))
 
 
 def _about(reason: str) -> dict[str, str]:

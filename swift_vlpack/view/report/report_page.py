@@ -24,6 +24,7 @@ STYLE = """
 dl.facts { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; margin: .5rem 0; }
 dl.facts dt { color: var(--muted); }
 dl.facts dd { margin: 0; overflow-wrap: anywhere; }
+.scroll td:not(.n) { overflow-wrap: break-word; min-width: 6rem; }
 @media (max-width: 30rem) { dl.facts { grid-template-columns: 1fr; gap: 0; } dl.facts dd { margin-bottom: .4rem; } }
 """
 
@@ -59,7 +60,7 @@ def _plots(report: Report) -> list[str]:
     loss = Line("loss", [(point["step"], point["loss"]) for point in series if point["loss"] is not None])
     fills: Counter[int] = Counter()
     for epoch in report["epochs"]:
-        fills.update({int(fill): number for fill, number in epoch["fill_histogram"].items()})
+        fills.update({int(fill): number for fill, number in epoch.get("fill_histogram", {}).items()})
     shares = [line("padding saved", "padding_saved"), line("vision", "vision_share")]
     return [
         line_chart("Fill of packs", [line("fill", "fill")], is_share=True, marks=marks),

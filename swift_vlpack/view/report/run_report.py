@@ -12,12 +12,13 @@ from typing import Any
 from swift_vlpack.core.account.run_log import EPOCH, FOLDER
 from swift_vlpack.core.account.step_counts import share
 from swift_vlpack.view.report import files
+from swift_vlpack.view.report.epochs import epochs_of
 from swift_vlpack.view.report.left_out import left_out_report
 from swift_vlpack.view.report.legs import Leg, legs_of, resumed_folder
 from swift_vlpack.view.report.run_folder import RunFolder
 from swift_vlpack.view.report.series import losses_of, series_of, series_of_lines
 from swift_vlpack.view.report.timeline import timeline_of
-from swift_vlpack.view.report.totals import Totals, as_counted, of_epochs, of_legs
+from swift_vlpack.view.report.totals import Totals, of_epochs, of_legs
 
 NO_NOTES = (
     "this run kept no notes (vlpack/run.jsonl): it was trained by an earlier version, or they could not be written. "
@@ -44,7 +45,7 @@ def run_report(run: RunFolder) -> dict[str, Any]:
         "ratio_by": legs[-1].facts.get("ratio_by") if legs else None,
         "sources": _sources(legs, totals),
         "left_out": left_out_report(run.path, folders, epochs),
-        "epochs": _epochs(epochs, checkpoints),
+        "epochs": epochs_of(epochs, checkpoints, legs),
         "timeline": timeline_of(legs, checkpoints),
         "checkpoints": [_about_checkpoint(one) for one in checkpoints],
         "series": series_of(legs, losses) if legs else series_of_lines(losses),
@@ -130,16 +131,6 @@ def _sources(legs: Sequence[Leg], totals: Totals) -> dict[str, dict[str, Any]]:
         for name in sorted({*known, *totals.sources})
         for num_samples, num_tokens in [totals.sources.get(name, (0, 0))]
     }
-
-
-def _epochs(reports: dict[int, dict[str, Any]], checkpoints: Sequence[files.Checkpoint]) -> list[dict[str, Any]]:
-    """The accounts of epochs; of one that is not finished as far as the newest checkpoint knows."""
-    found = [{**report, "is_finished": True, "as_of": None} for report in reports.values()]
-    states = [one for one in checkpoints if one.state is not None and one.state["epoch"] not in reports]
-    if states:
-        newest = states[-1]
-        found.append({**as_counted(newest.state), "is_finished": False, "as_of": newest.path.name})
-    return found
 
 
 def _about_checkpoint(one: files.Checkpoint) -> dict[str, Any]:

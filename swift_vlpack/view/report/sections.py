@@ -133,14 +133,14 @@ def _left_out(left_out: Report) -> Section:
 def _epochs(epochs: Sequence[Report]) -> Section:
     rows = [
         (
-            f"{epoch['epoch']}" + ("" if epoch["is_finished"] else f" up to {epoch['as_of']}"),
+            f"{epoch['epoch']}" + ("" if epoch["is_finished"] else f", up to {epoch['as_of']}"),
             str(epoch["num_packs"]),
             str(epoch["num_samples"]),
             grouped(epoch["num_tokens"]),
             percent(epoch["fill_mean"]),
-            f"{epoch['fill_p5']}, {epoch['fill_p50']}, {epoch['fill_p95']}",
+            ", ".join(str(epoch[f"fill_p{p}"]) for p in (5, 50, 95)) if "fill_p5" in epoch else "-",
             str(epoch["num_single_long"]),
-            str(sum(epoch["num_dropped"].values())),
+            str(sum(epoch["num_dropped"].values())) if "num_dropped" in epoch else "-",
         )
         for epoch in epochs
     ]

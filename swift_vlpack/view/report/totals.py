@@ -66,11 +66,11 @@ _OF_STEPS = (
 )
 
 
-def of_legs(legs: Sequence[Leg]) -> Totals:
-    """The sum of the notes that count."""
+def of_legs(legs: Sequence[Leg], epoch: int | None = None) -> Totals:
+    """The sum of the notes that count, of an epoch or of all."""
     totals = Totals(num_steps=0, num_vision_tokens=0, num_tokens_unpacked=0)
     for leg in legs:
-        for event in leg.steps:
+        for event in (one for one in leg.steps if epoch in (None, one["epoch"])):
             for name in _OF_STEPS:
                 setattr(totals, name, getattr(totals, name) + event[name])
             totals.room += (event["num_packs"] - event["num_single_long"]) * leg.facts["packing_length"]

@@ -232,8 +232,8 @@ def test_run_that_was_stopped_is_reported_as_far_as_it_noted(run, sizes, capsys)
     assert report["run"]["has_ended"] is False
     epochs = {epoch["epoch"]: epoch for epoch in report["epochs"]}
     assert (epochs[0]["is_finished"], epochs[1]["is_finished"]) == (True, False)
-    checkpoint = int(epochs[1]["as_of"].split("-")[1])
-    of_epoch = [pack for pack in trained(run.stopped, up_to=checkpoint) if pack.epoch == 1]
+    assert epochs[1]["as_of"] == f"step {noted}"
+    of_epoch = [pack for pack in trained(run.stopped, up_to=noted) if pack.epoch == 1]
     assert epochs[1]["num_samples"] == sum(len(pack.ids) for pack in of_epoch)
 
 
@@ -253,6 +253,14 @@ def test_timeline_has_checkpoints_and_the_resume(run, capsys):
     assert (resume["step"], resume["said"].split(", ")[0]) == (
         resumed, f"goes on from {run.whole / f'checkpoint-{resumed}'}",
     )  # fmt: skip
+
+
+def test_lengths_that_were_remembered_are_counted(run):
+    """REPORT-4: by the second leg those of all rows whose pictures are still there, and of those that never were."""
+    begins = [line for line in lines(run.whole / "vlpack" / "run.jsonl") if "num_remembered" in line]
+    assert [line["event"] for line in begins] == ["start", "resume"]
+    assert begins[0]["num_remembered"] == 0
+    assert NUM_CAPTIONS <= begins[1]["num_remembered"] <= NUM_CAPTIONS + 1
 
 
 def test_losses_and_speed_are_those_of_the_log(run, capsys):

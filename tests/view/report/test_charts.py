@@ -1,10 +1,23 @@
 """Plots as SVG."""
 
+import doctest
+import importlib
+import pkgutil
 import re
 from xml.etree import ElementTree
 
+import pytest
+
+from swift_vlpack.view import report
 from swift_vlpack.view.report.charts import Line, bar_chart, histogram, legs_chart, line_chart
 from swift_vlpack.view.report.report_text import sparkline
+
+MODULES = [module.name for module in pkgutil.iter_modules(report.__path__, "swift_vlpack.view.report.")]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_of_the_modules(name):
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
 def drawn(figure):

@@ -117,7 +117,7 @@ def test_lists_of_several_folders_become_one(tmp_path):
     (first / "vlpack" / "left_out.jsonl").write_text(json.dumps(row) + "\n")
     (second / "vlpack" / "left_out.jsonl").write_text("".join(json.dumps(one) + "\n" for one in (row, other)))
     (second / "vlpack" / "epoch_0.json").write_text(
-        json.dumps({**EPOCH, "num_dropped": {"file_missing": 1, "oversize": 3}})
+        json.dumps({**EPOCH, "num_dropped": {"file_missing": 2, "oversize": 1, "underfilled": 3}})
     )
     made = report(second)["left_out"]
     assert {reason: about["num_rows"] for reason, about in made["reasons"].items()} == {
@@ -125,7 +125,7 @@ def test_lists_of_several_folders_become_one(tmp_path):
         "oversize": 1,
     }
     assert [json.loads(line) for line in Path(made["file"]).read_text().splitlines()] == [row, other]
-    assert made["not_listed"] == {"oversize": 2}
+    assert made["not_listed"] == {"underfilled": 3}, "of a row that an epoch has twice there is one line"
 
 
 EPOCH = {
