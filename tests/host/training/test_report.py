@@ -256,11 +256,11 @@ def test_timeline_has_checkpoints_and_the_resume(run, capsys):
 
 
 def test_lengths_that_were_remembered_are_counted(run):
-    """REPORT-4: by the second leg those of all rows whose pictures are still there, and of those that never were."""
+    """REPORT-4: by the second leg those of all captions, whose pictures are still there but for one that never was."""
     begins = [line for line in lines(run.whole / "vlpack" / "run.jsonl") if "num_remembered" in line]
     assert [line["event"] for line in begins] == ["start", "resume"]
     assert begins[0]["num_remembered"] == 0
-    assert NUM_CAPTIONS <= begins[1]["num_remembered"] <= NUM_CAPTIONS + 1
+    assert NUM_CAPTIONS - 1 <= begins[1]["num_remembered"] <= NUM_CAPTIONS + 1
 
 
 def test_losses_and_speed_are_those_of_the_log(run, capsys):
