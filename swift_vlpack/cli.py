@@ -15,6 +15,7 @@ from swift_vlpack.commands.command import Command
 from swift_vlpack.commands.plan import PLAN
 from swift_vlpack.commands.plugin_path import PLUGIN_PATH
 from swift_vlpack.commands.report import REPORT
+from swift_vlpack.commands.tools.bench import BENCH
 from swift_vlpack.commands.tools.cache import CACHE
 from swift_vlpack.commands.tools.completion import COMPLETION
 from swift_vlpack.commands.tools.doctor import DOCTOR
@@ -24,7 +25,7 @@ from swift_vlpack.commands.train import PT, SFT
 from swift_vlpack.core.errors import ConfigError, VLPackError
 
 EXIT_USAGE = 2
-ALL: tuple[Command, ...] = (PLAN, VERIFY, SFT, PT, REPORT, DOCTOR, CACHE, SCHEMA, COMPLETION, PLUGIN_PATH)
+ALL: tuple[Command, ...] = (PLAN, VERIFY, SFT, PT, REPORT, BENCH, DOCTOR, CACHE, SCHEMA, COMPLETION, PLUGIN_PATH)
 """In the order of the help."""
 
 
