@@ -15,11 +15,11 @@ _DEFAULTS = {"packing_length": "`max_length`", "packing": "`true` for `vlpack`, 
 def options_table() -> str:
     """Every packing option: what it takes, its default, what it does."""
     rows = [
-        f"| `{spec.name}` | {_kind(spec.name)} | {_DEFAULTS.get(spec.name) or f'`{shown(spec.default)}`'} "
-        f"| {spec.metadata['help'].replace('|', chr(92) + '|')} |"
+        f"| `{spec.name}` | {spec.metadata['help'].replace('|', chr(92) + '|')} "
+        f"| {_kind(spec.name)} | {_DEFAULTS.get(spec.name) or f'`{shown(spec.default)}`'} |"
         for spec in fields(PackingConfig)
     ]
-    return "\n".join(["| option | takes | default | what it does |", "|---|---|---|---|", *rows])
+    return "\n".join(["| option | what it does | takes | default |", "|---|---|---|---|", *rows])
 
 
 def _kind(name: str) -> str:
