@@ -17,9 +17,9 @@ $(READY): pyproject.toml
 	  echo "cannot create $(VENV): $(PYTHON) needs its venv module (Debian: apt-get install python3-venv)"; exit 1; }
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv 2>/dev/null || echo "uv cannot be had; using pip"
 	@if $(BIN)/python -m uv --version >/dev/null 2>&1; then \
-	  $(BIN)/python -m uv pip install --python $(BIN)/python -e '.[test]'; \
+	  $(BIN)/python -m uv pip install --python $(BIN)/python -e '.[test,docs]'; \
 	else \
-	  $(BIN)/python -m pip install --disable-pip-version-check -e '.[test]'; \
+	  $(BIN)/python -m pip install --disable-pip-version-check -e '.[test,docs]'; \
 	fi
 	@touch $@
 
@@ -63,9 +63,7 @@ families: $(READY)  ## Try every family of models; writes docs/families.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.host.model.family_table
 
 # Warnings are errors: a link to nowhere, a page that no menu has, a docstring that cannot be read.
-docs: $(READY)  ## Build the documentation site into build/site; needs no network once Sphinx is there
-	@$(BIN)/python -c "import furo, myst_parser, sphinx" 2>/dev/null || $(BIN)/python -m pip install \
-	  --quiet --disable-pip-version-check -e '.[docs]'
+docs: $(READY)  ## Build the documentation site into build/site
 	$(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/trees . build/site
 	@echo "open build/site/docs/index.html"
 
