@@ -12,6 +12,7 @@ from importlib.util import find_spec
 
 from swift_vlpack import __version__
 from swift_vlpack.commands.command import Command
+from swift_vlpack.commands.inspect_command import INSPECT
 from swift_vlpack.commands.plan import PLAN
 from swift_vlpack.commands.plugin_path import PLUGIN_PATH
 from swift_vlpack.commands.report import REPORT
@@ -25,7 +26,7 @@ from swift_vlpack.commands.train import PT, SFT
 from swift_vlpack.core.errors import ConfigError, VLPackError
 
 EXIT_USAGE = 2
-ALL: tuple[Command, ...] = (PLAN, VERIFY, SFT, PT, REPORT, BENCH, DOCTOR, CACHE, SCHEMA, COMPLETION, PLUGIN_PATH)
+ALL: tuple[Command, ...] = (PLAN, INSPECT, VERIFY, SFT, PT, REPORT, BENCH, DOCTOR, CACHE, SCHEMA, COMPLETION, PLUGIN_PATH)
 """In the order of the help."""
 
 

@@ -43,7 +43,7 @@ def test_wheel_has_the_package_its_types_and_its_command(built):
         metadata = message_from_string(wheel.read(f"{info}/METADATA").decode())
         assert "vlpack = swift_vlpack.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()
     ours = {str(path.relative_to(ROOT)) for path in (ROOT / "swift_vlpack").rglob("*.py")}
-    of_pages = [path for kind in ("css", "js") for path in (ROOT / "swift_vlpack").rglob(f"*.{kind}")]
+    of_pages = [path for kind in ("css", "html", "js") for path in (ROOT / "swift_vlpack").rglob(f"*.{kind}")]
     pages = {str(path.relative_to(ROOT)) for path in of_pages}
     assert pages
     assert names == {*ours, *pages, "swift_vlpack/py.typed"}

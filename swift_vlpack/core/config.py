@@ -157,9 +157,12 @@ class PackingConfig:
 
     def changed_targets(self) -> dict[str, Any]:
         """What is trained of the samples, where it is not the default; a run goes on only under the same."""
-        defaults = {spec.name: spec.default for spec in fields(self)}
-        chosen = {name: getattr(self, name) for name in _TARGET_OPTIONS}
-        return {name: value for name, value in chosen.items() if value != defaults[name]}
+        return {name: value for name, value in self.changed().items() if name in _TARGET_OPTIONS}
+
+    def changed(self) -> dict[str, Any]:
+        """The options that are not at their default."""
+        chosen = {spec.name: (getattr(self, spec.name), spec.default) for spec in fields(self)}
+        return {name: value for name, (value, default) in chosen.items() if value != default}
 
     @property
     def row_multiple(self) -> int:

@@ -90,7 +90,7 @@ def measured_rows(sources: list[RowSource], template: Any, args: Any, config: Pa
     num_rows = sum(-(-len(source.rows) // num_ranks()) for source in sources)  # of this rank, which is shown
     with without_model(template), one_bar(num_rows, is_shown=is_master()):
         sources = [with_lengths(source, template, args, config.packing_cache_dir) for source in sources]
-    return _fused(sources, template, args, config)
+    return fused(sources, template, args, config)
 
 
 def planned_feed(rows: FusionCaptionDataset, template: Any, args: Any, config: PackingConfig) -> PlannedFeed:
@@ -117,10 +117,11 @@ def _unmeasured_rows(
     if args.streaming:
         return load_stream(args, reading_urls(template, urls_in_training()))
     sources, val_rows = load_sources(args, config)
-    return _fused(sources, template, args, config), val_rows
+    return fused(sources, template, args, config), val_rows
 
 
-def _fused(sources: list[RowSource], template: Any, args: Any, config: PackingConfig) -> FusionCaptionDataset:
+def fused(sources: list[RowSource], template: Any, args: Any, config: PackingConfig) -> FusionCaptionDataset:
+    """The sources as one data set, by the run's options."""
     return FusionCaptionDataset(
         sources,
         reading_urls(template, urls_in_training()),

@@ -38,6 +38,8 @@ class Feed(Protocol):
 
     kind: str
     """Of its saved states."""
+    leads_back: bool
+    """Whether packs that were trained can be computed again, so that no record of them is needed."""
     config: PackingConfig
     dataset: Any
     """Where the rows are: a `FusionCaptionDataset` or `StreamedRows`."""

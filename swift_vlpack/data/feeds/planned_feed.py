@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from swift_vlpack.core.account.telemetry import Telemetry
 from swift_vlpack.core.config import PackingConfig
-from swift_vlpack.core.epoch.cuts import cuts_from, with_consumed
+from swift_vlpack.core.epoch.cuts import Cut, cuts_from, with_consumed
 from swift_vlpack.core.epoch.epoch_plan import EpochPlan, plan_epoch, saved_digest
 from swift_vlpack.core.epoch.rest_of_run import batches_behind
 from swift_vlpack.core.errors import PlanError, StateMismatch
@@ -29,6 +30,7 @@ class PlannedFeed:
     """Packs that are decided before the first image is opened. `dataset` has been measured."""
 
     kind = "plan"
+    leads_back = True
 
     def __init__(
         self,
@@ -86,6 +88,13 @@ class PlannedFeed:
             **self.config.changed_targets(),
             "packing_balance": self.config.packing_balance,
         }
+
+    def plan(self, epoch: int, cuts: Sequence[Cut] = (), num_ranks: int | None = None) -> EpochPlan:
+        """Any epoch, as any number of ranks shares it; the feed stays where it is."""
+        epochs = self._epochs
+        if num_ranks not in (None, self.num_ranks):
+            epochs = Epochs(replace(epochs.recipe, num_ranks=num_ranks), epochs.extent)
+        return epochs.plan(epoch, cuts)
 
     def begin(self, epoch: int) -> EpochStart:
         """Come to an epoch; the one that was resumed is there already."""

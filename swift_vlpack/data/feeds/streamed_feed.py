@@ -35,6 +35,7 @@ class StreamedFeed:
     """Packs as their readers make them."""
 
     kind = "buffer"
+    leads_back = False
     batches_left = None
     is_finished = False
 

@@ -12,10 +12,13 @@ import signal
 import sys
 from importlib import import_module
 from types import FrameType
+from typing import Any
 
 from swift_vlpack.core.errors import VLPackError
 
 EXIT_USAGE = 2
+MODULES = {"inspect": "inspect_run"}
+"""Of commands whose name is that of a module of Python, which no module of ours may have."""
 
 
 def main() -> int:
@@ -27,12 +30,16 @@ def main() -> int:
 def run(name: str, settings: str, command: str, *options: str) -> int:
     """Run the command; a mistake of the user is one line on stderr and exit code 2."""
     try:
-        return int(import_module(f"swift_vlpack.host.commands.{name}").main(json.loads(settings), command, options))
+        return int(_module(name).main(json.loads(settings), command, options))
     except VLPackError as error:
         print(f"vlpack {name}: {error}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+def _module(name: str) -> Any:
+    return import_module(f"swift_vlpack.host.commands.{MODULES.get(name, name)}")
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,15 @@ from swift.utils import get_logger, is_master
 from swift_vlpack.core.account import left_out_list
 from swift_vlpack.core.account.run_log import FOLDER
 from swift_vlpack.core.account.telemetry import Telemetry
-from swift_vlpack.core.config import RECORD_PACKS, is_switched_on
 from swift_vlpack.core.files import write_json
+from swift_vlpack.core.run_files import BEGUN
 from swift_vlpack.data.feeds.failures import FEWEST_ROWS_OF_EPOCH, FailedShare
 from swift_vlpack.data.feeds.feed import Feed
 from swift_vlpack.data.rows.left_out import LeftOutRows, deleted_by_loader
 from swift_vlpack.data.rows.samples import LeftOut, PackRecord
 from swift_vlpack.host.ranks import gathered
+from swift_vlpack.host.training.begun import note_epoch
+from swift_vlpack.host.training.pack_log import PACKS_FILE, PackLog, as_line
 
 logger = get_logger()
 
@@ -33,8 +34,7 @@ class Account:
         """Of the epoch so far."""
         self.num_samples_trained = 0  # since the run was begun or resumed
         self._folder = Path(output_dir) / FOLDER
-        is_recorded = is_switched_on(RECORD_PACKS, os.environ)
-        self._packs_file = self._folder / f"packs_rank{rank}.jsonl" if is_recorded else None
+        self._record = PackLog.wanted(self._folder / PACKS_FILE.format(rank), os.environ, feed.leads_back)
         self._sources = tuple(getattr(feed.dataset, "sources", ()))  # none of a stream
         self._failed_share = FailedShare(feed.config.packing_max_failed_share)
         self._left_out_rows = LeftOutRows(self._folder / left_out_list.FILE, self._sources)
@@ -44,6 +44,10 @@ class Account:
         """List what ms-swift's loader deleted, which is in no epoch."""
         for source in self._sources if is_master() else ():
             self._left_out_rows.add(None, deleted_by_loader(source))
+
+    def note_epoch(self, template: Any, args: Any, step: int) -> None:
+        """Note where the feed is, for who asks later which rows a step had."""
+        note_epoch(self._folder / BEGUN, self.feed, template, args, step)
 
     def begin_epoch(self, epoch: int, left_out: Sequence[LeftOut]) -> None:
         """List what the epoch leaves out, the same on all ranks; stop where the one before lost too many rows."""
@@ -61,8 +65,8 @@ class Account:
         taken, self._in_step = self._in_step, []
         for record in taken:
             self._count(record)
-        if self._packs_file is not None:
-            _append(self._packs_file, (_as_line(record, step) for record in taken))
+        if self._record is not None:
+            self._record.append([as_line(record, step) for record in taken])
         # Behind the file: what a run that stops here has trained is in it.
         self._failed_share.check()
         return taken
@@ -114,14 +118,3 @@ class Account:
 
     def _no_counts(self) -> Telemetry:
         return Telemetry(packing_length=self.feed.config.packing_length)
-
-
-def _as_line(record: PackRecord, step: int) -> dict[str, Any]:
-    ids = [str(sample_id) for sample_id in record.sample_ids]
-    return {"step": step, "epoch": record.epoch, "pack": record.number, "ids": ids}
-
-
-def _append(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)

@@ -10,10 +10,17 @@ from swift.dataloader import DataLoaderShard
 
 from swift_vlpack.core.errors import VLPackError
 from swift_vlpack.data.feeds.feed import Feed
-from swift_vlpack.data.model.collate import Batch
+from swift_vlpack.data.model.collate import Batch, Collator
+from swift_vlpack.data.model.transport import WorkerCollator
 from swift_vlpack.data.randomness import own_generator
 
 SECONDS_TO_DIE = 1.0
+
+
+def collator_of(args: Any, template: Any, seed: int) -> Collator:
+    """What makes rows of a run's packs; `args` are those of training, or of the whole run."""
+    padding_to = template.max_length if args.tuner_type == "longlora" else None
+    return WorkerCollator(template, padding_to, for_model=False, seed=seed)
 
 
 class WorkerDied(VLPackError):

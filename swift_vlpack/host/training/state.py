@@ -21,6 +21,7 @@ from swift_vlpack.core.envelope import Whole, check_fingerprint, opened, seal, s
 from swift_vlpack.core.epoch.cuts import CUTS
 from swift_vlpack.core.errors import ConfigError, StateMismatch, VLPackError
 from swift_vlpack.core.files import write_json, write_whole
+from swift_vlpack.core.run_files import ROWS, STATE
 from swift_vlpack.data.feeds.buffered import PROGRESS, ReaderProgress
 from swift_vlpack.data.feeds.planned_feed import PlannedFeed
 from swift_vlpack.data.feeds.run_rows import RunRows, digest_of
@@ -33,9 +34,9 @@ from swift_vlpack.data.rows.saved_rows import (
 
 logger = get_logger()
 
-FILE = "vlpack_state.json"
+FILE = STATE
 RANK_FILE = "vlpack_state_rank{}.json"
-ROWS_FILE = "vlpack_rows.npz"
+ROWS_FILE = ROWS
 RESTART = "restart"
 WAY_OUT = f"Resume with what the checkpoint was written with, or set {RESUME_DATA}={RESTART} to start the data anew"
 _STATE = {"epoch": Whole(), "counted": telemetry.STATE, "rows": str}
@@ -117,10 +118,8 @@ def load_state(
         logger.warning(f"{RESUME_DATA}={RESTART}: the data starts anew, at the first pack of epoch 0")
         return None
     path = checkpoint / FILE
-    with refused(path, "it is incomplete, or was written without packing"):
-        envelope = json.loads(path.read_text(encoding="utf-8"))
-        then, state = opened(envelope, kind, shape=STATES.get(kind), is_signed=True)
-    saved = _load_rows(checkpoint / ROWS_FILE, state["rows"]) if rows else []
+    then, state = read_state(checkpoint, kind)
+    saved = load_rows(checkpoint, state) if rows else []
     changed = rows.compared(saved) if rows else None
     is_planned_alike = kind == PlannedFeed.kind and changed is not None and not changed.texts and not changed.sizes
     # Where only sizes are others, and for a reason that is known, it goes on with those of then.
@@ -134,7 +133,17 @@ def load_state(
     return state
 
 
-def _load_rows(path: Path, digest: str) -> list[SavedSource]:
+def read_state(checkpoint: Path, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fingerprint and state as they were saved, whatever they are compared with."""
+    path = checkpoint / FILE
+    with refused(path, "it is incomplete, or was written without packing"):
+        envelope = json.loads(path.read_text(encoding="utf-8"))
+        return opened(envelope, kind, shape=STATES.get(kind), is_signed=True)
+
+
+def load_rows(checkpoint: Path, state: Mapping[str, Any]) -> list[SavedSource]:
+    """The rows as they were planned, of the checkpoint that has this state."""
+    path, digest = checkpoint / ROWS_FILE, state["rows"]
     with refused(path, "every checkpoint has one, so copy it with the rest"):
         content = path.read_bytes()
         if digest_of(content) != digest:

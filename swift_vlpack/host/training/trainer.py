@@ -21,7 +21,6 @@ from swift_vlpack.core.files import sync_folder
 from swift_vlpack.data.feeds.feed import Feed
 from swift_vlpack.data.model.collate import Batch, Collator, layout
 from swift_vlpack.data.model.row_loss import weigh_samples
-from swift_vlpack.data.model.transport import WorkerCollator
 from swift_vlpack.data.randomness import RandomStream
 from swift_vlpack.data.rows.contents import NO_LABEL
 from swift_vlpack.data.rows.samples import PackRecord
@@ -36,7 +35,7 @@ from swift_vlpack.host.ranks import (
 from swift_vlpack.host.training.account import Account
 from swift_vlpack.host.training.checkpoints import nothing_deleted, rotate, save_training_args, sync
 from swift_vlpack.host.training.journal import Journal
-from swift_vlpack.host.training.loader import PackLoader
+from swift_vlpack.host.training.loader import PackLoader, collator_of
 from swift_vlpack.host.training.losses import MeanOfStep, shifts_smoothed_labels, warn_of_what_differs
 from swift_vlpack.host.training.state import FILE, WAY_OUT, load_rank_state, load_state, save_rank_state, save_state
 from swift_vlpack.host.training.voting import Ranks
@@ -70,8 +69,7 @@ class PackingTrainer(Seq2SeqTrainer):
     # -- batches ----------------------------------------------------------------------------------------------------
 
     def _get_data_collator(self, args: Any, template: Any) -> Collator:
-        padding_to = template.max_length if args.tuner_type == "longlora" else None
-        return WorkerCollator(template, padding_to, for_model=False, seed=self.feed.seed)
+        return collator_of(args, template, self.feed.seed)
 
     def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:
         """The packs of this rank. What was trained before a resume is no part of them, whatever `skip_batches` says."""
@@ -202,8 +200,11 @@ class PackingTrainer(Seq2SeqTrainer):
         """Train an epoch on the same data on all ranks; a resumed one can have more or fewer steps than the others."""
         start = self.feed.begin(epoch)
         self.account.begin_epoch(epoch, start.left_out)
-        self.journal.begin_epoch(max(self.state.global_step, self._global_step_before or 0))
+        step = max(self.state.global_step, self._global_step_before or 0)
+        self.journal.begin_epoch(step)
         check_equal(f"plan of epoch {epoch}", start.must_agree)
+        if is_master():
+            self.account.note_epoch(self.template, self.args, step)
         _warn(start.warning)
         if (left := self.feed.batches_left) is not None:
             accumulation = self.args.gradient_accumulation_steps

@@ -1,0 +1,128 @@
+(() => {
+  const { kinds, packs } = JSON.parse(document.getElementById("data").textContent);
+  const $ = (id) => document.getElementById(id);
+  const NUM_COLOURS = 8;
+  // Texts are those of the data: they only ever become text nodes and attributes.
+  const el = (tag, attributes = {}, ...children) => {
+    const made = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes)) if (value !== null) made.setAttribute(name, value);
+    made.append(...children);
+    return made;
+  };
+  const percent = (share) => (100 * share).toFixed(share < 0.1 ? 1 : 0) + "%";
+  const share = (part, whole) => percent(part / Math.max(1, whole));
+  const colour = (at) => `var(--c${at % NUM_COLOURS + 1})`;
+  const key = (pack) => `${pack.epoch}/${pack.number}`;
+  const haystack = new Map();
+  const text = (pack) => {
+    if (!haystack.has(pack)) {
+      haystack.set(pack, pack.members.flatMap((one) => [one.id, one.where, ...one.pieces.map((piece) => piece[2])])
+        .join("\n").toLowerCase());
+    }
+    return haystack.get(pack);
+  };
+
+  let shown = packs, current = packs[0];
+
+  const chosen = () => {
+    const source = $("source").value, [low, high] = $("fill").value.split(",").map(Number);
+    const wanted = $("find").value.trim().toLowerCase(), order = $("order").value;
+    const found = packs.filter((pack) => pack.fill >= low && pack.fill < high
+      && (!source || pack.members.some((one) => one.source === source))
+      && (!wanted || text(pack).includes(wanted)));
+    const name = order.replace("-", ""), sign = order.startsWith("-") ? -1 : 1;
+    return order === "number" ? found : [...found].sort((a, b) => sign * (a[name] - b[name]));
+  };
+
+  const list = () => {
+    shown = chosen();
+    if (!shown.includes(current)) current = shown[0];
+    $("count").textContent = `${shown.length} of ${packs.length} packs`;
+    $("packs").replaceChildren(...shown.map((pack) => {
+      const button = el("button", { type: "button", "data-key": key(pack) },
+        el("span", { class: "line" }, el("span", {}, `Pack ${pack.number}`), el("span", {}, percent(pack.fill))),
+        el("span", { class: "meter", "aria-hidden": "true" },
+          el("span", { style: `width:${Math.min(100, 100 * pack.fill)}%` })),
+        el("span", { class: "muted" }, `${pack.members.length} samples, ${share(pack.vision, pack.tokens)} vision`));
+      button.addEventListener("click", () => show(pack));
+      return el("li", {}, button);
+    }));
+    show(current);
+  };
+
+  const show = (pack) => {
+    current = pack;
+    for (const button of $("packs").querySelectorAll("button")) {
+      const isIt = pack !== undefined && button.dataset.key === key(pack);
+      button.setAttribute("aria-current", isIt);
+      if (isIt) button.scrollIntoView({ block: "nearest" });
+    }
+    $("pack").replaceChildren(...(pack ? whole(pack) : [el("p", {}, "No pack is like that.")]));
+  };
+
+  const whole = (pack) => [
+    el("h2", { id: "headline" }, `Epoch ${pack.epoch}, pack ${pack.number}`),
+    el("p", {}, `${pack.tokens} of ${pack.capacity} tokens (${percent(pack.fill)}), ${pack.members.length} samples, `
+      + `${share(pack.supervised, pack.tokens)} supervised, ${share(pack.vision, pack.tokens)} vision; rank ${pack.rank}`
+      + (pack.step === null ? "" : `, step ${pack.step}`)),
+    bar(pack),
+    ...pack.left_out.map((line) => el("p", { class: "warn" }, "Left out: " + line)),
+    table(pack),
+    el("p", { class: "legend", "aria-label": "Legend" }, ...kinds.map((kind) => el("span", { class: kind }, {
+      prompt: "prompt", supervised: "supervised: trained", masked: "masked: of an answer, not trained", vision: "image tokens",
+    }[kind]))),
+    ...pack.members.map(sample),
+  ];
+
+  const bar = (pack) => el("div", { class: "bar", role: "group", "aria-label": "Samples to scale" },
+    ...pack.members.map((one, at) => {
+      const said = `${one.id}: ${one.tokens} tokens`;
+      return el("a", { href: `#s${at}`, title: said, "aria-label": said, style: `flex:${one.tokens} 1 0;background:${colour(at)}` });
+    }),
+    el("span", { class: "free", style: `flex:${Math.max(0, pack.capacity - pack.tokens)} 1 0` }));
+
+  const table = (pack) => el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Samples of the pack" },
+    el("table", { class: "members" },
+      el("thead", {}, el("tr", {}, ...[["sample", ""], ["tokens", "n"], ["supervised", "n"], ["vision", "n"], ["images", "wide"]]
+        .map(([name, of]) => el("th", { scope: "col", class: of }, name)))),
+      el("tbody", {}, ...pack.members.map((one, at) => el("tr", {},
+        el("td", {}, el("span", { class: "chip", style: `background:${colour(at)}`, "aria-hidden": "true" }),
+          el("a", { href: `#s${at}` }, one.id)),
+        el("td", { class: "n" }, one.tokens), el("td", { class: "n" }, one.supervised),
+        el("td", { class: "n" }, share(one.vision, one.tokens)),
+        el("td", { class: "wide" }, one.pictures.map((picture) => picture.text).join(", ")))))));
+
+  const sample = (one, at) => el("section", { class: "sample", id: `s${at}`, tabindex: "-1", style: `border-color:${colour(at)}` },
+    el("h3", {}, one.id),
+    el("p", { class: "muted mono" }, one.where),
+    el("p", { class: "muted" }, `tokens ${one.start}–${one.start + one.tokens - 1} of the row; positions: ${one.positions.join(", ")}`),
+    one.pictures.length ? el("ul", { class: "thumbs" }, ...one.pictures.map(picture)) : "",
+    el("p", { class: "text" }, ...one.pieces.map(([kind, tokens, words]) =>
+      el("span", { class: kinds[kind], title: `${kinds[kind]}, ${tokens} tokens` }, words))));
+
+  const picture = (one) => el("li", {}, el("figure", {},
+    (one.thumbnail || "").startsWith("data:image/jpeg;base64,") ? el("img", { src: one.thumbnail, alt: "" }) : "",
+    el("figcaption", { title: one.name }, one.text)));
+
+  const go = (by) => {
+    const next = shown[shown.indexOf(current) + by];
+    if (next) show(next);
+  };
+
+  for (const source of [...new Set(packs.flatMap((pack) => pack.members.map((one) => one.source)))].sort()) {
+    $("source").append(el("option", { value: source }, source));
+  }
+  $("filters").addEventListener("input", list);
+  $("filters").addEventListener("submit", (event) => event.preventDefault());
+  document.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) {
+      if (event.key === "Escape") event.target.blur();
+      return;
+    }
+    const keys = { ArrowRight: () => go(1), ArrowLeft: () => go(-1), j: () => go(1), k: () => go(-1), "/": () => $("find").focus() };
+    if (!keys[event.key]) return;
+    event.preventDefault();
+    keys[event.key]();
+  });
+  list();
+})();

@@ -1,0 +1,152 @@
+"""The pack browser, opened in Chromium: by keyboard, with hostile texts, without a network."""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+
+from swift_vlpack.view.browser import browser
+from swift_vlpack.view.page import asset
+from swift_vlpack.view.values import StepShown, Trained
+from tests.view.test_page import Elements, contrast
+from tests.view.test_terminal import member, pack
+
+NASTY = "</script><script>document.title='broken'</script><img src=x onerror=\"document.title='broken'\"> & <b>x</b>"
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update", "--hide-scrollbars",
+)  # fmt: skip
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+
+
+class Shown(HTMLParser):
+    """The text of a page beside its scripts, and the attributes of its elements."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.texts, self.elements, self._inside = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        self._inside.append(tag)
+
+    def handle_endtag(self, tag):
+        while self._inside and self._inside.pop() != tag:
+            pass
+
+    def handle_data(self, data):
+        if not {"script", "style"} & set(self._inside):
+            self.texts.append(data)
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.texts).split())
+
+
+def packs(num_packs=5):
+    first = [member(f"photos:{n}", tokens=30 + 10 * n) for n in range(num_packs)]
+    return [pack(one, member("chat:1", tokens=30, start=one.num_tokens), number=n) for n, one in enumerate(first)]
+
+
+def made(shown=None, most_mb=20.0, **options):
+    return browser(packs() if shown is None else shown, most_mb=most_mb, **options)
+
+
+def opened(page, tmp_path, script="", *, width=1200, height=900):
+    """What Chromium makes of it, after a script of the test."""
+    path = tmp_path / "page.html"
+    path.write_text(page.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},{height}"]
+    done = subprocess.run([*command, "--dump-dom", path.as_uri()], capture_output=True, text=True, check=True)
+    return Shown(done.stdout)
+
+
+def test_size_is_limited_and_the_page_says_so():
+    """SEE-8"""
+    everything, said = made()
+    assert said == "5 packs"
+    size = len(json.dumps(content(everything)["packs"][0], ensure_ascii=False))
+    limited, said = made(most_mb=2.5 * size / 1e6, num_packs=5)
+    assert len(content(limited)["packs"]) == 2
+    assert said == f"2 of 5 packs; the page is limited to {2.5 * size / 1e6:g} MB, --html_mb sets another limit"
+    assert said in Shown(limited).text
+    assert len(content(made(most_mb=1e-6)[0])["packs"]) == 1, "one is there always"
+
+
+def content(page):
+    return json.loads(Elements(page).inside["data"])
+
+
+def test_page_without_a_pack_says_so():
+    """SEE-8"""
+    step = StepShown(
+        step=3, packs=[Trained(rank=0, epoch=0, number=1, ids=[NASTY], where=[NASTY])], known_from="record"
+    )
+    page, said = made([], steps=[step])
+    assert said == "0 packs"
+    assert NASTY in "".join(Shown(page).texts)
+    assert "<b>x</b>" not in page
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_masks_can_be_read_on_their_grounds(theme):
+    """SEE-7"""
+    colours = {name: both for name, *both in re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\)", css())}
+    for name in ("supervised", "masked", "vision"):
+        assert contrast(colours[name][theme], colours[f"{name}-bg"][theme]) >= 4.5, name
+
+
+def css():
+    return asset("browser.css")
+
+
+@needs_chromium
+def test_hostile_texts_are_shown_and_do_nothing(tmp_path):
+    """SEE-6"""
+    page, _ = made([pack(member(name=NASTY, text=NASTY))])
+    shown = opened(page, tmp_path)
+    assert "broken" not in next(text for text in shown.texts if text.startswith("Pack"))
+    assert "Packs" in shown.text
+    assert NASTY in "".join(shown.texts)
+    assert [attrs for tag, attrs in shown.elements if tag in ("img", "b")] == []
+
+
+@needs_chromium
+def test_packs_are_browsed_by_keyboard_and_filtered(tmp_path):
+    """SEE-8"""
+    page, _ = made()
+    press = "document.body.dispatchEvent(new KeyboardEvent('keydown', {key: '%s', bubbles: true}));"
+    shown = opened(page, tmp_path, press % "ArrowRight" + press % "j" + press % "ArrowLeft")
+    assert "Epoch 1, pack 1" in shown.text
+    current = [attrs["data-key"] for tag, attrs in shown.elements if attrs.get("aria-current") == "true"]
+    assert current == ["1/1"]
+    choose = "document.getElementById('%s').value = '%s'; filters.dispatchEvent(new Event('input'));"
+    shown = opened(page, tmp_path, choose % ("find", "photos:3"))
+    assert "1 of 5 packs" in shown.text
+    assert "Epoch 1, pack 3" in shown.text
+    shown = opened(page, tmp_path, choose % ("fill", "0.95,1.00001") + choose % ("source", "photos"))
+    assert "1 of 5 packs" in shown.text
+    assert "Epoch 1, pack 4" in shown.text
+    shown = opened(page, tmp_path, press % "/" + "document.title = document.activeElement.id;")
+    assert shown.texts[[tag for tag, _ in shown.elements].index("title")] is not None
+    assert "find" in shown.texts
+
+
+@needs_chromium
+def test_nothing_is_wider_than_a_phone(tmp_path):
+    """SEE-8"""
+    page, _ = made([pack(*(member(f"{'long' * 20}:{n}", tokens=30, start=30 * n) for n in range(9)))])
+    # Chromium has no window of less than 500 pixels; a body can have any width, and what sticks out of it is seen.
+    measure = """
+        document.body.style.width = '390px';
+        const apart = [...document.querySelectorAll('body *')].filter((one) => !one.closest('.scroll > *, option'));
+        document.title = 'edge ' + Math.max(...apart.map((one) => Math.ceil(one.getBoundingClientRect().right)));
+    """
+    shown = opened(page, tmp_path, measure, width=500, height=844)
+    edge = int(re.search(r"edge (\d+)", shown.text)[1])
+    assert 300 < edge <= 390
