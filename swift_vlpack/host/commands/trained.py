@@ -121,6 +121,7 @@ class TrainedRun:
 
     def recorded_step(self, step: int) -> list[Trained]:
         """The packs of a step by what every rank recorded; of a step that was trained twice the later ones."""
+        origins: Mapping[str, str] = self._begun[-1].get("origins", {}) if self._begun else {}
         found: list[Trained] = []
         for rank in self._recorded_ranks():
             latest: list[dict[str, Any]] = []
@@ -130,13 +131,16 @@ class TrainedRun:
                     latest = [*latest, line] if before == step else [line]
                 before = line["step"]
             found += [
-                Trained(rank, line["epoch"], line["pack"], line["ids"], self._where(line["ids"])) for line in latest
+                Trained(
+                    rank=rank,
+                    epoch=line["epoch"],
+                    number=line["pack"],
+                    ids=line["ids"],
+                    where=[_place(name, origins) for name in line["ids"]],
+                )
+                for line in latest
             ]
         return found
-
-    def _where(self, ids: Sequence[str]) -> list[str]:
-        origins: Mapping[str, str] = self._begun[-1].get("origins", {}) if self._begun else {}
-        return [_place(name, origins) for name in ids]
 
     def recorded_steps(self) -> tuple[int, int] | None:
         """The first and the last step that is on record."""

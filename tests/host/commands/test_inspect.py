@@ -10,7 +10,7 @@ import pytest
 
 from swift_vlpack.commands.run_folder import run_found
 from swift_vlpack.core.errors import ConfigError
-from swift_vlpack.host.commands.inspect_run import as_json, look
+from swift_vlpack.host.commands.inspect_run import as_json, look, told
 from swift_vlpack.host.commands.run import run_of
 from swift_vlpack.host.commands.wanted import Wanted
 from swift_vlpack.host.training.trainer import PackingTrainer
@@ -19,6 +19,8 @@ from tests.environment import restored_environment
 from tests.host.runs import log_lines, packed_argv, train
 from tests.images import photo
 from tests.rows import image_row, mixed_rows, text_row, write_jsonl
+from tests.view.test_browser import needs_chromium, opened
+from tests.view.test_page import Elements
 
 FAMILY = "qwen2_5_vl"
 OPTIONS = {
@@ -67,7 +69,17 @@ def flags(tiny_folder, output, data, **options):
 @pytest.fixture(scope="module")
 def run(tiny_folder, data, tmp_path_factory):
     """Two epochs; and every batch that was trained, by epoch and number of the pack."""
-    output, batches, step = tmp_path_factory.mktemp("run"), {}, PackingTrainer.training_step
+    output = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch, restored_environment():
+        os.environ.update(OPTIONS)
+        batches = recorded_by_hand(patch, PackingTrainer)
+        train(flags(tiny_folder, output, data))
+    return output, batches
+
+
+def recorded_by_hand(patch, trainer):
+    """Fills with the tensors of every pack when it is trained, by epoch and number."""
+    batches, step = {}, trainer.training_step
 
     def remembered(self, model, inputs, *args, **kwargs):
         batches[inputs.record.epoch, inputs.record.number] = {
@@ -78,11 +90,8 @@ def run(tiny_folder, data, tmp_path_factory):
         }
         return step(self, model, inputs, *args, **kwargs)
 
-    with pytest.MonkeyPatch.context() as patch, restored_environment():
-        os.environ.update(OPTIONS)
-        patch.setattr(PackingTrainer, "training_step", remembered)
-        train(flags(tiny_folder, output, data))
-    return output, batches
+    patch.setattr(trainer, "training_step", remembered)
+    return batches
 
 
 def recorded(output, rank=0):
@@ -208,3 +217,23 @@ def test_choices_of_packs(tiny_folder, data, tmp_path):
         twice = [[pack["number"] for pack in seen(random=2, seed=seed)["packs"]] for seed in (1, 1)]
         assert twice[0] == twice[1]
         assert len(twice[0]) == 2
+
+
+@needs_chromium
+def test_page_of_a_run_has_thumbnails_and_hostile_captions_as_text(tiny_folder, data, tmp_path):
+    """SEE-6 SEE-8"""
+    wanted = Wanted.of({"html": str(tmp_path / "packs.html")})
+    with restored_environment():
+        os.environ.update(OPTIONS)
+        with run_of(flags(tiny_folder, tmp_path, data), num_ranks=1) as run:
+            (said,) = told(look(run, wanted), wanted, {})
+    page = wanted.html.read_text()
+    numbers = {pack["number"] for pack in json.loads(Elements(page).inside["data"])["packs"]}
+    assert said == f"{wanted.html}: {len(numbers)} packs\n"
+    find = "document.getElementById('find').value = 'onerror'; filters.dispatchEvent(new Event('input'));"
+    shown = opened(page, tmp_path, find)
+    assert f"1 of {len(numbers)} packs" in shown.text
+    assert "</script><img src=x onerror=alert(1)>" in "".join(shown.texts)
+    sources = [attrs["src"] for tag, attrs in shown.elements if tag == "img"]
+    assert sources
+    assert all(source.startswith("data:image/jpeg;base64,") for source in sources)

@@ -1,0 +1,130 @@
+"""`vlpack inspect` of streams, in process: the first packs before a run, what was trained by its record after it."""
+
+import json
+import os
+import shutil
+
+import pytest
+
+from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.host.training.pack_log import PackLog, before, recorded
+from swift_vlpack.host.training.trainer import PackingTrainer
+from tests.environment import restored_environment
+from tests.host.commands.test_inspect import looking, looking_back, recorded_by_hand
+from tests.host.runs import log_lines, packed_argv, train
+from tests.rows import mixed_rows, write_jsonl
+
+FAMILY = "qwen2_5_vl"
+OPTIONS = {"VLPACK_PACKING_BUFFER": "4", "VLPACK_PACKING_STRATEGY": "best_fit", "VLPACK_PACKING_VERIFY": "false"}
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(small_folder):
+    """Training in this process is quicker with a small vocabulary."""
+    return small_folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    return write_jsonl(folder / "train.jsonl", mixed_rows(folder / "images", 20, largest=100))
+
+
+def flags(tiny_folder, output, data):
+    return packed_argv(
+        tiny_folder(FAMILY), FAMILY, output, dataset=data, streaming="true", max_steps=3, gradient_accumulation_steps=2
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tiny_folder, data, tmp_path_factory):
+    """Three steps of a stream, of which nobody asked for a record; and the batches as they were trained."""
+    output = tmp_path_factory.mktemp("run")
+    with restored_environment(), pytest.MonkeyPatch.context() as patch:
+        for key in [key for key in os.environ if key.startswith("VLPACK_")]:
+            del os.environ[key]
+        os.environ.update(OPTIONS)
+        batches = recorded_by_hand(patch, PackingTrainer)
+        train(flags(tiny_folder, output, data))
+    return output, list(batches.values())
+
+
+def test_first_packs_of_a_stream_are_those_that_are_trained(tiny_folder, run, data, tmp_path):
+    """SEE-1: and what would need a plan says what works."""
+    _, batches = run
+    with looking(flags(tiny_folder, tmp_path, data), environ=OPTIONS) as seen:
+        packs = [seen(pack=number)["packs"][0] for number in (0, 3)] + seen(step=2)["packs"]
+        assert [pack["row"] for pack in packs] == [batches[0], batches[3], batches[2], batches[3]]
+        assert [pack["step"] for pack in packs] == [1, 2, 2, 2]
+        assert len(seen(examples=3)["examples"]) == 3
+        for wish in ({"longest": True}, {"sample": "stream:0"}, {"epoch": 1}):
+            with pytest.raises(ConfigError, match="--pack N and --step N read the first packs of rank 0"):
+                seen(**wish)
+        with pytest.raises(ConfigError, match="the rows of rank 0 make fewer than 100 packs"):
+            seen(pack=99)
+
+
+def test_steps_of_a_stream_lead_to_the_packs_on_record(run, tmp_path):
+    """SEE-5: which it keeps by itself; a run without one says what to set."""
+    output, batches = run
+    losses = [line["loss"] for line in log_lines(output) if "loss" in line]
+    with looking_back(output) as seen:
+        for step in (1, 2, 3):
+            (found,) = seen(step=step)["steps"]
+            lengths = [len(batch["cu_seqlens"]) - 1 for batch in batches[2 * step - 2 : 2 * step]]
+            assert [len(pack["ids"]) for pack in found["packs"]] == lengths
+            assert (found["loss"], found["known_from"]) == (losses[step - 1], "packs as recorded")
+        with pytest.raises(ConfigError, match="step 4 is not on record, which has steps 1 to 3"):
+            seen(step=4)
+    without = tmp_path / "without"
+    shutil.copytree(output, without, ignore=shutil.ignore_patterns("packs_*"))
+    with looking_back(without) as seen, pytest.raises(ConfigError, match="Leave VLPACK_RECORD_PACKS out, or set it"):
+        seen(step=1)
+
+
+def test_record_that_nobody_asked_for_is_bounded_and_never_ends_a_run(tmp_path):
+    """SEE-5"""
+    path = tmp_path / "vlpack" / "packs_rank0.jsonl"
+    lines = [{"step": step, "epoch": 0, "pack": step, "ids": [f"stream:{step}"]} for step in range(100)]
+    log = PackLog(path, most_bytes=500)
+    for line in lines:
+        log.append([line])
+    assert path.stat().st_size < 600
+    assert before(path).stat().st_size < 600
+    kept = list(recorded(path))
+    assert kept == lines[-len(kept) :]
+    assert len(kept) > 8
+    path.write_text(path.read_text() + '{"step": 1')  # killed in the middle of a line
+    assert list(recorded(path)) == kept
+    path.unlink()
+    path.mkdir()
+    log.append(lines)
+    with pytest.raises(OSError, match="directory"):
+        PackLog(path).append(lines)
+
+
+@pytest.mark.parametrize(
+    ("said", "leads_back", "is_kept", "is_bounded"),
+    [(None, True, False, None), (None, False, True, True), ("true", True, True, False), ("true", False, True, False),
+     ("false", False, False, None), (" ", False, True, True)],
+)  # fmt: skip
+def test_what_cannot_be_computed_again_is_recorded(said, leads_back, is_kept, is_bounded, tmp_path):
+    """SEE-5"""
+    environ = {} if said is None else {"VLPACK_RECORD_PACKS": said}
+    log = PackLog.wanted(tmp_path / "packs_rank0.jsonl", environ, leads_back)
+    assert (log is not None) == is_kept
+    assert log is None or (log.most_bytes is not None) == is_bounded
+
+
+def test_step_that_was_trained_twice_is_the_later_one(run, tmp_path):
+    """SEE-5"""
+    output, _ = run
+    again = tmp_path / "again"
+    shutil.copytree(output, again)
+    path = again / "vlpack" / "packs_rank0.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    later = [{**line, "ids": ["stream:999"]} for line in lines if line["step"] > 1]
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *later]))
+    with looking_back(again) as seen:
+        (found,) = seen(step=2)["steps"]
+    assert [list(pack["ids"]) for pack in found["packs"]] == [["stream:999"]] * 2
