@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
 
 from swift_vlpack.view.visible import visible
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 _WIDTH = 40
 """Cells of the longest bar."""
@@ -16,8 +16,6 @@ _WIDTH = 40
 
 def overview_parts(overview: Mapping[str, Any]) -> Iterator[RenderableType]:
     """The numbers of `overview_of` for a reader."""
-    from rich.text import Text
-
     yield Text(
         f"epoch {overview['epoch']}: {overview['num_packs']} packs of {overview['packing_length']} tokens for "
         f"{overview['num_ranks']} rank{'s' * (overview['num_ranks'] > 1)}, {overview['num_samples']} samples, "

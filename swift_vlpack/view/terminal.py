@@ -1,21 +1,18 @@
-"""Packs and steps in a terminal, by rich: in colour where it has any, told apart by letters and marks anywhere.
-
-rich is imported when something is printed, so that other commands start without it.
-"""
+"""Packs and steps in a terminal, by rich: in colour where it has any, told apart by letters and marks anywhere."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from swift_vlpack.view.values import MASKED, PROMPT, SUPERVISED, VISION, Member, PackShown, Picture, StepShown
 from swift_vlpack.view.visible import visible
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.text import Text
 
 STYLES = {PROMPT: "", SUPERVISED: "bold green", MASKED: "dim strike", VISION: "magenta"}
 MARKS = {PROMPT: " ", SUPERVISED: "+", MASKED: "-", VISION: "#"}
@@ -29,8 +26,6 @@ _NUM_NAMED = 4
 
 def printed(parts: Iterable[RenderableType], *, width: int, is_colourful: bool) -> str:
     """What is to be written to a terminal of that width, or, without colour, to a file."""
-    from rich.console import Console
-
     file = io.StringIO()
     console = Console(
         file=file, width=width, force_terminal=is_colourful, no_color=not is_colourful, highlight=False, markup=False,
@@ -43,8 +38,6 @@ def printed(parts: Iterable[RenderableType], *, width: int, is_colourful: bool) 
 
 def pack_parts(pack: PackShown, width: int) -> Iterator[RenderableType]:
     """A pack: headline, bar, members, what was left out, and its text."""
-    from rich.text import Text
-
     yield Text(headline(pack), "bold")
     yield from _bar(pack, min(WIDEST_BAR, width - 2))
     yield _members(pack)
@@ -91,7 +84,6 @@ def bar_widths(lengths: Sequence[int], capacity: int, width: int) -> list[int]:
 
 
 def _bar(pack: PackShown, width: int) -> Iterator[Text]:
-    from rich.text import Text
 
     widths = bar_widths([member.num_tokens for member in pack.members], pack.packing_length, width)
     bar = Text("[")
@@ -102,9 +94,6 @@ def _bar(pack: PackShown, width: int) -> Iterator[Text]:
 
 
 def _members(pack: PackShown) -> RenderableType:
-    from rich.box import SIMPLE
-    from rich.table import Table
-    from rich.text import Text
 
     table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1))
     for name in ("", "id"):
@@ -143,8 +132,6 @@ def pictures_text(pictures: Sequence[Picture]) -> str:
 
 def member_parts(member: Member, width: int, name: str = "", colour: str = "") -> Iterator[Text]:
     """A sample: where it is in the row, then its text."""
-    from rich.text import Text
-
     positions = ", ".join(f"{axis} {low}-{high}" for axis, (low, high) in member.positions.items())
     last = member.start + member.num_tokens - 1
     yield Text(
@@ -156,9 +143,6 @@ def member_parts(member: Member, width: int, name: str = "", colour: str = "") -
 
 def piece_lines(member: Member, width: int) -> Iterator[Text]:
     """The text of a sample, a mark before every line, those that the width broke too."""
-    from rich.console import Console
-    from rich.text import Text
-
     console = Console(width=width, file=io.StringIO())
     for piece in member.pieces:
         lines = visible(piece.text).split("\n")
@@ -171,8 +155,6 @@ def piece_lines(member: Member, width: int) -> Iterator[Text]:
 
 def example_parts(member: Member, width: int) -> Iterator[RenderableType]:
     """A document with its counts, then its text."""
-    from rich.text import Text
-
     text = "".join(piece.text for piece in member.pieces)
     counts = f"{member.num_tokens} tokens, {member.num_supervised} supervised, {len(text)} characters"
     rate = f"{len(text.split())} words, {len(text) / max(1, member.num_tokens):.2f} characters a token"
@@ -182,10 +164,6 @@ def example_parts(member: Member, width: int) -> Iterator[RenderableType]:
 
 def step_parts(step: StepShown) -> Iterator[RenderableType]:
     """A step: its packs by rank, and the loss beside them."""
-    from rich.box import SIMPLE
-    from rich.table import Table
-    from rich.text import Text
-
     yield Text(step_headline(step), "bold")
     for note in step.notes:
         yield Text(visible(note), "yellow")

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from swift_vlpack.launch import plugin_path
 from swift_vlpack.view.report.run_folder import find_run
 from swift_vlpack.view.report.run_report import run_report
 from tests.e2e.ranks import ROOT, Run, free_port, ids, last_complete, step_of, trained
+from tests.host.commands.test_inspect import looking_back
 from tests.host.runs import SMALL_VOCABULARY, argv, epoch_report, packed_argv, train
 from tests.images import photo
 from tests.rows import image_row, text_row, write_jsonl
@@ -168,14 +170,24 @@ def test_two_ranks_train_to_the_end_with_an_empty_pack(killed, tiny_folder, data
 
 @pytest.mark.slow
 def test_three_ranks_go_on_from_two(killed, tiny_folder, dataset, tmp_path):
-    """RESUME-4"""
-    checkpoint = last_complete(killed[0])
+    """RESUME-4 SEE-3 SEE-4: into the same folder, in which every step then leads to the packs of its ranks."""
+    output = tmp_path / "out"
+    shutil.copytree(killed[0], output, symlinks=True)
+    lost = trained(output)
+    checkpoint = last_complete(output)
     run = Run(
-        flags(tiny_folder, tmp_path, dataset, resume_from_checkpoint=checkpoint, save_strategy="no"),
+        flags(tiny_folder, output, dataset, resume_from_checkpoint=checkpoint, save_strategy="no"),
         tmp_path / "log.txt", num_ranks=3, **OPTIONS,
     )  # fmt: skip
     assert run.wait() == 0, run.output[-3000:]
-    assert ids(trained(killed[0], up_to_step=step_of(checkpoint)) + trained(tmp_path)) == ALL
+    packs = [pack for pack in lost if pack["step"] <= step_of(checkpoint)]
+    packs += [pack for pack in trained(output) if pack["step"] > step_of(checkpoint) and pack not in lost]
+    assert ids(packs) == ALL
+    with looking_back(output) as seen:
+        for step in {pack["step"] for pack in packs}:
+            (found,) = seen(step=step)["steps"]
+            by_rank = {f"packs_rank{pack['rank']}": list(pack["ids"]) for pack in found["packs"]}
+            assert by_rank == {pack["rank"]: pack["ids"] for pack in packs if pack["step"] == step}
 
 
 OTHER_OPTIONS = {  # flags, then variables, of rank 1 only

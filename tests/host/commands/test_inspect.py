@@ -72,26 +72,27 @@ def run(tiny_folder, data, tmp_path_factory):
     output = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch, restored_environment():
         os.environ.update(OPTIONS)
-        batches = recorded_by_hand(patch, PackingTrainer)
+        trained = recorded_by_hand(patch, PackingTrainer)
         train(flags(tiny_folder, output, data))
-    return output, batches
+    return output, {(record.epoch, record.number): row for record, row in trained}
 
 
 def recorded_by_hand(patch, trainer):
-    """Fills with the tensors of every pack when it is trained, by epoch and number."""
-    batches, step = {}, trainer.training_step
+    """Fills with every pack when it is trained: its record, and its tensors as they go to the model."""
+    trained, step = [], trainer.training_step
 
     def remembered(self, model, inputs, *args, **kwargs):
-        batches[inputs.record.epoch, inputs.record.number] = {
+        row = {
             "input_ids": inputs["input_ids"][0].tolist(),
             "labels": inputs["labels"][0].tolist(),
             "position_ids": inputs["position_ids"].reshape(-1, inputs["input_ids"].shape[1]).tolist(),
             "cu_seqlens": inputs["cu_seq_lens_q"].tolist(),
         }
+        trained.append((inputs.record, row))
         return step(self, model, inputs, *args, **kwargs)
 
     patch.setattr(trainer, "training_step", remembered)
-    return batches
+    return trained
 
 
 def recorded(output, rank=0):

@@ -38,20 +38,20 @@ def flags(tiny_folder, output, data):
 
 @pytest.fixture(scope="module")
 def run(tiny_folder, data, tmp_path_factory):
-    """Three steps of a stream, of which nobody asked for a record; and the batches as they were trained."""
+    """Three steps of a stream, of which nobody asked for a record; and the packs as they were trained."""
     output = tmp_path_factory.mktemp("run")
     with restored_environment(), pytest.MonkeyPatch.context() as patch:
         for key in [key for key in os.environ if key.startswith("VLPACK_")]:
             del os.environ[key]
         os.environ.update(OPTIONS)
-        batches = recorded_by_hand(patch, PackingTrainer)
+        trained = recorded_by_hand(patch, PackingTrainer)
         train(flags(tiny_folder, output, data))
-    return output, list(batches.values())
+    return output, trained
 
 
 def test_first_packs_of_a_stream_are_those_that_are_trained(tiny_folder, run, data, tmp_path):
     """SEE-1: and what would need a plan says what works."""
-    _, batches = run
+    batches = [row for record, row in run[1] if record.sample_ids]
     with looking(flags(tiny_folder, tmp_path, data), environ=OPTIONS) as seen:
         packs = [seen(pack=number)["packs"][0] for number in (0, 3)] + seen(step=2)["packs"]
         assert [pack["row"] for pack in packs] == [batches[0], batches[3], batches[2], batches[3]]
@@ -66,13 +66,13 @@ def test_first_packs_of_a_stream_are_those_that_are_trained(tiny_folder, run, da
 
 def test_steps_of_a_stream_lead_to_the_packs_on_record(run, tmp_path):
     """SEE-5: which it keeps by itself; a run without one says what to set."""
-    output, batches = run
+    output, trained = run
     losses = [line["loss"] for line in log_lines(output) if "loss" in line]
     with looking_back(output) as seen:
         for step in (1, 2, 3):
             (found,) = seen(step=step)["steps"]
-            lengths = [len(batch["cu_seqlens"]) - 1 for batch in batches[2 * step - 2 : 2 * step]]
-            assert [len(pack["ids"]) for pack in found["packs"]] == lengths
+            ids = [list(map(str, record.sample_ids)) for record, _ in trained[2 * step - 2 : 2 * step]]
+            assert [list(pack["ids"]) for pack in found["packs"]] == ids, "a pack that completes an epoch has none"
             assert (found["loss"], found["known_from"]) == (losses[step - 1], "packs as recorded")
         with pytest.raises(ConfigError, match="step 4 is not on record, which has steps 1 to 3"):
             seen(step=4)

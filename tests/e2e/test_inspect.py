@@ -1,0 +1,55 @@
+"""`vlpack inspect` as a user starts it: a process of its own, by flags or an output directory."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.host.runs import SMALL_VOCABULARY, argv, train
+from tests.rows import mixed_rows, write_jsonl
+
+FAMILY = "qwen2_5_vl"
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(small_folder):
+    """Training is quicker with a small vocabulary."""
+    return small_folder
+
+
+def vlpack(*args):
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("VLPACK_")}
+    command = [sys.executable, "-m", "swift_vlpack", *map(str, args)]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.telling
+def test_inspect_from_the_command_line(tiny_folder, tmp_path):
+    """SEE-1 SEE-3 SEE-8 CLI-12: text, JSON and a page; what libraries print is no part of them."""
+    data = write_jsonl(tmp_path / "train.jsonl", mixed_rows(tmp_path / "images", 12, largest=120))
+    output = tmp_path / "run"
+    flags = argv(
+        tiny_folder(FAMILY), FAMILY, output, dataset=data, external_plugins=SMALL_VOCABULARY, packing="true",
+        split_dataset_ratio=0, num_train_epochs=1,
+    )  # fmt: skip
+    done = vlpack("inspect", *flags, "--packing_strategy", "exact")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith("epoch 0: ")
+    assert "\x1b" not in done.stdout
+    assert not output.exists()
+    os.environ.update({"VLPACK_PACKING_STRATEGY": "exact", "VLPACK_PACKING_VERIFY": "false"})
+    train(flags)
+    seen = json.loads(vlpack("inspect", "--run", output, "--step", 1, "--json").stdout)
+    assert seen["steps"][0]["loss"] > 0
+    assert [list(pack["ids"]) for pack in seen["steps"][0]["packs"]] == [
+        [member["id"] for member in pack["members"]] for pack in seen["packs"]
+    ]
+    done = vlpack("inspect", "--run", output, "--html", tmp_path / "packs.html")
+    assert (tmp_path / "packs.html").read_text().startswith("<!doctype html>"), done.stderr[-2000:]
+    assert done.stdout.startswith(f"{tmp_path / 'packs.html'}: ")
+    wrong = vlpack("inspect", "--run", output, "--pack", 999)
+    assert wrong.returncode == 2
+    assert wrong.stderr.splitlines()[-1].startswith("vlpack inspect: --pack 999: epoch 0 has ")
