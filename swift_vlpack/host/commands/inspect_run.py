@@ -39,10 +39,11 @@ def main(settings: Mapping[str, Any], command: str, options: Sequence[str]) -> i
 def look(run: Run, wanted: Wanted) -> Found:
     """Everything that was asked for, of a run that is to be started or of one that was trained."""
     trained = None if wanted.folder is None else TrainedRun(wanted.folder)
-    if trained is not None and trained.kind == StreamedFeed.kind and wanted.is_of_steps:
-        return found_on_record(trained, wanted)
     config = packing_config(run.args)
-    if not is_planned(config, is_sized=not run.args.streaming):
+    can_be_planned = is_planned(config, is_sized=not run.args.streaming)
+    if trained is not None and wanted.is_of_steps and (trained.kind == StreamedFeed.kind or not can_be_planned):
+        return found_on_record(trained, wanted)
+    if not can_be_planned:
         with said_by_swift("cannot load the data"):
             feed, _ = build_feed(run.args, run.template, config)
         assert isinstance(feed, StreamedFeed)
