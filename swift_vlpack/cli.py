@@ -26,7 +26,20 @@ from swift_vlpack.commands.train import PT, SFT
 from swift_vlpack.core.errors import ConfigError, VLPackError
 
 EXIT_USAGE = 2
-ALL: tuple[Command, ...] = (PLAN, INSPECT, VERIFY, SFT, PT, REPORT, BENCH, DOCTOR, CACHE, SCHEMA, COMPLETION, PLUGIN_PATH)
+ALL: tuple[Command, ...] = (
+    PLAN,
+    INSPECT,
+    VERIFY,
+    SFT,
+    PT,
+    REPORT,
+    BENCH,
+    DOCTOR,
+    CACHE,
+    SCHEMA,
+    COMPLETION,
+    PLUGIN_PATH,
+)
 """In the order of the help."""
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from swift_vlpack.core import json_lines
-from swift_vlpack.core.account.run_log import FOLDER
 from swift_vlpack.core.account.loss_log import Loss, losses_of
+from swift_vlpack.core.account.run_log import FOLDER
 from swift_vlpack.core.envelope import Whole, check_shape
 from swift_vlpack.core.epoch.cuts import cuts_from
 from swift_vlpack.core.epoch.epoch_plan import EpochPlan
