@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 
-from swift_vlpack.core.account.loss_log import Loss, loss_at, spikes
 from swift_vlpack.core.epoch.epoch_plan import EpochPlan
 from swift_vlpack.core.epoch.rest_of_run import num_steps
 from swift_vlpack.core.epoch.run_steps import PackOfStep, StepFound, Stretch, find_step, step_of_pack
 from swift_vlpack.core.errors import ConfigError, StateMismatch
+from swift_vlpack.core.loss_log import Loss, loss_at, spikes
 from swift_vlpack.data.feeds.planned import address_of
 from swift_vlpack.data.feeds.planned_feed import PlannedFeed
 from swift_vlpack.data.shown.choice import chosen

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import islice
 
-from swift_vlpack.core.account.loss_log import loss_at, spikes
 from swift_vlpack.core.config import RECORD_PACKS
 from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.core.loss_log import loss_at, spikes
 from swift_vlpack.core.words import counted
 from swift_vlpack.data.feeds.streamed_feed import StreamedFeed
 from swift_vlpack.data.rows.samples import SampleError

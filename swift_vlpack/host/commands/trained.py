@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from swift_vlpack.core import json_lines
-from swift_vlpack.core.account.loss_log import Loss, losses_of
 from swift_vlpack.core.account.run_log import FOLDER
 from swift_vlpack.core.envelope import Whole, check_shape
 from swift_vlpack.core.epoch.cuts import cuts_from
 from swift_vlpack.core.epoch.epoch_plan import EpochPlan
 from swift_vlpack.core.epoch.run_steps import Stretch
 from swift_vlpack.core.errors import StateMismatch
+from swift_vlpack.core.loss_log import Loss, losses_of
 from swift_vlpack.core.run_files import ARGS, BEGUN, LOG, checkpoints
 from swift_vlpack.data.feeds.planned_feed import PlannedFeed
 from swift_vlpack.data.feeds.run_rows import RunRows

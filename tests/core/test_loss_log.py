@@ -2,7 +2,7 @@
 
 import math
 
-from swift_vlpack.core.account.loss_log import Loss, loss_at, losses_of, spikes
+from swift_vlpack.core.loss_log import Loss, loss_at, losses_of, spikes
 
 
 def log(*both):
