@@ -44,6 +44,7 @@ EXAMPLES = [page for page in PAGES if any(">>>" in block.text for block in block
 
 @pytest.mark.parametrize("page", EXAMPLES, ids=lambda page: page.stem)
 def test_examples_of_a_page(page):
+    """DOC-1"""
     parser, runner = doctest.DocTestParser(), doctest.DocTestRunner()
     names = {}
     for block in blocks(page, "python"):
@@ -65,8 +66,8 @@ def test_python_that_needs_a_model_is_python_and_imports_what_exists():
 
 
 def test_commands_that_need_nothing_run(capsys, monkeypatch):
+    """DOC-1: the tutorial has a test of its own, which runs its blocks one after the other."""
     monkeypatch.chdir(ROOT)
-    """The tutorial has a test of its own, which runs its blocks one after the other."""
     lines = [line for block in all_blocks("bash") if block.mark == "run" for line in commands(block)]
     assert any("--lengths" in line for line in lines)
     for line in lines:
@@ -76,6 +77,7 @@ def test_commands_that_need_nothing_run(capsys, monkeypatch):
 
 @pytest.mark.parametrize("block", all_blocks("bash", "shell"), ids=str)
 def test_commands_name_what_exists(block):
+    """DOC-1"""
     for line in commands(block):
         check_command(line)
 
@@ -141,7 +143,7 @@ def test_json_and_yaml_of_the_pages_can_be_read():
 
 
 def test_wrong_commands_are_found():
-    """The checks themselves."""
+    """DOC-1: the checks themselves."""
     for line in (
         "VLPACK_PACKNG=true swift sft",
         "make nothing",
@@ -176,6 +178,7 @@ def anchors_of(page):
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda path: path.stem)
 def test_links_lead_somewhere(page):
+    """DOC-3"""
     text = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.S | re.M)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if target.startswith(("http://", "https://")):
@@ -211,6 +214,7 @@ def test_every_strategy_has_its_row():
 
 @pytest.mark.parametrize("page", TABLES)
 def test_tables_that_follow_from_code_are_in_step(page):
+    """DOC-2"""
     assert (ROOT / "docs" / page).read_text() == with_tables(page), "run `make docs-tables`"
 
 
@@ -229,6 +233,7 @@ def classes_of_errors():
 
 
 def test_catalogue_of_errors_has_every_class_with_its_cause_and_cure():
+    """DOC-2"""
     text = (ROOT / "docs" / "errors.md").read_text()
     sections = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##|\Z)", text, flags=re.S | re.M))
     assert sorted(sections) == classes_of_errors()
@@ -236,6 +241,7 @@ def test_catalogue_of_errors_has_every_class_with_its_cause_and_cure():
 
 
 def test_reference_has_every_public_name():
+    """DOC-2"""
     text = (ROOT / "docs" / "api.md").read_text()
     for module in (swift_vlpack, swift_vlpack.text):
         named = re.findall(rf"^\.\. auto\w+:: {re.escape(module.__name__)}\.(\w+)$", text, flags=re.M)
@@ -243,7 +249,7 @@ def test_reference_has_every_public_name():
 
 
 def test_every_page_is_in_the_navigation_once():
-    """A new page needs a line in docs/index.md; the build of the site asks for the same."""
+    """DOC-3: a new page needs a line in docs/index.md; the build of the site asks for the same."""
     index = (ROOT / "docs" / "index.md").read_text()
     menus = "".join(re.findall(r"```{toctree}\n(.*?)```", index, flags=re.S))
     listed = [line.strip() for line in menus.splitlines()]
@@ -253,6 +259,7 @@ def test_every_page_is_in_the_navigation_once():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_ready_config_has_its_row(path):
+    """DOC-4"""
     assert f"](../configs/{path.name})" in (ROOT / "docs" / "configs.md").read_text()
 
 
@@ -285,7 +292,7 @@ def test_public_names_are_sorted_and_there():
 @pytest.mark.slow
 @pytest.mark.telling
 def test_site_builds_without_a_warning_and_asks_nobody_for_anything(tmp_path):
-    """As `make docs` builds it; broken links and pages that are in no menu are warnings."""
+    """DOC-3: as `make docs` builds it; broken links and pages that are in no menu are warnings."""
     for package in ("sphinx", "furo", "myst_parser"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not there: pip install -e '.[docs]'")

@@ -32,7 +32,7 @@ def shell(tmp_path):
 @pytest.mark.slow
 @pytest.mark.telling
 def test_tutorial_runs_as_it_is_written(shell, tmp_path):
-    """TRAIN-3 CLI-6: data, plan, training, report, resume."""
+    """DOC-1 TRAIN-3 CLI-6: data, plan, training, report, resume."""
     said = {}
     for block in blocks(PAGE):
         if block.name:

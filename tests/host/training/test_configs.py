@@ -123,7 +123,7 @@ def run(name, workplace, model, output, monkeypatch, **more):
     ],
 )
 def test_every_ready_config_trains_packed(name, workplace, small_model, tmp_path, monkeypatch, caplog):
-    """TRAIN-3 CONF-2 DATA-3 ISO-5: proved, two steps, and an account that closes."""
+    """DOC-4 TRAIN-3 CONF-2 DATA-3 ISO-5: proved, two steps, and an account that closes."""
     if name == "video.yaml":
         pytest.importorskip("decord", reason="has no wheel for this platform")
     with caplog.at_level(logging.INFO):
@@ -149,7 +149,7 @@ def train_of(name, workplace, model, output, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.telling
 def test_two_machines_train_one_run(workplace, small_model, tmp_path):
-    """TRAIN-3 RANKS-1: a process of one rank each, over gloo; variables of the shell win over the file."""
+    """DOC-4 TRAIN-3 RANKS-1: a process of one rank each, over gloo; variables of the shell win over the file."""
     own = {"external_plugins": SMALL_VOCABULARY, "ddp_backend": "gloo", "use_cpu": "true", "num_train_epochs": 1}
     options = {**SHORT, "model": small_model, "output_dir": tmp_path, "max_steps": -1, **own}
     command = [sys.executable, "-m", "swift_vlpack.cli", "sft", *arguments("two_nodes.yaml", **options)]
