@@ -354,12 +354,13 @@ def _check_choices(config: PackingConfig) -> None:
 
 def _check_numbers(config: PackingConfig) -> None:
     caps = ("packing_max_samples", "packing_max_images", "packing_max_patches")
-    for name in ("packing_length", "packing_buffer", "packing_max_failures", *caps):
+    for name in ("packing_length", "packing_buffer", "packing_max_failures", "packing_min_len", *caps):
         value = getattr(config, name)
         if value is not None and value <= 0:
             way_out = ", or leave it out for no cap" if name in caps else ""
             raise ConfigError(f"{name} must be at least 1, got {value}; give a positive number{way_out}")
-    _check_cutting(config)
+    if config.packing_stride < 0:
+        raise ConfigError(f"packing_stride must be at least 0, got {config.packing_stride}; 0 repeats nothing")
     if config.packing_max_carry < 0:
         raise ConfigError(f"packing_max_carry must be at least 0, got {config.packing_max_carry}; 0 means: never wait")
     for name in ("packing_min_fill_ratio", "packing_max_failed_share"):
@@ -370,21 +371,6 @@ def _check_numbers(config: PackingConfig) -> None:
     if ratio < LEAST_FILL_RATIO:
         # Lowering it is a choice that has to be made by hand (the default is above), so it is honoured, not refused.
         _warn_of_low_fill(ratio)
-
-
-def _check_cutting(config: PackingConfig) -> None:
-    stride, min_len, how = config.packing_stride, config.packing_min_len, config.packing_overflow
-    if stride < 0 or min_len < 1:
-        raise ConfigError(f"packing_stride must be at least 0 and packing_min_len at least 1, got {stride}, {min_len}")
-    for name, value, default, served in (
-        ("packing_stride", stride, 0, ("split",)),
-        ("packing_min_len", min_len, 1, ("split", "truncate")),
-    ):
-        if value != default and how not in served:
-            raise ConfigError(
-                f"{name}={value} would do nothing under packing_overflow={how}; set packing_overflow to "
-                f"{' or '.join(served)}, or leave it out"
-            )
 
 
 def _check_padding(config: PackingConfig) -> None:

@@ -16,6 +16,7 @@ from swift.utils import get_logger, parse_args
 
 from swift_vlpack.core.config import ENV_PREFIX, PackingConfig, checked, chosen_options, is_planned
 from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.core.packing.parts import Cutting
 from swift_vlpack.data.model import attention
 from swift_vlpack.data.rows.fusion_config import read_fusion_config
 from swift_vlpack.host.ranks import num_ranks_of_run
@@ -27,6 +28,8 @@ logger = get_logger()
 
 FIELDS_OF_SWIFT = ("packing", "packing_length", "packing_strategy")
 """Packing options that are fields of ms-swift's arguments as well."""
+OVERFLOW = "_vlpack_overflow"
+"""Attribute of arguments that asked for `--truncation_strategy split`: the option that it is."""
 OURS = (SftArguments, PretrainArguments)
 """`swift sft`, and `swift pt`, which is the same with two other defaults; other commands have subclasses of these."""
 OWN_ATTENTION = (None, "sdpa", "eager", attention.NAME)
@@ -39,7 +42,7 @@ def is_ours(args: Any) -> bool:
 
 def packing_config(args: Any) -> PackingConfig:
     """The options of the run; `settle_options` has decided between ms-swift's own fields and the variables."""
-    flags = {name: getattr(args, name) for name in FIELDS_OF_SWIFT}
+    flags = {name: getattr(args, name) for name in FIELDS_OF_SWIFT} | getattr(args, OVERFLOW, {})
     return PackingConfig.from_mapping(chosen_options(os.environ, flags=flags))
 
 
@@ -52,10 +55,22 @@ def settle_options(args: Any) -> None:
     args.packing = _wants_packing(args, given)
     if not is_ours(args):
         return
+    _split_as_ours(args)
     options = chosen_options(os.environ, flags={name: getattr(args, name) for name in given})
     config = checked({**options, "packing": True})
     for name in set(options) & {"packing_length", "packing_strategy"}:
         setattr(args, name, getattr(config, name))
+
+
+def _split_as_ours(args: Any) -> None:
+    """ms-swift's own way of splitting rows is ours; what it has beside that goes on as without it."""
+    if args.truncation_strategy != "split":
+        return
+    asked = chosen_options(os.environ).get("packing_overflow", "split")
+    if asked != "split":
+        raise ConfigError(f"--truncation_strategy split and packing_overflow={asked} contradict each other; give one")
+    args.truncation_strategy = "delete"
+    setattr(args, OVERFLOW, {"packing_overflow": "split"})
 
 
 def _wants_packing(args: Any, given: set[str]) -> bool:
@@ -108,6 +123,7 @@ def portable(args: Any) -> Any:
     `swift infer` and `swift export` import the plugins again and take the attention from there, on any machine.
     """
     saved = copy.copy(args)
+    vars(saved).pop(OVERFLOW, None)
     for name in ("external_plugins", "custom_register_path"):
         setattr(saved, name, [path for path in getattr(args, name, None) or () if not _is_our_plugin(path)])
     saved.callbacks = [name for name in args.callbacks if name != CALLBACK]
@@ -149,7 +165,6 @@ def _refuse_what_cannot_be(args: Any, config: PackingConfig) -> None:
         raise ConfigError("there is no data to train on: give --dataset or fusion_config")
     for is_so, what, way_out in (
         (args.task_type != "causal_lm", f"--task_type {args.task_type}", "it is for causal_lm"),
-        (args.truncation_strategy == "split", "--truncation_strategy split", "use delete, left or right"),
         (args.group_by_length, "--group_by_length true", "packs are matched in cost already"),
         (args.interleave_prob, "--interleave_prob", "give ratios in a fusion_config"),
         (args.cached_dataset or args.cached_val_dataset, "--cached_dataset", "use --dataset"),
@@ -165,6 +180,12 @@ def _refuse_what_cannot_be(args: Any, config: PackingConfig) -> None:
     ):
         if is_so:
             raise ConfigError(f"{what} cannot be used with packing: {way_out}")
+    cutting = Cutting.of(config)
+    if cutting is not None and cutting.how != "drop" and args.truncation_strategy in ("left", "right"):
+        raise ConfigError(
+            f"--truncation_strategy {args.truncation_strategy} and packing_overflow={cutting.how} are two rules for "
+            "long rows; leave one of them out"
+        )
     refuse_loss_type(args.loss_type)
     if config.packing_loss != "token" and (args.loss_type or args.label_smoothing_factor):
         raise ConfigError(

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from swift_vlpack.data.feeds.planned_feed import PlannedFeed
 from swift_vlpack.data.feeds.streamed_feed import StreamedFeed
 from swift_vlpack.data.lengths.pass_bar import one_bar
 from swift_vlpack.data.model.row_effects import check_rope
+from swift_vlpack.data.parts.row_cutter import cutter_of, for_training, in_parts
 from swift_vlpack.data.randomness import RandomStream
 from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
 from swift_vlpack.data.rows.fusion_config import read_fusion_config
@@ -87,6 +88,7 @@ def build_feed(args: Any, template: Any, config: PackingConfig) -> tuple[Feed, A
 def measured_rows(sources: list[RowSource], template: Any, args: Any, config: PackingConfig) -> FusionCaptionDataset:
     """Sized rows, each with its length, which is what a plan is made of."""
     choose_targets(template, config)  # which are measured too
+    template = for_training(template, config)
     num_rows = sum(-(-len(source.rows) // num_ranks()) for source in sources)  # of this rank, which is shown
     with without_model(template), one_bar(num_rows, is_shown=is_master()):
         sources = [with_lengths(source, template, args, config.packing_cache_dir) for source in sources]
@@ -114,6 +116,7 @@ def _unmeasured_rows(
 ) -> tuple[FusionCaptionDataset | StreamedRows, Any]:
     """Rows that are packed as they come, of a stream or of sized data, and the validation rows."""
     choose_targets(template, config)
+    template = for_training(template, config)
     if args.streaming:
         return load_stream(args, reading_urls(template, urls_in_training()))
     sources, val_rows = load_sources(args, config)
@@ -185,7 +188,9 @@ def _validation(rows: Any, template: Any, args: Any, config: PackingConfig) -> A
     with without_model(template):
         sized = with_lengths(source, template, args, config.packing_cache_dir)
     # With its last pack too: an evaluation is over all rows, and has no next epoch for a remainder.
-    everything = dataclasses.replace(config, packing_drop_last=False)
+    everything = dataclasses.replace(
+        config, packing_drop_last=False, packing_overflow="keep", packing_stride=0, packing_min_len=1
+    )
     return PlannedPackingDataset(FusionCaptionDataset([sized], template, shuffle=False), template, everything)
 
 
@@ -207,7 +212,9 @@ def _show_plan(pipeline: Any, feed: PlannedFeed) -> None:
 
 def _show_stream(pipeline: Any, feed: StreamedFeed) -> None:
     """The same of the beginning of the rows: a pack would be a whole window, read and thrown away before step 1."""
-    rows = list(islice((row for row in feed.dataset.samples(0) if not isinstance(row, SampleError)), NUM_ROWS_SEEN))
+    cutter = cutter_of(feed.dataset.template)
+    read = chain.from_iterable(in_parts(row, cutter) for row in islice(feed.dataset.samples(0), NUM_ROWS_SEEN))
+    rows = [sample for _, sample in read if isinstance(sample, dict)][:NUM_ROWS_SEEN]
     _print_first(pipeline, rows)
     lengths = np.array([row["length"] for row in rows], dtype=np.int64)
     _warn_of_length(pipeline.args, feed.config, lengths, what=f"first {len(lengths)} rows")

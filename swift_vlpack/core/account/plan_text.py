@@ -24,8 +24,11 @@ def _about_packs(report: dict[str, Any]) -> list[tuple[str, str]]:
         giants = counted(report["num_giants"], "sample costs", "samples cost")
         per_step += f" (floor {report['balance_floor']:.3f}: {giants} more than a mean pack)"
     rows = counted(report["num_rows"], "row") + (" in epoch 0" if "sources" in report else "")
-    samples, cut = counted(report["num_samples"], "sample"), counted(report["packs_split"], "pack")
-    num_unreadable = report["num_rows"] - report["num_samples"] - report["num_dropped"]
+    samples, split = counted(report["num_samples"], "sample"), counted(report["packs_split"], "pack")
+    cut = report.get("cut")
+    num_left_out_by_cutting = sum(lost["num_parts"] for lost in cut["lost_by_cutting"].values()) if cut else 0
+    num_all = cut["num_samples"] - num_left_out_by_cutting if cut else report["num_rows"]
+    num_unreadable = num_all - report["num_samples"] - report["num_dropped"]
     unreadable = f", and {num_unreadable} unreadable" if num_unreadable else ""
     return [
         ("rows", f"{rows}, {samples} packed, {counted(report['num_tokens'], 'token')}"),
@@ -38,9 +41,10 @@ def _about_packs(report: dict[str, Any]) -> list[tuple[str, str]]:
         *_about_padding(report),
         ("lower bound", f"{counted(report['lower_bound'], 'pack')}; {report['excess_per_cent']:.3f}% above it"),
         ("ranks", f"{report['num_ranks']}: {per_step}"),
-        ("", f"{cut} cut in two, {report['packs_empty']} without a sample, for equal steps"),
+        ("", f"{split} cut in two, {report['packs_empty']} without a sample, for equal steps"),
         ("single-long", f"{counted(report['single_long'], 'sample')} too large for a pack, in a row alone"),
         ("left out", f"{report['num_dropped']} ({by_reason(report['dropped'])}){unreadable}"),
+        *(_about_cutting(cut) if cut else []),
     ]
 
 
@@ -50,6 +54,24 @@ def _about_padding(report: dict[str, Any]) -> list[tuple[str, str]]:
     num_padding, pad_to = report["num_padding"], report["packing_pad_to"]
     share = num_padding / max(1, report["num_tokens"] + num_padding)
     return [("padding", f"{counted(num_padding, 'token')} by packing_pad_to={pad_to}, {share:.1%} of all in the rows")]
+
+
+def _about_cutting(cut: dict[str, Any]) -> list[tuple[str, str]]:
+    """Rows longer than a pack, what was lost of them, and the account of all rows."""
+    num_read, num_packed = (sum(counts[name] for counts in cut["rows"].values()) for name in ("num_read", "num_packed"))
+    rows, parts = counted(cut["num_rows_cut"], "row"), counted(cut["num_parts"], "part")
+    lines = [("long rows", f"{cut['packing_overflow']}: {rows} longer than a pack, in {parts}")]
+    lines += [
+        (
+            "",
+            f"{counted(lost['num_parts'], 'part')} left out ({reason}): {counted(lost['num_tokens'], 'token')}, "
+            f"{counted(lost['num_images'], 'image')}",
+        )
+        for reason, lost in cut["lost_by_cutting"].items()
+    ]
+    if cut["rows"]:
+        lines.append(("", f"{num_read} rows read = {num_packed} packed + {num_read - num_packed} left out"))
+    return lines
 
 
 def _about_data(report: dict[str, Any]) -> list[tuple[str, str]]:

@@ -83,14 +83,10 @@ class Cutting:
     max_images: int | None = None
     max_patches: int | None = None
 
-    def __post_init__(self) -> None:
-        for name, value in (("packing_stride", self.stride), ("packing_min_len", self.min_len - 1)):
-            if value >= self.capacity:
-                raise ConfigError(f"{name} leaves no room for a new token in a part of packing_length={self.capacity}")
-
     @classmethod
     def of(cls, config: PackingConfig) -> Cutting | None:
-        """What the options ask for; None where rows stay as they are."""
+        """What the options ask for, checked together; None where rows stay as they are."""
+        _check(config)
         if config.packing_overflow == "keep":
             return None
         return cls(
@@ -101,6 +97,23 @@ class Cutting:
             max_images=config.packing_max_images,
             max_patches=config.packing_max_patches,
         )
+
+
+def _check(config: PackingConfig) -> None:
+    """Not in the options themselves: `packing_overflow` and `packing_length` may still come from ms-swift's flags."""
+    how, capacity = config.packing_overflow, config.packing_length
+    for name, default, served in (
+        ("packing_stride", 0, ("split",)),
+        ("packing_min_len", 1, ("split", "truncate")),
+    ):
+        value = getattr(config, name)
+        if value != default and how not in served:
+            raise ConfigError(
+                f"{name}={value} would do nothing under packing_overflow={how}; set packing_overflow to "
+                f"{' or '.join(served)}, or leave it out"
+            )
+        if value - default >= capacity:
+            raise ConfigError(f"{name}={value} leaves no room for a new token in a part of packing_length={capacity}")
 
 
 def parts_of(runs: Sequence[Run] | None, cutting: Cutting, num_tokens: int | None = None) -> list[Part]:

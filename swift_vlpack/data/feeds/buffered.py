@@ -8,7 +8,7 @@ what is still held. The training process keeps the latest of them (`ReaderProgre
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from swift_vlpack.core.packing.packer import Packer
 from swift_vlpack.core.packing.records import Item, ItemId
 from swift_vlpack.data.feeds.packs import counted_failure, make_packing, packed_samples, rows_of
 from swift_vlpack.data.lengths.sizes import size_of
+from swift_vlpack.data.parts.row_cutter import RowCutter, cutter_of, in_parts
 from swift_vlpack.data.rows.fusion import Template
 from swift_vlpack.data.rows.samples import Encoded, LeftOut, PackedSamples, PackRecord, SampleError, SampleId
 from swift_vlpack.data.rows.streams import StreamedRows
@@ -60,7 +61,7 @@ class BufferedPackingDataset(IterableDataset[PackedSamples]):
         rank: int = 0,
         num_ranks: int = 1,
     ) -> None:
-        rows = rows_of(dataset, template)
+        rows = rows_of(dataset, template, config)
         make_packing(template, rows, config)
         if isinstance(rows, StreamedRows):
             rows.seed = seed
@@ -98,7 +99,8 @@ class BufferedPackingDataset(IterableDataset[PackedSamples]):
             # A dataloader asks its worker 0 first; the saved run would have asked worker `turn` next.
             worker = (worker + self._restored.turn) % num_workers
             saved = self._restored.workers.get(worker)
-        buffer = _Buffer(self.config, self.epoch, worker, seed=self.seed + self.epoch)
+        cutter = cutter_of(self.dataset.template)
+        buffer = _Buffer(self.config, self.epoch, worker, seed=self.seed + self.epoch, cutter=cutter)
         if saved is not None:
             buffer.load(saved)
         return buffer.packs(self.dataset, share_of(self.rank, self.num_ranks, worker, num_workers))
@@ -151,11 +153,14 @@ class ReaderProgress:
 class _Buffer:
     """Encoded samples that wait for a pack: the core's packer decides, this holds the tensors.
 
-    A sample's id is its number in the share: 0, 1, 2 and so on.
+    A sample's id is the number of its row in the share, 0, 1, 2 and so on; that of a part is [number of row, part].
     """
 
-    def __init__(self, config: PackingConfig, epoch: int, worker: int, *, seed: int) -> None:
+    def __init__(
+        self, config: PackingConfig, epoch: int, worker: int, *, seed: int, cutter: RowCutter | None = None
+    ) -> None:
         self._config = config
+        self._cutter = cutter
         self._epoch = epoch
         self._worker = worker
         self._packer = Packer(config, seed=seed, on_drop=self._dropped, label=self._name)
@@ -169,7 +174,7 @@ class _Buffer:
 
     def packs(self, dataset: Any, share: Share) -> Iterator[PackedSamples]:
         """Pack a share. One pack is kept back, so that what the end leaves out has a record to travel in."""
-        samples = dataset.samples(self._epoch, share, start=self._num_read, held=self._held_ids())
+        samples = dataset.samples(self._epoch, share, start=self._num_read, held=set(self._held_rows()))
         # Before the rows that follow, as the one iterator gives both.
         self._encode_held_again(samples)
         if not self._is_at_end:
@@ -206,43 +211,46 @@ class _Buffer:
         self._num_packs = state["num_packs"]
         self._num_failed_in_a_row = state["num_failed_in_a_row"]
         self._is_at_end = state["is_at_end"]
-        self._ready = deque(tuple(Item(*item) for item in items) for items in state["ready"])
+        self._ready = deque(tuple(_item_from(item) for item in items) for items in state["ready"])
         self._packer.load(state["packer"])
 
-    def _held(self) -> list[Item]:
-        # In order of number, which is that in which their rows come when they are read again.
-        return sorted([*self._packer.held, *(item for items in self._ready for item in items)])
+    def _held_rows(self) -> dict[int, list[Item]]:
+        """What is held, by the number of its row: in the order in which rows come when they are read again."""
+        rows: dict[int, list[Item]] = {}
+        for item in (*self._packer.held, *(item for items in self._ready for item in items)):
+            rows.setdefault(_row_of(item.id), []).append(item)
+        return dict(sorted(rows.items()))
 
-    def _held_ids(self) -> set[ItemId]:
-        return {item.id for item in self._held()}
-
-    def _encode_held_again(self, samples: Iterator[Encoded | SampleError]) -> None:
-        for item in self._held():
-            sample = next(samples, None)
-            if sample is None:
+    def _encode_held_again(self, rows: Iterator[Encoded | SampleError]) -> None:
+        for number, items in self._held_rows().items():
+            row = next(rows, None)
+            if row is None:
                 raise StateMismatch(
-                    f"the saved state holds row {item.id} of a share of the data, and the share now ends before it: "
+                    f"the saved state holds row {number} of a share of the data, and the share now ends before it: "
                     "the data has changed. Give the data of the saved run, or start without --resume_from_checkpoint"
                 )
-            if not isinstance(sample, SampleError) and sample["length"] != item.length:
-                raise StateMismatch(
-                    f"{sample['sample_id']} has {sample['length']} tokens and had {item.length} when the state was "
-                    "saved: data or template have changed. Give those of the saved run, or start without "
-                    "--resume_from_checkpoint"
-                )
-            self._waiting[item.id] = sample
+            if isinstance(row, SampleError):
+                self._waiting |= {item.id: _error_of(row, item) for item in items}
+                continue
+            samples = {_id(number, part): sample for part, sample in in_parts(row, self._cutter)}
+            for item in items:
+                self._waiting[item.id] = _unchanged(samples.get(item.id), row, item)
 
-    def _take(self, sample: Encoded | SampleError) -> None:
+    def _take(self, row: Encoded | SampleError) -> None:
         number = self._num_read
         self._num_read += 1
-        if isinstance(sample, SampleError):
+        if isinstance(row, SampleError):
             self._num_failed_in_a_row += 1
             limit = self._config.packing_max_failures
-            self._left_out.append(counted_failure(sample, self._num_failed_in_a_row, limit))
+            self._left_out.append(counted_failure(row, self._num_failed_in_a_row, limit))
             return
         self._num_failed_in_a_row = 0
-        self._waiting[number] = sample
-        self._ready += [pack.items for pack in self._packer.push(_item(number, sample))]
+        for part, sample in in_parts(row, self._cutter):
+            if isinstance(sample, LeftOut):
+                self._left_out.append(sample)
+            elif not isinstance(sample, SampleError):
+                self._waiting[_id(number, part)] = sample
+                self._ready += [pack.items for pack in self._packer.push(_item(_id(number, part), sample))]
 
     def _next(self) -> PackedSamples:
         samples = []
@@ -270,9 +278,42 @@ class _Buffer:
         self._left_out.append(LeftOut(_id_of(self._waiting.pop(item.id)), reason.value, said))
 
 
-def _item(number: int, sample: Encoded) -> Item:
+def _id(number: int, part: int | None) -> ItemId:
+    return number if part is None else (number, part)
+
+
+def _item_from(saved: Sequence[Any]) -> Item:
+    key, *numbers = saved
+    return Item(tuple(key) if isinstance(key, list) else key, *numbers)  # JSON knows no tuples
+
+
+def _row_of(key: ItemId) -> int:
+    number = key[0] if isinstance(key, (tuple, list)) else key
+    assert isinstance(number, int)
+    return number
+
+
+def _error_of(row: SampleError, item: Item) -> SampleError:
+    """A row that cannot be encoded any more, for each of its parts that is held."""
+    part = item.id[1] if isinstance(item.id, tuple) else None
+    return SampleError(row.sample_id._replace(part=part), row.reason, row.detail, row.is_lasting, row.files)
+
+
+def _unchanged(sample: Encoded | SampleError | LeftOut | None, row: Encoded, item: Item) -> Encoded:
+    """A sample that is held, encoded again; refused where it is another one."""
+    if isinstance(sample, dict) and sample["length"] == item.length:
+        return sample
+    now = f"{sample['length']} tokens" if isinstance(sample, dict) else "another number of parts"
+    name = sample["sample_id"] if isinstance(sample, dict) else row["sample_id"]
+    raise StateMismatch(
+        f"{name} has {now} and had {item.length} when the state was saved: data or template have changed. Give those "
+        "of the saved run, or start without --resume_from_checkpoint"
+    )
+
+
+def _item(key: ItemId, sample: Encoded) -> Item:
     size = size_of(sample)
-    return Item(number, size.length, size.images, size.patches)
+    return Item(key, size.length, size.images, size.patches)
 
 
 def _id_of(sample: Encoded | SampleError) -> SampleId:

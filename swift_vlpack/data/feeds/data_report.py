@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.core.account.advice import StepSize, step_size
+from swift_vlpack.core.account.telemetry import Telemetry
 from swift_vlpack.core.epoch.epoch_plan import EpochPlan
-from swift_vlpack.data.feeds.planned import left_out_by
+from swift_vlpack.data.feeds.planned import count_rows, left_out_by
 from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
 from swift_vlpack.data.rows.left_out import as_json, deleted_by_loader
 from swift_vlpack.data.rows.samples import Address
@@ -35,6 +36,7 @@ def data_report(epoch: EpochPlan, dataset: FusionCaptionDataset, merge_size: int
         "unreadable": dict(sorted(unreadable.items())),
         "ratio_by": dataset.mix.ratio_by,
         "sources": _mix(epoch, dataset),
+        **({} if epoch.packs.config.packing_overflow == "keep" else {"cut": _cut(epoch, dataset)}),
     }
 
 
@@ -50,6 +52,33 @@ def size_of_step(epoch: EpochPlan, *, accumulation: int) -> StepSize:
     )
 
 
+def _cut(epoch: EpochPlan, dataset: FusionCaptionDataset) -> dict[str, Any]:
+    """What cutting makes of the rows of an epoch, and their account, as the report of the epoch will have it."""
+    num_samples = len(epoch.schedule)
+    is_part = np.zeros(num_samples, dtype=bool) if epoch.spans is None else epoch.spans.astype(bool).max(axis=0)
+    account = _account_of(epoch, dataset).as_json()
+    return {
+        "packing_overflow": epoch.packs.config.packing_overflow,
+        "num_rows_cut": int((is_part & ~epoch.is_further_part).sum()),
+        "num_parts": int(is_part.sum()),
+        "num_samples": num_samples,
+        "lost_by_cutting": account.get("lost_by_cutting", {}),
+        "rows": account.get("rows", {}),
+    }
+
+
+def _account_of(epoch: EpochPlan, dataset: FusionCaptionDataset) -> Telemetry:
+    """Of an epoch whose packs are all trained, counted as one."""
+    counted = Telemetry(packing_length=epoch.packs.config.packing_length)
+    count_rows(counted, epoch, dataset)
+    members, names = epoch.packs.members, epoch.schedule.names
+    source = epoch.schedule.source[members]
+    samples = ((names[number], length) for number, length in zip(source, epoch.lengths[members].tolist(), strict=True))
+    further = (names[number] for number in source[epoch.is_further_part[members]])
+    counted.packed(samples, further=further, single_long=True)
+    return counted
+
+
 def left_out_rows(epoch: EpochPlan, dataset: FusionCaptionDataset) -> Iterator[dict[str, Any]]:
     """Every row that is in no pack, as a run lists them; those of no epoch can be encoded in none."""
     origins = {source.name: source.origin or source.name for source in dataset.sources}
@@ -59,7 +88,7 @@ def left_out_rows(epoch: EpochPlan, dataset: FusionCaptionDataset) -> Iterator[d
         for index in sorted(_failures(source)):
             yield as_json(dataset.failed(Address(number, index)), None, origins)
     for left_out in left_out_by(epoch, dataset):
-        if left_out.reason in epoch.packs.dropped:
+        if left_out.sample_id.part is not None or left_out.reason in epoch.packs.dropped:
             yield as_json(left_out, epoch.epoch, origins)
 
 

@@ -71,12 +71,7 @@ class Epochs:
                 fewest_samples = min(fewest_samples, len(packed.packs.with_remainder().members))
                 epoch += 1
                 bar.update()
-        if fewest_samples < self.num_packs // recipe.num_ranks:
-            raise PlanError(
-                f"with ratio_by: tokens one epoch has {fewest_samples} samples, another {self.num_packs} packs, but "
-                "all need the same number of steps; raise packing_length, so that samples share packs, or use "
-                "ratio_by: rows"
-            )
+        _check_steps(self.num_packs, fewest_samples, recipe)
 
     def plan(self, epoch: int, cuts: Sequence[Cut] = ()) -> EpochPlan:
         """An epoch; waits for it where it is being made. An error of the thread that makes it is raised here."""
@@ -103,6 +98,19 @@ class Epochs:
     def __getstate__(self) -> dict[str, object]:
         """For spawned workers, which plan nothing: what is made ahead stays at home."""
         return {**self.__dict__, "_ahead": None}
+
+
+def _check_steps(num_packs: int, fewest_samples: int, recipe: Recipe) -> None:
+    """Only where ratios count tokens or rows are cut: else all epochs have equally many samples."""
+    if fewest_samples >= num_packs // recipe.num_ranks:
+        return
+    why, way_out = "ratio_by: tokens", "use ratio_by: rows"
+    if any(cut is not None and len(cut) for cut in recipe.cut):
+        why, way_out = "ratios below 1 of rows that are cut", "give sources whose rows are cut a ratio of 1"
+    raise PlanError(
+        f"with {why} one epoch has {fewest_samples} samples, another {num_packs} packs, but all need the same number of "
+        f"steps; raise packing_length, so that samples share packs, or {way_out}"
+    )
 
 
 def _fill(future: Future[PackedEpoch], recipe: Recipe, epoch: int, name_of: NameOfRow | None) -> None:

@@ -33,6 +33,13 @@ class EpochStart:
     warning: str | None = None
 
 
+def count_left_out(counted: Telemetry, left_out: LeftOut) -> None:
+    """Count a sample that is in no pack, and what was in it where it is a part that cutting left out."""
+    key = left_out.sample_id
+    counted.dropped(key.source, left_out.reason, is_further=key.is_further_part)
+    counted.lost(left_out.reason, num_tokens=left_out.num_tokens, num_images=left_out.num_images)
+
+
 class Feed(Protocol):
     """The packs of one rank, epoch after epoch."""
 

@@ -39,13 +39,16 @@ def epoch_plan_of(packs: Packs) -> EpochPlan | None:
     return getattr(packs, "epoch_plan", None)
 
 
-def rows_of(dataset: Any, template: Template) -> FusionCaptionDataset | StreamedRows:
+def rows_of(dataset: Any, template: Template, config: PackingConfig) -> FusionCaptionDataset | StreamedRows:
     """What was given as one of the two forms of rows: sized rows are the one source of a FusionCaptionDataset."""
     if isinstance(dataset, (FusionCaptionDataset, StreamedRows)):
-        return dataset
-    if hasattr(dataset, "__len__"):
-        return FusionCaptionDataset([RowSource(name="data", rows=dataset)], template)
-    return StreamedRows(dataset, template)
+        rows = dataset
+    elif hasattr(dataset, "__len__"):
+        rows = FusionCaptionDataset([RowSource(name="data", rows=dataset)], template)
+    else:
+        rows = StreamedRows(dataset, template)
+    rows.cut_by(config)
+    return rows
 
 
 def make_packing(template: Template, dataset: Any, config: PackingConfig) -> None:

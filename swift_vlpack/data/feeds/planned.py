@@ -6,14 +6,17 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from torch.utils.data import Dataset, get_worker_info
 
 from swift_vlpack.core.account.remedies import warning_of_left_out
+from swift_vlpack.core.account.telemetry import Telemetry
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.epoch.epoch_plan import EpochPlan, NameOfRow, Recipe
 from swift_vlpack.core.epoch.plan import Plan
 from swift_vlpack.core.errors import DataError
 from swift_vlpack.data.feeds.epochs import Epochs, Extent
+from swift_vlpack.data.feeds.feed import count_left_out
 from swift_vlpack.data.feeds.packs import make_packing, rows_of
 from swift_vlpack.data.feeds.published import PublishedAddresses
 from swift_vlpack.data.feeds.reader import PackReader
@@ -40,7 +43,7 @@ class PlannedPackingDataset(Dataset[PackedSamples]):
         num_packs: int | None = None,
     ) -> None:
         """Plan for `num_epochs`, or, where steps are given instead, for as many as `num_packs` packs take."""
-        rows = rows_of(dataset, template)
+        rows = rows_of(dataset, template, config)
         if not isinstance(rows, FusionCaptionDataset):
             raise DataError("data without a length cannot be planned; use PackingDataset, which packs it as it comes")
         make_packing(template, rows, config)
@@ -106,11 +109,12 @@ def recipe_of(
     dataset: FusionCaptionDataset, sized: Sequence[RowSource], config: PackingConfig, *, seed: int, num_ranks: int
 ) -> Recipe:
     """What the epochs follow from, with the sizes that these sources have."""
-    sizes = []
+    sizes, cut = [], []
     for source in sized:
         assert source.sizes is not None, f"{source.name} was not measured"
         sizes.append(source.sizes.columns)
-    return Recipe(sizes=tuple(sizes), mix=dataset.mix, config=config, seed=seed, num_ranks=num_ranks)
+        cut.append(source.sizes.cut)
+    return Recipe(sizes=tuple(sizes), cut=tuple(cut), mix=dataset.mix, config=config, seed=seed, num_ranks=num_ranks)
 
 
 def address_of(plan: EpochPlan, number: int) -> PackAddress:
@@ -124,7 +128,7 @@ def left_out_by(plan: EpochPlan, dataset: FusionCaptionDataset) -> list[LeftOut]
     """Scheduled rows that are in no pack, with reasons."""
 
     def address(position: int) -> Address:
-        return Address(*plan.schedule[position])
+        return Address(*plan.sample(position))
 
     left_out = [dataset.failed(address(position)) for position in plan.unreadable.tolist()]
     for reason, positions in plan.packs.dropped.items():
@@ -134,6 +138,16 @@ def left_out_by(plan: EpochPlan, dataset: FusionCaptionDataset) -> list[LeftOut]
     return left_out
 
 
+def count_rows(counted: Telemetry, plan: EpochPlan, dataset: FusionCaptionDataset) -> None:
+    """Count all samples of an epoch, and those of them that are in no pack."""
+    schedule, further = plan.schedule, plan.is_further_part
+    num_further = np.bincount(schedule.source[further], minlength=len(schedule.names)).tolist()
+    for name, num_samples, num in zip(schedule.names, schedule.num_rows_per_source, num_further, strict=True):
+        counted.read(name, num_samples, num_further=num)
+    for left_out in left_out_by(plan, dataset):
+        count_left_out(counted, left_out)
+
+
 def left_out_warning(left_out: Sequence[LeftOut], *, num_rows: int) -> str | None:
     """What to do about the rows that an epoch leaves out, where they are too many."""
     return warning_of_left_out(Counter(one.reason for one in left_out), num_rows=num_rows)
@@ -141,4 +155,4 @@ def left_out_warning(left_out: Sequence[LeftOut], *, num_rows: int) -> str | Non
 
 def names_of(dataset: FusionCaptionDataset) -> NameOfRow:
     """What the log calls a row."""
-    return lambda source, row: str(dataset.sample_id(Address(source, row)))
+    return lambda *where: str(dataset.sample_id(Address(*where)))

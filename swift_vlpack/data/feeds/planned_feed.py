@@ -17,7 +17,7 @@ from swift_vlpack.data.feeds.agreement import Voting
 from swift_vlpack.data.feeds.epochs import ONE_EPOCH, Epochs, Extent
 from swift_vlpack.data.feeds.feed import EpochStart, MakeLoader
 from swift_vlpack.data.feeds.packs import make_packing
-from swift_vlpack.data.feeds.planned import address_of, left_out_by, left_out_warning, names_of, recipe_of
+from swift_vlpack.data.feeds.planned import address_of, count_rows, left_out_by, left_out_warning, names_of, recipe_of
 from swift_vlpack.data.feeds.reader import PackReader
 from swift_vlpack.data.feeds.run_rows import RunRows, digest_of
 from swift_vlpack.data.model.collate import Batch
@@ -78,12 +78,14 @@ class PlannedFeed:
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything that the plans of all epochs follow from; the order itself is in the digest of each plan."""
-        columns = (source.sizes.columns for source in self.rows.sources if source.sizes is not None)
+        sizes = [source.sizes for source in self.rows.sources if source.sizes is not None]
+        columns = [of_source.columns[:NUM_PLANNED_COLUMNS] for of_source in sizes]
+        columns += [part for of_source in sizes if of_source.cut is not None for part in of_source.cut.arrays]
         return {
             "seed": self.seed,
             **self.rows.fingerprint(self.dataset),
             # Without the tokens with a label, which decide nothing.
-            "lengths": digest_of(*(column[:NUM_PLANNED_COLUMNS].astype("<i8").tobytes() for column in columns)),
+            "lengths": digest_of(*(column.astype("<i8").tobytes() for column in columns)),
             **self.config.pack_options(),
             **self.config.changed_targets(),
             "packing_balance": self.config.packing_balance,
@@ -144,11 +146,7 @@ class PlannedFeed:
 
     def count_rows(self, counted: Telemetry) -> None:
         """All scheduled rows, and those of them that are in no pack."""
-        schedule = self.epoch_plan.schedule
-        for name, num_rows in zip(schedule.names, schedule.num_rows_per_source, strict=True):
-            counted.read(name, num_rows)
-        for left_out in left_out_by(self.epoch_plan, self.dataset):
-            counted.dropped(left_out.sample_id.source, left_out.reason)
+        count_rows(counted, self.epoch_plan, self.dataset)
 
     def end(self, counted: Telemetry) -> str | None:
         """Nothing to say that was not said when the epoch began."""

@@ -18,9 +18,10 @@ import torch
 from numpy.typing import NDArray
 
 from swift_vlpack.core.epoch.epoch_plan import EpochPlan
+from swift_vlpack.core.packing.parts import Span
 from swift_vlpack.data.rows.samples import Address, PackAddress
 
-SAMPLE = np.dtype([("source", "<i4"), ("row", "<i8"), ("size", "<i4", (4,))])
+SAMPLE = np.dtype([("source", "<i4"), ("row", "<i8"), ("size", "<i4", (4,)), ("span", "<i4", (4,))])
 
 
 class PublishedAddresses:
@@ -51,6 +52,8 @@ class PublishedAddresses:
         samples = np.zeros(len(members), SAMPLE)
         samples["source"], samples["row"] = plan.schedule.source[members], plan.schedule.row[members]
         samples["size"] = plan.sizes[:, members].T
+        if plan.spans is not None:
+            samples["span"] = plan.spans[:, members].T
         latest = int(self._latest[0])
         np.save(self._file(latest + 1, "samples"), samples)
         np.save(self._file(latest + 1, "offsets"), np.append(plan.packs.offsets, plan.epoch))
@@ -66,9 +69,10 @@ class PublishedAddresses:
             raise IndexError(f"pack {number} of {len(self)} packs")
         number %= len(self)
         inside = samples[ends[number] : ends[number + 1]]
-        where = zip(inside["source"].tolist(), inside["row"].tolist(), strict=True)
+        spans = (Span(*span) if any(span) else None for span in inside["span"].tolist())
+        where = zip(inside["source"].tolist(), inside["row"].tolist(), spans, strict=True)
         sizes = tuple(map(tuple, inside["size"].tolist()))
-        return PackAddress(int(ends[-1]), number, tuple(Address(*both) for both in where), sizes)
+        return PackAddress(int(ends[-1]), number, tuple(Address(*one) for one in where), sizes)
 
     def __len__(self) -> int:
         """Packs of the latest epoch."""

@@ -16,7 +16,7 @@ from swift_vlpack.data.feeds.packs import counted_failure, packed_samples
 from swift_vlpack.data.lengths.sizes import RowSize
 from swift_vlpack.data.randomness import RandomStream
 from swift_vlpack.data.rows.fusion import FusionCaptionDataset
-from swift_vlpack.data.rows.samples import Encoded, LeftOut, PackAddress, PackedSamples, SampleError
+from swift_vlpack.data.rows.samples import Address, Encoded, LeftOut, PackAddress, PackedSamples, SampleError
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +59,12 @@ class PackReader(Dataset[PackedSamples]):
     def _fitting(self, found: list[tuple[Encoded, bool]]) -> tuple[list[Encoded], list[LeftOut]]:
         """Those that fit beside each other, in their order. Samples that grew give way to those that did not."""
         keeps, left_out, num_tokens = [False] * len(found), [], 0
+        # A row that grew beyond a pack is to be cut, which the next run does.
+        may_be_longer = self.config.packing_allow_single_long and self.config.packing_overflow == "keep"
         # Those that are as long as planned first, which fit beside each other by the plan.
         for at in sorted(range(len(found)), key=lambda at: found[at][1]):
             sample, has_grown = found[at]
-            is_alone = not any(keeps) and (self.config.packing_allow_single_long or not has_grown)
+            is_alone = not any(keeps) and (may_be_longer or not has_grown)
             if is_alone or num_tokens + sample["length"] <= self.config.packing_length:
                 keeps[at] = True
                 num_tokens += sample["length"]
@@ -88,7 +90,14 @@ class PackReader(Dataset[PackedSamples]):
                 return encoded
         # Encoded anew where any was drawn: in threads the numbers went to whoever came first.
         with RandomStream(*name):
-            return [self.dataset.sample_or_error(where) for where in address.samples]
+            return [self._encoded_alone(where, address.epoch) for where in address.samples]
+
+    def _encoded_alone(self, where: Address, epoch: int) -> Encoded | SampleError:
+        if where.span is None:
+            return self.dataset.sample_or_error(where)
+        # By its row: all parts of it, in whichever packs, have to be of one and the same text.
+        with RandomStream(self.seed, epoch, "parts", *where[:2]):
+            return self.dataset.sample_or_error(where)
 
 
 def threads_per_worker() -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from swift_vlpack.core import json_lines
 from swift_vlpack.core.account.reasons import REASONS, about
+from swift_vlpack.core.epoch.cut_rows import PartSize
 from swift_vlpack.data.lengths.length_file import (
     DIFFERS,
     IN_FULL,
@@ -84,12 +85,14 @@ def _mixed(keys: Keys, cures: bytes) -> Keys:
 class LengthCache:
     """The sizes of the rows of one source, found under one template and its settings."""
 
-    def __init__(self, path: Path, context: str, cures: bytes = bytes(KEY.itemsize)) -> None:
+    def __init__(self, path: Path, context: str, cures: bytes = bytes(KEY.itemsize), cutting: str = "") -> None:
         """`context` names everything but the row that a size depends on; it becomes part of every key.
 
         `cures` are 16 bytes that change with what may make a row readable that was not; part of the key of failures.
+        `cutting` names what decides where rows are cut; parts are remembered under it, and sizes are those of all.
         """
         self.path = path
+        self._cutting = cutting
         self._context = context.encode()
         self._cures = cures
         self._real_folder = _remembering_realpath()
@@ -134,13 +137,43 @@ class LengthCache:
                 found[bytes.fromhex(key)] = Fault(reason, error, tuple(files))
         return found
 
+    def tell_parts(self, keys: Keys, parts: Iterable[Sequence[PartSize]]) -> None:
+        """Remember how rows are cut."""
+        pairs = zip(keys, parts, strict=True)
+        if self._file.is_usable:
+            lines = [[key.tobytes().hex(), *of_row] for key, of_row in pairs if key != NO_KEY]
+            with suppress(OSError):  # as with words
+                json_lines.append(self._parts, lines)
+
+    def told_parts(self) -> dict[bytes, tuple[PartSize, ...]]:
+        """How rows are cut, by key; of two lines the later counts, and one that is not whole is passed over."""
+        found = {}
+        for line in json_lines.read(self._parts):
+            with suppress(ValueError, TypeError):
+                key, *parts = line
+                found[bytes.fromhex(key)] = tuple(PartSize(*map(int, part)) for part in parts)
+        return found
+
+    @property
+    def _parts(self) -> Path:
+        return self.path.with_suffix(f".{self._cutting}.parts")
+
     @property
     def _words(self) -> Path:
         return self.path.with_suffix(".failures")
 
-    def remember(self, row: Mapping[str, Any], size: tuple[int, int, int, int], aspect: float) -> None:
+    def remember(
+        self,
+        row: Mapping[str, Any],
+        size: tuple[int, int, int, int],
+        aspect: float,
+        parts: Sequence[PartSize] = (),
+    ) -> None:
         """Note the true size of one row for the next run; one that is resumed goes on with what was planned."""
-        self._notes.append(self.keys([row]), np.array([(*size, aspect, 0, IN_FULL)], SIZE))
+        keys = self.keys([row])
+        self._notes.append(keys, np.array([(*size, aspect, 0, IN_FULL)], SIZE))
+        if parts:
+            self._notes.tell_parts(keys, [parts])
 
     def take_over_notes(self) -> None:
         """A new run begins with the sizes that loading found to be true."""
@@ -148,12 +181,16 @@ class LengthCache:
         if notes.path.exists():
             records = notes.load().records
             self.append(records["key"], records["size"])
-            with suppress(OSError):
-                notes.path.unlink()
+            parts = notes.told_parts()
+            if parts:
+                self.tell_parts(np.frombuffer(b"".join(parts), KEY), parts.values())
+            for path in (notes.path, notes._parts):
+                with suppress(OSError):
+                    path.unlink()
 
     @property
     def _notes(self) -> LengthCache:
-        return LengthCache(self.path.with_suffix(".notes"), "")
+        return LengthCache(self.path.with_suffix(".notes"), "", cutting=f"{self._cutting}.notes")
 
     def key(self, row: Mapping[str, Any]) -> Keys:
         """The key of a row: its content, and which files it names in which state; `NO_KEY` where it has no content.

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.core.account.reasons import REASONS
+from swift_vlpack.core.epoch.cut_rows import PartSize
 from swift_vlpack.core.shuffle import permutation
 from swift_vlpack.data.lengths.cache import KnownSizes
 from swift_vlpack.data.lengths.inputs import Known
@@ -25,6 +26,8 @@ class Found:
         """By index in the source."""
         self.num_remembered = 0
         """Rows whose size an earlier start found."""
+        self.parts: dict[int, tuple[PartSize, ...]] = {}
+        """Of rows that are cut, by position."""
         self.keys = np.zeros(len(rows), KEY)
         self._is_known = np.zeros(len(rows), dtype=bool)
         self._rows = rows
@@ -48,8 +51,12 @@ class Found:
         """Rows that cannot be encoded for this reason."""
         return int((self.sizes["reason"] == REASONS.index(reason)).sum())
 
-    def take_over(self, remembered: KnownSizes, *, is_strict: bool) -> None:
-        """What earlier starts found; the keys have to be there."""
+    def parts_by_index(self) -> dict[int, tuple[PartSize, ...]]:
+        """Of rows that are cut, by index in the source."""
+        return {self._rows.index(position): parts for position, parts in self.parts.items()}
+
+    def take_over(self, remembered: KnownSizes, *, is_strict: bool, longest: int | None = None) -> None:
+        """What earlier starts found; the keys have to be there. Rows of more than `longest` tokens are cut."""
         self._is_known, self.sizes = remembered.of(self.keys)
         if self._known.trust.is_revoked:
             self._is_known &= self.sizes["proof"] != VOUCHED
@@ -61,6 +68,19 @@ class Found:
         for position in failed.tolist():
             if (fault := told.get(self.keys[position].tobytes())) is not None:
                 self.faults[self._rows.index(position)] = fault
+        if longest is not None:
+            self._take_over_parts(longest)
+
+    def _take_over_parts(self, longest: int) -> None:
+        """A row whose parts nobody remembers, or that has grown since, is measured anew."""
+        is_cut = np.flatnonzero(self._is_known & (self.sizes["length"] > longest))
+        told = self._known.cache.told_parts() if len(is_cut) else {}
+        for position in is_cut.tolist():
+            parts = told.get(self.keys[position].tobytes(), ())
+            if max((part.stop for part in parts), default=0) == self.sizes["length"][position]:
+                self.parts[position] = parts
+            else:
+                self._is_known[position] = False
 
     def take(self, chunk: Chunk) -> None:
         """What became of some rows. Of kinds that were compared in another source this one relies on that."""
@@ -70,12 +90,15 @@ class Found:
         self.sizes[chunk.positions] = chunk.sizes
         self._is_known[chunk.positions] = True
         self.faults |= chunk.faults
+        self.parts |= chunk.parts
 
     def remember(self, chunks: list[Chunk]) -> None:
         """Write down what is new of them, and which kinds are trusted since."""
         for chunk in chunks:
             positions = chunk.positions[chunk.is_new]
             self._known.cache.append(self.keys[positions], chunk.sizes[chunk.is_new])
+            cut = [position for position in positions.tolist() if position in chunk.parts]
+            self._known.cache.tell_parts(self.keys[cut], [chunk.parts[position] for position in cut])
             failed = [position for position in positions.tolist() if self._rows.index(position) in chunk.faults]
             self._known.cache.tell(self.keys[failed], [chunk.faults[self._rows.index(at)] for at in failed])
         self._known.trust.save()
@@ -93,6 +116,7 @@ class Found:
         """What was said by headers alone is not known."""
         self._is_known &= ~np.isin(self.sizes["proof"], _BY_HEADERS)
         self.num_remembered = min(self.num_remembered, int(self._is_known.sum()))
+        self.parts = {position: parts for position, parts in self.parts.items() if self._is_known[position]}
 
 
 def joined(shares: list[NDArray[np.void]]) -> NDArray[np.void]:

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from swift_vlpack.core.account.reasons import REASONS, Reason
 from swift_vlpack.core.comm import ALONE, Comm
+from swift_vlpack.core.epoch.cut_rows import CutRows
 from swift_vlpack.data.lengths import checks, forked
 from swift_vlpack.data.lengths.checks import Checks, Unconfirmed, extremes
 from swift_vlpack.data.lengths.found import Found, joined
@@ -29,6 +30,7 @@ from swift_vlpack.data.lengths.pass_bar import stage
 from swift_vlpack.data.lengths.rank_rows import Chunk, Positions, RankRows, faults_by_index, positions_of
 from swift_vlpack.data.lengths.rows_work import Aim, RowsWork, Task
 from swift_vlpack.data.lengths.sizes import LengthIndex, RowSize
+from swift_vlpack.data.parts.row_cutter import cutter_of
 from swift_vlpack.data.rows.faults import Fault
 from swift_vlpack.data.rows.fusion import RowSource
 
@@ -66,7 +68,11 @@ def measure(source: RowSource, known: Known, encoders: Encoders, comm: Comm = AL
         sizes = joined(comm.results_of_all(lambda: part.found.sizes))
     faults = faults_by_index(comm.results_of_all(lambda: part.found.faults))
     index = _index_of(sizes, faults, difference or _silence_of_headers(sizes))
-    return replace(index, num_remembered=sum(comm.results_of_all(lambda: part.found.num_remembered)))
+    index = replace(index, num_remembered=sum(comm.results_of_all(lambda: part.found.num_remembered)))
+    if cutter_of(encoders.in_full) is None:
+        return index
+    parts = comm.results_of_all(lambda: part.found.parts_by_index())
+    return replace(index, cut=CutRows.of({at: one for share in parts for at, one in share.items()}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +116,9 @@ def _looked_up(part: _Part) -> str | None:
             part.found.keys[positions] = keys
             bar.update(len(positions))
     remembered = part.known.cache.load()
-    part.found.take_over(remembered, is_strict=part.encoders.is_strict)
+    cutter = cutter_of(part.encoders.in_full)
+    longest = None if cutter is None else cutter.cutting.capacity
+    part.found.take_over(remembered, is_strict=part.encoders.is_strict, longest=longest)
     if remembered.num_differing:
         return f"they were found to differ at an earlier start, which {part.known.cache.path} remembers"
     return None

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.core.comm import Comm
+from swift_vlpack.core.epoch.cut_rows import PartSize
 from swift_vlpack.data.lengths.length_file import SIZE, Sizes
 from swift_vlpack.data.rows.faults import Fault
 from swift_vlpack.data.rows.fusion import Row, RowSource, with_system
@@ -67,6 +68,8 @@ class Seen:
     """Of all its images, as they are in their files."""
     is_silent: bool = False
     """Whether it says nothing and never will, so that the row had to be encoded in full."""
+    parts: tuple[PartSize, ...] = ()
+    """Of a row that is cut; also where it was encoded in full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +86,19 @@ class Chunk:
     """The first row of which headers and full encoding say different things, in words; it is the last of the chunk."""
     seen: tuple[Seen, ...] | None = None
     """Of rows that were measured; None of rows that were compared."""
+    parts: dict[int, tuple[PartSize, ...]] = field(default_factory=dict)
+    """Of rows that are cut, by position."""
 
     @classmethod
     def empty(cls, positions: Positions) -> Chunk:
         """Before anything is known."""
         return cls(positions, np.zeros(len(positions), SIZE), np.ones(len(positions), dtype=bool))
 
-    def put(self, at: int, size: Any, error: SampleError | None, index: int) -> None:
+    def put(self, at: int, size: Any, error: SampleError | None, index: int, parts: tuple[PartSize, ...] = ()) -> None:
         """What became of one row; a failure that may pass is tried again at the next start."""
         self.sizes[at] = size
+        if parts:
+            self.parts[int(self.positions[at])] = parts
         if error is not None:
             self.faults[index] = error.fault
             self.is_new[at] = error.is_lasting
@@ -99,7 +106,9 @@ class Chunk:
     def up_to(self, at: int, difference: str) -> Chunk:
         """The rows that were compared when one was found to differ."""
         done = slice(at + 1)
-        return Chunk(self.positions[done], self.sizes[done], self.is_new[done], self.faults, difference)
+        return Chunk(
+            self.positions[done], self.sizes[done], self.is_new[done], self.faults, difference, parts=self.parts
+        )
 
 
 def positions_of(positions: list[int]) -> Positions:

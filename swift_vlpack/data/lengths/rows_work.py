@@ -19,6 +19,8 @@ from swift_vlpack.data.lengths.length_file import AGREED, BY_HEADER, DIFFERS, IN
 from swift_vlpack.data.lengths.rank_rows import Chunk, Positions, RankRows, Seen
 from swift_vlpack.data.lengths.sizes import RowSize, size_of
 from swift_vlpack.data.lengths.trust import kinds_of
+from swift_vlpack.data.parts.row_cutter import cutter_of
+from swift_vlpack.data.parts.sizes import part_sizes
 from swift_vlpack.data.rows.contents import contents_of
 from swift_vlpack.data.rows.faults import timeout_of
 from swift_vlpack.data.rows.fusion import Row, Template, encode_row
@@ -98,11 +100,11 @@ class RowsWork:
                 size, error, of_header = self._size(by_header, row, position, BY_HEADER)
             if size is None or (error is not None and not self._is_final(error)):
                 is_silent = error is not None and error.is_lasting
-                size, error, _ = self._size(in_full, row, position, IN_FULL)
-                of_header = Seen(is_silent=is_silent and error is None)
-            chunk.put(at, size, error, self._rows.index(position))
+                size, error, in_all = self._size(in_full, row, position, IN_FULL)
+                of_header = Seen(is_silent=is_silent and error is None, parts=in_all.parts)
+            chunk.put(at, size, error, self._rows.index(position), of_header.parts)
             seen.append(of_header)
-        return Chunk(positions, chunk.sizes, chunk.is_new, chunk.faults, seen=tuple(seen))
+        return replace(chunk, seen=tuple(seen))
 
     def _is_final(self, error: SampleError) -> bool:
         """Whether full encoding need not be asked; under `strict` it is, to end the run in its own words."""
@@ -114,21 +116,21 @@ class RowsWork:
         assert by_header is not None
         chunk, rows = Chunk.empty(positions), self._rows_and_urls(positions, whole=True)
         for at, (position, row) in enumerate(zip(positions.tolist(), rows, strict=True)):
-            full, error, _ = self._size(in_full, row, position, IN_FULL)
-            quick, quick_error, _ = self._size(by_header, row, position, AGREED)
+            full, error, of_full = self._size(in_full, row, position, IN_FULL)
+            quick, quick_error, of_quick = self._size(by_header, row, position, AGREED)
             index = self._rows.index(position)
             # A failure that may pass proves nothing about headers: the full encoding counts.
             if quick_error is not None and not quick_error.is_lasting:
                 quick, quick_error = full, error
             elif error is not None and quick_error is None and about(error.reason).is_of_pixels:
                 quick["proof"] = BY_HEADER
-            elif not _are_equal(quick, full):
+            elif not _are_equal(quick, full) or of_quick.parts != of_full.parts:
                 full["proof"] = DIFFERS
-                chunk.put(at, full, error, index)
+                chunk.put(at, full, error, index, of_full.parts)
                 said = quick_error.detail if quick_error is not None else _shown(quick)
                 name = self._rows.sample_id(position)
                 return chunk.up_to(at, f"{name} has {_shown(full)}, from its header {said}")
-            chunk.put(at, quick, quick_error, index)
+            chunk.put(at, quick, quick_error, index, of_full.parts or of_quick.parts)
         return chunk
 
     def _rows_and_urls(self, positions: Positions, *, whole: bool) -> list[Row]:
@@ -157,7 +159,7 @@ class RowsWork:
         kinds = kinds_of(row, int(size["length"]), encoded.get("header_kinds", ()))
         # Of a video only the frames that are sampled are counted, as they are resized; all of it is decoded.
         pixels = max(encoded.get("header_pixels", 0), int(size["patches"]) * _PIXELS_OF_PATCH)
-        return size, None, Seen(kinds, pixels)
+        return size, None, Seen(kinds, pixels, parts=part_sizes(encoded, cutter_of(template)))
 
     def _timeout(self, row: Row, position: int, *, is_strict: bool) -> VLPackError:
         fault, sample_id = timeout_of(self._given_up[position], row), self._rows.sample_id(position)

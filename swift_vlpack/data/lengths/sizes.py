@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.core.account.reasons import Reason
+from swift_vlpack.core.epoch.cut_rows import CutRows
 from swift_vlpack.data.rows.contents import NO_LABEL, contents_of
 from swift_vlpack.data.rows.faults import Fault
 from swift_vlpack.data.rows.samples import Encoded
@@ -41,6 +42,8 @@ class LengthIndex:
     """Why every row was encoded in full; None where image headers were trusted."""
     num_remembered: int = 0
     """Rows whose size an earlier start had found."""
+    cut: CutRows | None = None
+    """The parts of rows that are longer than a pack; None where rows stay as they are."""
 
     @classmethod
     def of(
@@ -48,10 +51,11 @@ class LengthIndex:
         sizes: Iterable[RowSize],
         failures: Mapping[int, str] | None = None,
         faults: Mapping[int, Fault] | None = None,
+        cut: CutRows | None = None,
     ) -> LengthIndex:
         """From one size a row."""
         rows = np.array(list(sizes), dtype=np.int64).reshape(-1, NUM_COLUMNS)
-        return cls(rows.T.copy(), failures or {}, faults or {})
+        return cls(rows.T.copy(), failures or {}, faults or {}, cut=cut)
 
     def fault(self, index: int) -> Fault:
         """What is wrong with a row that has no size."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from swift_vlpack.core.account.reasons import Reason
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.packing.parts import Cutting, Part, Span, parts_of
+from swift_vlpack.core.words import counted
 from swift_vlpack.data.parts.cut import cut_sample
 from swift_vlpack.data.parts.layout import MediaWords, media_of, runs_of
-from swift_vlpack.data.rows.samples import Encoded
+from swift_vlpack.data.rows.samples import Encoded, LeftOut, SampleError, SampleId
 
 ATTRIBUTE = "vlpack_row_cutter"
 """Of a template whose rows may be cut. It changes no length of a row, so it is no part of their key."""
@@ -24,18 +27,31 @@ class RowCutter:
     cutting: Cutting
     words: MediaWords
 
-    def parts(self, sample: Encoded) -> list[Part]:
+    def parts(self, row: Encoded) -> list[Part]:
         """The parts of a row; none where it stays whole."""
-        num_tokens = len(sample["input_ids"])
+        num_tokens = len(row["input_ids"])
         if num_tokens <= self.cutting.capacity:
             return []
-        return parts_of(runs_of(num_tokens, media_of(sample, self.words)), self.cutting, num_tokens)
+        return parts_of(runs_of(num_tokens, media_of(row, self.words)), self.cutting, num_tokens)
 
-    def cut(self, sample: Encoded, span: Span) -> Encoded:
+    def cut(self, row: Encoded, span: Span) -> Encoded:
         """Some tokens of a row as a sample."""
-        media = media_of(sample, self.words)
+        media = media_of(row, self.words)
         assert media is not None, "a row whose media are not known has no part that is trained"
-        return cut_sample(sample, span, media)
+        part = cut_sample(row, span, media)
+        if "sample_id" in row:
+            part["sample_id"] = row["sample_id"]._replace(part=span.number)
+        return part
+
+    def planned(self, row: Encoded, span: Span) -> Encoded:
+        """The part that a plan has; an error where the row is cut otherwise now."""
+        parts = self.parts(row)
+        now = parts[span.number] if span.number < len(parts) else None
+        if now is None or now.reason is not None or now.span != span:
+            sample_id = row["sample_id"]._replace(part=span.number)
+            said = f"planned were tokens {span.start} to {span.stop}, and its row of {len(row['input_ids'])} tokens "
+            raise SampleError(sample_id, Reason.LONGER_THAN_PLANNED.value, f"{said}is cut otherwise now")
+        return self.cut(row, span)
 
     def digest(self) -> str:
         """Of all that decides where a row is cut, beside the row."""
@@ -58,7 +74,26 @@ def for_training(template: Any, config: PackingConfig) -> Any:
     if cutting is None:
         return template
     own = copy.copy(template)
-    if cutting.how != "drop":
+    if getattr(template, "truncation_strategy", None) not in ("left", "right"):  # which only `drop` is used with
         own.max_length = None
     setattr(own, ATTRIBUTE, RowCutter(cutting, MediaWords.of(template)))
     return own
+
+
+def in_parts(
+    row: Encoded | SampleError, cutter: RowCutter | None
+) -> Iterator[tuple[int | None, Encoded | SampleError | LeftOut]]:
+    """The samples of a row that was read: itself, or its parts by number; of those that cutting left out, why."""
+    parts = [] if cutter is None or isinstance(row, SampleError) else cutter.parts(row)
+    if cutter is None or isinstance(row, SampleError) or not parts:
+        yield None, row
+        return
+    for part in parts:
+        yield part.number, cutter.cut(row, part.span) if part.reason is None else left_out_part(row["sample_id"], part)
+
+
+def left_out_part(row: SampleId, part: Part) -> LeftOut:
+    """A part that cutting left out, as it is listed and counted."""
+    assert part.reason is not None
+    said = f"tokens {part.start} to {part.stop} of its row, {counted(part.images, 'image')}"
+    return LeftOut(row._replace(part=part.number), part.reason.value, said, (), part.length, part.images)

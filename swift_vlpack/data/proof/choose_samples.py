@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from swift_vlpack.core.epoch.epoch_plan import Where
 from swift_vlpack.core.errors import DataError
 from swift_vlpack.data.feeds.packs import Packs, epoch_plan_of
+from swift_vlpack.data.parts.row_cutter import cutter_of, in_parts
 from swift_vlpack.data.proof.changes import kinds_of_media
 from swift_vlpack.data.proof.subject import length_of
 from swift_vlpack.data.randomness import RandomStream
@@ -91,18 +93,18 @@ def tokens_of_epoch(packs: Packs) -> int:
     return 0 if plan is None else int(plan.packs.num_tokens_per_pack.sum()) // packs.num_ranks
 
 
-def _encoded(packs: Packs, rows: Iterable[tuple[int, int]]) -> Iterator[Encoded]:
-    """Those that can be encoded, of rows by source; what a template draws at random depends on the row alone."""
-    for row in rows:
-        with RandomStream("proof", *row):
-            sample = packs.dataset.sample_or_error(Address(*row))
+def _encoded(packs: Packs, samples: Iterable[Where]) -> Iterator[Encoded]:
+    """Those that can be encoded; what a template draws at random depends on the row alone."""
+    for where in samples:
+        with RandomStream("proof", *where[:2]):
+            sample = packs.dataset.sample_or_error(Address(*where))
         if not isinstance(sample, SampleError):
             yield sample
 
 
 def _streamed(packs: Packs) -> list[Encoded]:
-    read = (sample for sample in packs.dataset.samples(0) if not isinstance(sample, SampleError))
-    return list(islice(read, NUM_STREAMED))
+    read = chain.from_iterable(in_parts(row, cutter_of(packs.dataset.template)) for row in packs.dataset.samples(0))
+    return list(islice((sample for _, sample in read if isinstance(sample, dict)), NUM_STREAMED))
 
 
 def _filled(samples: Sequence[Encoded], capacity: int) -> list[Encoded]:

@@ -14,12 +14,16 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
+from swift_vlpack.core.config import PackingConfig
+from swift_vlpack.core.epoch.cut_rows import CutRows
 from swift_vlpack.core.epoch.mix import Mix, Schedule, Source
 from swift_vlpack.core.epoch.shares import EVERYTHING, Share
 from swift_vlpack.core.errors import ConfigError, DataError
 from swift_vlpack.core.shuffle import permutation
 from swift_vlpack.data.lengths.cache import LengthCache
 from swift_vlpack.data.lengths.sizes import LengthIndex, RowSize, size_of
+from swift_vlpack.data.parts.row_cutter import RowCutter, cutter_of, for_training, left_out_part
+from swift_vlpack.data.parts.sizes import part_sizes
 from swift_vlpack.data.randomness import RandomStream
 from swift_vlpack.data.rows.contents import contents_of, found, patch_size_of
 from swift_vlpack.data.rows.faults import ReadTimeout, check_openable, fault_of, is_lasting
@@ -154,14 +158,29 @@ class FusionCaptionDataset(Dataset[Encoded]):
         return self.encode(Address(*self.schedule[position]))
 
     def sample_id(self, address: Address) -> SampleId:
-        """The name of a row."""
-        return self.sources[address.source].sample_id(address.row_index)
+        """The name of a row, or of a part of it."""
+        row = self.sources[address.source].sample_id(address.row_index)
+        return row if address.span is None else row._replace(part=address.span.number)
 
     def encode(self, address: Address) -> Encoded:
-        """Encode one row with the template."""
-        source = self.sources[address.source]
+        """Encode one row with the template; of an address with a span the part that it says."""
+        source, template = self.sources[address.source], self.templates[address.source]
         row = with_system(source.rows[address.row_index], source.system)
-        return encode_row(self.templates[address.source], row, source.sample_id(address.row_index), strict=self.strict)
+        sample = encode_row(template, row, source.sample_id(address.row_index), strict=self.strict)
+        if address.span is None:
+            return sample
+        cutter = cutter_of(template)
+        assert cutter is not None, "a plan has parts of rows only where they are cut"
+        return self._part(address, sample, cutter)
+
+    def _part(self, address: Address, row: Encoded, cutter: RowCutter) -> Encoded:
+        assert address.span is not None
+        try:
+            return cutter.planned(row, address.span)
+        except SampleError:
+            # Of all parts of the row, so that the next run plans with them.
+            self._remember(address, row, cutter)
+            raise
 
     def sample_or_error(self, address: Address) -> Encoded | SampleError:
         """Encode one row, or say why it cannot be."""
@@ -185,12 +204,19 @@ class FusionCaptionDataset(Dataset[Encoded]):
 
     def correct(self, address: Address, planned: RowSize, sample: Encoded) -> None:
         """Remember the true size of a row where another one was planned, so that the next run plans with it."""
-        source, size = self.sources[address.source], size_of(sample)
-        if source.cache is None or size == planned:
+        size = size_of(sample)
+        # A part is as long as planned, or it is no sample at all.
+        if address.span is not None or size == planned:
             return
         logger.warning("%s: %d tokens, planned were %d", sample["sample_id"], size.length, planned.length)
-        row = with_system(source.rows[address.row_index], source.system)
-        source.cache.remember(row, size, contents_of(sample).aspect)
+        self._remember(address, sample, cutter_of(self.templates[address.source]))
+
+    def _remember(self, address: Address, sample: Encoded, cutter: RowCutter | None) -> None:
+        source = self.sources[address.source]
+        if source.cache is not None:
+            row = with_system(source.rows[address.row_index], source.system)
+            parts = part_sizes(sample, cutter)
+            source.cache.remember(row, size_of(sample), contents_of(sample).aspect, parts)
 
     def measure(self) -> None:
         """Give every source that has none its lengths, by encoding each row once."""
@@ -200,14 +226,23 @@ class FusionCaptionDataset(Dataset[Encoded]):
         )
 
     def _measured(self, number: int, source: RowSource) -> LengthIndex:
-        sizes, faults = [], {}
+        sizes, faults, parts = [], {}, {}
+        cutter = cutter_of(self.templates[number])
         for index in tqdm(range(len(source.rows)), desc=f"Lengths of {source.name}", dynamic_ncols=True):
             sample = self.sample_or_error(Address(number, index))
             if isinstance(sample, SampleError):
                 faults[index] = sample.fault
                 logger.warning("%s: cannot be encoded: %s", sample.sample_id, sample.detail)
+            elif of_row := part_sizes(sample, cutter):
+                parts[index] = of_row
             sizes.append(RowSize(0) if isinstance(sample, SampleError) else size_of(sample))
-        return LengthIndex.of(sizes, {index: fault.reason for index, fault in faults.items()}, faults)
+        cut = None if cutter is None else CutRows.of(parts)
+        return LengthIndex.of(sizes, {index: fault.reason for index, fault in faults.items()}, faults, cut)
+
+    def cut_by(self, config: PackingConfig) -> None:
+        """Encode rows to be cut as the options say, from now on."""
+        self.template = for_training(self.template, config)
+        self.templates = [for_training(template, config) for template in self.templates]
 
     def with_sources(self, sources: Sequence[RowSource]) -> FusionCaptionDataset:
         """The same with other facts about the rows; of a copy, so that nobody else's change."""
@@ -216,9 +251,13 @@ class FusionCaptionDataset(Dataset[Encoded]):
         return other
 
     def failed(self, address: Address) -> LeftOut:
-        """A row without a length: why it cannot be encoded."""
+        """A row without a length: why it cannot be encoded; a part without one: why cutting left it out."""
         source, index = self.sources[address.source], address.row_index
         assert source.sizes is not None
+        if address.span is not None:
+            assert source.sizes.cut is not None
+            number = address.span.number
+            return left_out_part(source.sample_id(index), source.sizes.cut.parts(index)[number].part(number))
         return LeftOut(source.sample_id(index), *source.sizes.fault(index))
 
 
@@ -273,7 +312,7 @@ def encode_row(
     if isinstance(sample, list):
         raise ConfigError(
             f"{sample_id}: the template made {len(sample)} samples of one row; packing needs one sample a row, "
-            "so truncation_strategy=split cannot be used with it"
+            "so use packing_overflow=split in place of truncation_strategy=split"
         )
     sample["length"] = int(sample.get("length") or len(sample["input_ids"]))
     sample["contents"] = found(sample, row, patch_size=patch_size_of(template))

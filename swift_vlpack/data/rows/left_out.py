@@ -66,7 +66,7 @@ class LeftOutRows:
 
 def as_json(left_out: LeftOut, epoch: int | None, origins: Mapping[str, str]) -> dict[str, Any]:
     """A row that is left out, as its line says it."""
-    source, row, is_loaded = left_out.sample_id
+    source, row, is_loaded, _ = left_out.sample_id
     return {
         "id": str(left_out.sample_id),
         "where": place(origins.get(source, source), row, is_loaded=is_loaded),

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from swift_vlpack.core.errors import VLPackError
 from swift_vlpack.core.packing.boundaries import Boundaries
+from swift_vlpack.core.packing.parts import Span
 from swift_vlpack.data.rows.faults import Fault
 
 Encoded = dict[str, Any]
@@ -22,16 +23,26 @@ class SampleId(NamedTuple):
     source: str
     row: int
     is_loaded: bool = False
+    part: int | None = None
+    """Which part of the row, where it is longer than a pack and cut."""
+
+    @property
+    def is_further_part(self) -> bool:
+        """Whether this is not what its row is counted by, which is the row itself or its part 0."""
+        return bool(self.part)
 
     def __str__(self) -> str:
-        return f"{self.source}:{'loaded-' if self.is_loaded else ''}{self.row}"
+        part = "" if self.part is None else f"/{self.part}"
+        return f"{self.source}:{'loaded-' if self.is_loaded else ''}{self.row}{part}"
 
 
 class Address(NamedTuple):
-    """Where a sample is to be found: position in the loaded rows of a source."""
+    """Where a sample is to be found: position in the loaded rows of a source, and which tokens of the row it is."""
 
     source: int
     row_index: int
+    span: Span | None = None
+    """None where it is the whole row."""
 
 
 class PackAddress(NamedTuple):
@@ -53,6 +64,9 @@ class LeftOut(NamedTuple):
     """The error in words."""
     files: tuple[str, ...] = ()
     """The files at fault, where that is known."""
+    num_tokens: int = 0
+    """Of a part that cutting left out."""
+    num_images: int = 0
 
 
 class SampleError(VLPackError):

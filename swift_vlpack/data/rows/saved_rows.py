@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.core.account.reasons import about
+from swift_vlpack.core.epoch.cut_rows import CutRows
 from swift_vlpack.core.errors import StateMismatch
 from swift_vlpack.core.shuffle import permutation
 from swift_vlpack.data.lengths.sizes import NUM_COLUMNS, LengthIndex
@@ -29,6 +30,8 @@ NUM_ROWS_READ = 10_000
 """Rows of a source whose content has a digest; all rows have a size."""
 NUM_CHANGES_NAMED = 3
 """Rows of each kind of change that the error of a resume names; a reader looks at one or two."""
+_CUT = ("cut", "cut_offsets", "cut_parts")
+"""Arrays of the parts of rows."""
 NUM_PLANNED_COLUMNS = 3
 """Length, images and patches, which is all that a plan follows from."""
 
@@ -121,6 +124,8 @@ def to_bytes(sources: Sequence[SavedSource]) -> bytes:
         arrays[f"reason{number}"] = np.array([reasons.index(source.sizes.failures[at]) for at in failed], dtype="<i4")
         arrays[f"contents{number}"] = source.contents.astype("<u8")
         arrays[f"numbers{number}"] = source.numbers.astype("<i8")
+        if source.sizes.cut is not None:
+            arrays |= {f"{name}{number}": array.astype("<i8") for name, array in _cut_arrays(source.sizes.cut)}
     file = io.BytesIO()
     np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
     return file.getvalue()
@@ -141,8 +146,16 @@ def _loaded(arrays: Mapping[str, NDArray[Any]], number: int, name: str, reasons:
     columns = arrays[f"sizes{number}"].astype(np.int64)
     why = [reasons[at] for at in arrays[f"reason{number}"].tolist()]
     failures = dict(zip(arrays[f"failed{number}"].tolist(), why, strict=True))
-    sizes, contents, numbers = LengthIndex(columns, failures), arrays[f"contents{number}"], arrays[f"numbers{number}"]
+    cut = None
+    if f"{_CUT[0]}{number}" in arrays:
+        cut = CutRows(*(arrays[f"{word}{number}"].astype(np.int64) for word in _CUT))
+    sizes = LengthIndex(columns, failures, cut=cut)
+    contents, numbers = arrays[f"contents{number}"], arrays[f"numbers{number}"]
     return SavedSource(name=name, sizes=sizes, contents=contents, numbers=numbers)
+
+
+def _cut_arrays(cut: CutRows) -> Iterable[tuple[str, NDArray[np.int64]]]:
+    return zip(_CUT, cut.arrays, strict=True)
 
 
 def _text(words: list[str]) -> NDArray[Any]:
@@ -187,7 +200,7 @@ def with_sizes(sources: Iterable[RowSource], saved: Iterable[SavedSource]) -> tu
 def _with_sizes(source: RowSource, saved: SavedSource) -> RowSource:
     if source.sizes is None:
         return replace(source, sizes=saved.sizes)
-    if np.array_equal(_planned(source.sizes), _planned(saved.sizes)):
+    if np.array_equal(_planned(source.sizes), _planned(saved.sizes)) and source.sizes.cut == saved.sizes.cut:
         return source
     # A checkpoint has the reasons only; what was said of rows is known where they fail now as then.
     said = {at: fault for at, fault in source.sizes.faults.items() if saved.sizes.failures.get(at) == fault.reason}

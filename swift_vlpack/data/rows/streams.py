@@ -9,7 +9,9 @@ from typing import Any
 import dill  # type: ignore[import-untyped]
 from torch.utils.data import get_worker_info
 
+from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.epoch.shares import EVERYTHING, Share
+from swift_vlpack.data.parts.row_cutter import for_training
 from swift_vlpack.data.randomness import RandomStream
 from swift_vlpack.data.rows.fusion import Row, Template, encode_row, sample_or_error
 from swift_vlpack.data.rows.samples import Encoded, SampleError, SampleId
@@ -34,6 +36,10 @@ class StreamedRows:
         self.strict = strict
         self.seed = 0
         """Of what is drawn while rows are read and encoded."""
+
+    def cut_by(self, config: PackingConfig) -> None:
+        """Encode rows to be cut as the options say, from now on."""
+        self.template = for_training(self.template, config)
 
     def __getstate__(self) -> dict[str, Any]:
         """For spawned workers. ms-swift maps a lambda over the rows of a stream, which pickle itself refuses."""

@@ -23,6 +23,7 @@ from swift_vlpack.data.lengths.inputs import Encoders, Known
 from swift_vlpack.data.lengths.measure import measure
 from swift_vlpack.data.lengths.rank_rows import rows_at
 from swift_vlpack.data.lengths.trust import Trust
+from swift_vlpack.data.parts.row_cutter import cutter_of
 from swift_vlpack.data.rows.fusion import RowSource, own_template
 from swift_vlpack.data.rows.urls import Urls
 from swift_vlpack.host import ranks
@@ -41,7 +42,9 @@ def with_lengths(source: RowSource, template: Any, args: Any, cache_dir: str | N
     own = own_template(template, source)
     plugins = getattr(args, "external_plugins", None) or []
     context = context_of(own, plugins)
-    cache = LengthCache(cache_path(source, context, cache_dir), context, digest_of_cures())
+    cutter = cutter_of(own)
+    cutting = "" if cutter is None else cutter.digest()
+    cache = LengthCache(cache_path(source, context, cache_dir), context, digest_of_cures(), cutting)
     if ranks.num_ranks() > 1:
         _check_same_rows(source, cache, digests_of(own, plugins))
     # A resumed run goes on with the plan it had; the notes wait for the next new one.

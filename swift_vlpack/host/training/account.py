@@ -15,7 +15,7 @@ from swift_vlpack.core.account.telemetry import Telemetry
 from swift_vlpack.core.files import write_json
 from swift_vlpack.core.run_files import BEGUN
 from swift_vlpack.data.feeds.failures import FEWEST_ROWS_OF_EPOCH, FailedShare
-from swift_vlpack.data.feeds.feed import Feed
+from swift_vlpack.data.feeds.feed import Feed, count_left_out
 from swift_vlpack.data.rows.left_out import LeftOutRows, deleted_by_loader
 from swift_vlpack.data.rows.samples import LeftOut, PackRecord
 from swift_vlpack.host.ranks import gathered
@@ -76,7 +76,7 @@ class Account:
         self._failed_share.count(0, left_out)
         self._left_out_rows.add(epoch, left_out)
         for one in left_out:
-            self.counted.dropped(one.sample_id.source, one.reason)
+            count_left_out(self.counted, one)
 
     def over_all_ranks(self) -> Telemetry:
         """The epoch's counts so far; all ranks have to call it."""
@@ -114,6 +114,7 @@ class Account:
                 num_images=record.num_images,
                 num_padding=record.num_padding,
                 single_long=record.single_long,
+                further=[key.source for key in record.sample_ids if key.is_further_part],
             )
 
     def _no_counts(self) -> Telemetry:

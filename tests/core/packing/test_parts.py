@@ -127,11 +127,11 @@ def test_options_that_cannot_be_or_would_do_nothing_are_refused():
     with pytest.raises(ConfigError, match="packing_overflow must be one of keep, split, truncate, drop"):
         PackingConfig(packing_length=8, packing_overflow="cut")
     with pytest.raises(ConfigError, match="packing_stride=2 would do nothing under packing_overflow=truncate"):
-        PackingConfig(packing_length=8, packing_overflow="truncate", packing_stride=2)
+        Cutting.of(PackingConfig(packing_length=8, packing_overflow="truncate", packing_stride=2))
     with pytest.raises(ConfigError, match="packing_min_len=2 would do nothing under packing_overflow=keep"):
-        PackingConfig(packing_length=8, packing_min_len=2)
+        Cutting.of(PackingConfig(packing_length=8, packing_min_len=2))
     with pytest.raises(ConfigError, match="packing_stride must be at least 0"):
         PackingConfig(packing_length=8, packing_overflow="split", packing_stride=-1)
-    with pytest.raises(ConfigError, match="packing_stride leaves no room"):
+    with pytest.raises(ConfigError, match="packing_stride=8 leaves no room"):
         Cutting.of(PackingConfig(packing_length=8, packing_overflow="split", packing_stride=8))
     assert Cutting.of(PackingConfig(packing_length=8)) is None

@@ -287,7 +287,11 @@ def test_fusion_config_mixes_sources(tiny_folder, data, tmp_path, options):
 @pytest.mark.parametrize(
     ("flags", "variables", "message"),
     [
-        ({"truncation_strategy": "split"}, {}, "--truncation_strategy split cannot be used with packing"),
+        (
+            {"truncation_strategy": "left"},
+            {"packing_overflow": "split"},
+            "--truncation_strategy left and packing_overflow=split",
+        ),
         ({"group_by_length": "true"}, {}, "--group_by_length true cannot be used with packing"),
         ({"deepspeed_autotp_size": 2}, {}, "--deepspeed_autotp_size above 1 cannot be used with packing"),
         ({"use_flash_ckpt": "true"}, {}, "--use_flash_ckpt true cannot be used with packing"),
