@@ -31,12 +31,10 @@ STATE = {
     **dict.fromkeys(("num_packs", "num_single_long", "num_images", "num_padding", "num_pack_tokens"), Whole()),
     "fill_histogram": [Whole()],
     "sources": _COUNTS,
-    "further": _COUNTS,
-    "lost_tokens": Named(Whole()),
-    "lost_images": Named(Whole()),
 }
 """The shape of a saved state."""
-_OF_PARTS = ("further", "lost_tokens", "lost_images")
+_OF_PARTS = {"further": _COUNTS, "lost_tokens": Named(Whole()), "lost_images": Named(Whole())}
+"""What it has besides where rows were cut."""
 
 
 @dataclass(slots=True)
@@ -240,9 +238,8 @@ class Telemetry:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Telemetry:
         """Counts that go on from a saved state; one that cannot be is refused."""
-        # Only where rows were cut, so that the state of a run that cuts none is what it always was.
-        of_parts = {"further": {}, "lost_tokens": {}, "lost_images": {}, **state}
-        check_shape(of_parts, STATE, "counted")
+        of_parts = {**{name: {} for name in _OF_PARTS}, **state}
+        check_shape(of_parts, {**STATE, **_OF_PARTS}, "counted")
         if len(state["fill_histogram"]) != NUM_FILL_BINS + 1:
             raise StateMismatch(f"damaged: counted.fill_histogram has {len(state['fill_histogram'])} numbers")
         counts = {name: _counts_from(of_parts[name]) for name in ("sources", "further")}

@@ -108,8 +108,8 @@ def _check_steps(num_packs: int, fewest_samples: int, recipe: Recipe) -> None:
     if any(cut is not None and len(cut) for cut in recipe.cut):
         why, way_out = "ratios below 1 of rows that are cut", "give sources whose rows are cut a ratio of 1"
     raise PlanError(
-        f"with {why} one epoch has {fewest_samples} samples, another {num_packs} packs, but all need the same number of "
-        f"steps; raise packing_length, so that samples share packs, or {way_out}"
+        f"with {why} one epoch has {fewest_samples} samples, another {num_packs} packs, but all need the same number "
+        f"of steps; raise packing_length, so that samples share packs, or {way_out}"
     )
 
 
