@@ -59,6 +59,11 @@ def _plan_lengths(args: argparse.Namespace) -> int:
         raise ConfigError("both --lengths and --config say what to plan; give one of them")
     num_ranks = checked_num_ranks(1 if args.num_ranks is None else args.num_ranks)
     config = config_of(args)
+    if config.packing_overflow != "keep":
+        raise ConfigError(
+            f"packing_overflow={config.packing_overflow} needs to know where the images of a row are, which lengths do "
+            "not say; plan the run itself (--config), or leave it out"
+        )
     lengths = read_lengths(args.lengths)
     start = time.perf_counter()
     made = plan(lengths.tokens, config, images=lengths.images, patches=lengths.patches, seed=args.seed, label=None)

@@ -23,9 +23,11 @@ MARK = "TEST_RUN"
 
 
 class Run:
-    """`vlpack sft` on some ranks of this machine, over gloo."""
+    """`vlpack sft`, or another command, on some ranks of this machine, over gloo."""
 
-    def __init__(self, flags: Iterable[Any], log: Path, *, num_ranks: int = 2, **options: Any) -> None:
+    def __init__(
+        self, flags: Iterable[Any], log: Path, *, num_ranks: int = 2, command: str = "sft", **options: Any
+    ) -> None:
         self.log = log
         self.mark = uuid.uuid4().hex
         clean = {key: value for key, value in os.environ.items() if not key.startswith("VLPACK_")}
@@ -39,9 +41,9 @@ class Run:
         if num_ranks > 1:
             environ |= {"NPROC_PER_NODE": str(num_ranks), "MASTER_PORT": str(free_port())}
             flags = [*flags, "--ddp_backend", "gloo", "--use_cpu", "true"]
-        command = [sys.executable, "-m", "swift_vlpack.cli", "sft", *map(str, flags)]
+        argv = [sys.executable, "-m", "swift_vlpack.cli", command, *map(str, flags)]
         with log.open("w") as file:
-            self.process = subprocess.Popen(command, stdout=file, stderr=file, env=environ, start_new_session=True)
+            self.process = subprocess.Popen(argv, stdout=file, stderr=file, env=environ, start_new_session=True)
 
     def wait(self, timeout_seconds: float = 400) -> int:
         """The exit code; a run that hangs is ended, and that is an error."""

@@ -30,6 +30,7 @@ class PackReader(Dataset[PackedSamples]):
         self.seed = seed
         self._num_packs = num_packs
         self._num_failed_in_a_row = 0
+        self._failed_row: tuple[int, int] | None = None
         self._draws_at_random = False
 
     def __len__(self) -> int:
@@ -46,7 +47,9 @@ class PackReader(Dataset[PackedSamples]):
         left_out: list[LeftOut] = []
         for where, size, sample in zip(address.samples, address.sizes, self._encoded(address), strict=True):
             if isinstance(sample, SampleError):
-                self._num_failed_in_a_row += 1
+                # All parts of a row fail with it, and are one failure.
+                self._num_failed_in_a_row += where[:2] != self._failed_row
+                self._failed_row = where[:2]
                 left_out.append(counted_failure(sample, self._num_failed_in_a_row, self.config.packing_max_failures))
                 continue
             self._num_failed_in_a_row = 0

@@ -62,7 +62,6 @@ class Found:
             self._is_known &= self.sizes["proof"] != VOUCHED
         if is_strict:
             self._is_known &= self.sizes["reason"] == 0  # tried again, to stop the run
-        self.num_remembered = int(self._is_known.sum())
         failed = np.flatnonzero(self._is_known & (self.sizes["reason"] > 0))
         told = self._known.cache.told() if len(failed) else {}
         for position in failed.tolist():
@@ -70,6 +69,7 @@ class Found:
                 self.faults[self._rows.index(position)] = fault
         if longest is not None:
             self._take_over_parts(longest)
+        self.num_remembered = int(self._is_known.sum())
 
     def _take_over_parts(self, longest: int) -> None:
         """A row whose parts nobody remembers, or that has grown since, is measured anew."""

@@ -1,0 +1,44 @@
+"""Rows with videos: a video is never cut, and goes with its own part."""
+
+import pytest
+import torch
+
+from swift_vlpack import PackingConfig
+from swift_vlpack.data.parts.row_cutter import cutter_of, for_training
+from swift_vlpack.host.lengths.headers import pixel_free
+from tests.images import photo
+from tests.videos import video
+
+pytest.importorskip("decord", reason="has no wheel for this platform")
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_video_is_whole_with_its_times_and_frames(family, tiny, tmp_path):
+    """CUT-2 CUT-9: Qwen3-VL writes the time of every frame between its patches, which is one medium all the same."""
+    template = tiny(family).template
+    text = "look " * 150 + "<video>then <image>" + "look " * 90 + "<video>end"
+    row = {
+        "messages": [{"role": "assistant", "content": text}],
+        "videos": [video(tmp_path / "a.mp4", 60, 112, 112), video(tmp_path / "b.mp4", 9, 64, 98)],
+        "images": [photo(tmp_path, "c", 84, 112)],
+    }
+    own = for_training(template, PackingConfig(packing_length=200, packing_overflow="split", packing_stride=5))
+    sample, cutter = own.encode(row, return_length=True), cutter_of(own)
+    parts = cutter.parts(sample)
+    assert parts == cutter.parts(pixel_free(own).encode(row, return_length=True))
+    assert [part.reason for part in parts] == [None] * len(parts)
+    assert len(parts) > 2
+    made = [cutter.cut(sample, part.span) for part in parts]
+    words = template.tokenizer
+    for name in ("video_grid_thw", "image_grid_thw", "pixel_values", "pixel_values_videos"):
+        assert torch.equal(torch.cat([one[name] for one in made if name in one]), sample[name]), name
+    seconds = [second for one in made for second in one.get("second_per_grid_ts", [])]
+    assert seconds == list(sample.get("second_per_grid_ts", []))
+    starts = words.convert_tokens_to_ids("<|vision_start|>"), words.convert_tokens_to_ids("<|vision_end|>")
+    for one, part in zip(made, parts, strict=True):
+        pads = one["input_ids"].count(template.video_token_id)
+        grids = one.get("video_grid_thw", torch.zeros(0, 3))
+        assert pads == int(grids.prod(-1).sum()) // template.processor.image_processor.merge_size**2
+        assert one["input_ids"].count(starts[0]) == one["input_ids"].count(starts[1])
+        text = words.decode(one["input_ids"])
+        assert text.count("<|vision_start|>") == text.count("seconds>") + part.images or family == "qwen2_5_vl"
