@@ -166,7 +166,7 @@ def test_parts_are_remembered_with_the_lengths(run, tiny_folder, data, tmp_path,
     again, encoded = report()
     assert again["plan_digest"] == planned["plan_digest"]
     assert encoded == set()
-    other, encoded = report(packing_length=150)
+    other, encoded = report(packing_length=200)
     assert 0 < len(encoded) == other["cut"]["num_rows_cut"] < planned["cut"]["num_rows_cut"]
 
 

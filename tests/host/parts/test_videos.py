@@ -16,13 +16,13 @@ pytest.importorskip("decord", reason="has no wheel for this platform")
 def test_a_video_is_whole_with_its_times_and_frames(family, tiny, tmp_path):
     """CUT-2 CUT-9: Qwen3-VL writes the time of every frame between its patches, which is one medium all the same."""
     template = tiny(family).template
-    text = "look " * 150 + "<video>then <image>" + "look " * 90 + "<video>end"
+    text = "look " * 450 + "<video>then <image>" + "look " * 300 + "<video>end"
     row = {
         "messages": [{"role": "assistant", "content": text}],
         "videos": [video(tmp_path / "a.mp4", 60, 112, 112), video(tmp_path / "b.mp4", 9, 64, 98)],
         "images": [photo(tmp_path, "c", 84, 112)],
     }
-    own = for_training(template, PackingConfig(packing_length=200, packing_overflow="split", packing_stride=5))
+    own = for_training(template, PackingConfig(packing_length=700, packing_overflow="split", packing_stride=5))
     sample, cutter = own.encode(row, return_length=True), cutter_of(own)
     parts = cutter.parts(sample)
     assert parts == cutter.parts(pixel_free(own).encode(row, return_length=True))
