@@ -12,7 +12,7 @@ from swift_vlpack.core.account.reasons import Reason
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.packing.parts import Cutting, Part, Span, parts_of
 from swift_vlpack.core.words import counted
-from swift_vlpack.data.parts.cut import cut_sample
+from swift_vlpack.data.parts.cut import CannotBeCut, cut_sample
 from swift_vlpack.data.parts.layout import MediaWords, media_of, runs_of
 from swift_vlpack.data.rows.samples import Encoded, LeftOut, SampleError, SampleId
 
@@ -35,13 +35,14 @@ class RowCutter:
         return parts_of(runs_of(num_tokens, media_of(row, self.words)), self.cutting, num_tokens)
 
     def cut(self, row: Encoded, span: Span) -> Encoded:
-        """Some tokens of a row as a sample."""
+        """Some tokens of a row as a sample; `SampleError` where its tensors are not what its tokens say."""
         media = media_of(row, self.words)
         assert media is not None, "a row whose media are not known has no part that is trained"
-        part = cut_sample(row, span, media)
-        if "sample_id" in row:
-            part["sample_id"] = row["sample_id"]._replace(part=span.number)
-        return part
+        sample_id = row["sample_id"]._replace(part=span.number)
+        try:
+            return {**cut_sample(row, span, media), "sample_id": sample_id}
+        except CannotBeCut as error:
+            raise SampleError(sample_id, Reason.CANNOT_BE_CUT.value, str(error)) from error
 
     def planned(self, row: Encoded, span: Span) -> Encoded:
         """The part that a plan has; an error where the row is cut otherwise now."""
@@ -89,7 +90,13 @@ def in_parts(
         yield None, row
         return
     for part in parts:
-        yield part.number, cutter.cut(row, part.span) if part.reason is None else left_out_part(row["sample_id"], part)
+        if part.reason is not None:
+            yield part.number, left_out_part(row["sample_id"], part)
+            continue
+        try:
+            yield part.number, cutter.cut(row, part.span)
+        except SampleError as error:
+            yield part.number, LeftOut(error.sample_id, *error.fault, part.length, part.images)
 
 
 def left_out_part(row: SampleId, part: Part) -> LeftOut:

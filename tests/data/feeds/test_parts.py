@@ -280,6 +280,24 @@ def test_row_that_is_cut_otherwise_when_it_is_loaded_is_left_out_and_known_next_
     assert all(len(tokens) <= 30 for _, tokens, _ in samples)
 
 
+@pytest.mark.parametrize("mode", ["plan", "buffer"])
+def test_row_whose_tensors_are_not_what_its_tokens_say_is_counted(mode):
+    """CUT-6: found when it is cut, part by part; the run goes on."""
+
+    class Short(Template):
+        def encode(self, inputs, return_length=False):
+            made = super().encode(inputs, return_length)
+            if "pixel_values" in made:
+                made["pixel_values"] = made["pixel_values"][1:]
+            return made
+
+    data = [{"messages": [{}], "runs": [40, -5, 40]}, {"messages": [{}], "runs": [12]}]
+    packs = PackingDataset(data, Short(), config(packing_mode="auto" if mode == "plan" else "buffer"))
+    samples, left_out = told([packs[number] for number in range(len(packs))] if mode == "plan" else list(packs))
+    assert [str(one.sample_id) for one in left_out if one.reason == "cannot_be_cut"] == ["data:0/1"]
+    assert {name for name, *_ in samples} >= {"data:0/0", "data:0/2", "data:1"}
+
+
 def test_ratios_are_of_rows_and_epochs_too_unlike_are_refused():
     """CUT-14"""
     few = [{"messages": [{}], "runs": [900]}, *({"messages": [{}], "runs": [25]} for _ in range(9))]

@@ -5,6 +5,8 @@ import torch
 
 from swift_vlpack import PackingConfig
 from swift_vlpack.data.parts.row_cutter import cutter_of, for_training
+from swift_vlpack.data.rows.fusion import encode_row
+from swift_vlpack.data.rows.samples import SampleId
 from swift_vlpack.host.lengths.headers import pixel_free
 from tests.images import photo
 from tests.videos import video
@@ -23,7 +25,7 @@ def test_a_video_is_whole_with_its_times_and_frames(family, tiny, tmp_path):
         "images": [photo(tmp_path, "c", 84, 112)],
     }
     own = for_training(template, PackingConfig(packing_length=700, packing_overflow="split", packing_stride=5))
-    sample, cutter = own.encode(row, return_length=True), cutter_of(own)
+    sample, cutter = encode_row(own, row, SampleId("clips", 0)), cutter_of(own)
     parts = cutter.parts(sample)
     assert parts == cutter.parts(pixel_free(own).encode(row, return_length=True))
     assert [part.reason for part in parts] == [None] * len(parts)
