@@ -68,7 +68,7 @@ def test_epochs_are_shared_and_resumed_between_the_parts_of_a_row(num_ranks):
 
 
 def test_rows_of_which_nothing_is_left_are_drawn_as_those_that_cannot_be_encoded():
-    """CUT-11 MIX-11: a ratio is one of rows, of which some part can be packed."""
+    """CUT-11: a ratio is one of rows, of which some part can be packed."""
     nothing = CutRows.of({1: [PartSize(0, 22, 0, 2, 8, 9, LEFT_OUT.index("overflow"))]})
     made = recipe()
     epoch = pack_epoch(Recipe(**{**vars(made), "cut": (nothing,)}), 0)
