@@ -9,6 +9,7 @@ import tarfile
 import venv
 import zipfile
 from email import message_from_string
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy
@@ -152,6 +153,72 @@ def test_machine_without_ms_swift_is_looked_at_all_the_same(with_numpy_only, tmp
     assert "ms-swift      not installed: nothing can be trained here" in done.stdout
     done = with_numpy_only("-m", "swift_vlpack", "cache", "list", "--packing_cache_dir", str(tmp_path))
     assert done.stdout.strip() == f"{tmp_path}: nothing is remembered of lengths"
+
+
+@pytest.fixture(scope="module")
+def distributed(tmp_path_factory):
+    """The wheel and the sdist, as `uv build` makes them of a copy of the folder for an index."""
+    folder = tmp_path_factory.mktemp("distributed")
+    shutil.copytree(ROOT, folder / "source", ignore=shutil.ignore_patterns(*NOT_SOURCE))
+    tool = ["-m", "uv", "build", "--offline"] if find_spec("uv") else ["-m", "build"]
+    run_here(*tool, "--no-build-isolation" if find_spec("uv") else "--no-isolation", cwd=folder / "source")
+    return sorted((folder / "source" / "dist").glob("swift_vlpack-*"))
+
+
+def run_here(*arguments, cwd):
+    done = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.telling
+def test_an_index_would_take_what_is_built(distributed, tmp_path):
+    """PKG-5: and the wheel that is made of the sdist is the wheel."""
+    wheel, sdist = distributed
+    assert (wheel.suffix, sdist.suffixes[-2:]) == (".whl", [".tar", ".gz"])
+    said = run_here("-m", "twine", "check", "--strict", str(wheel), str(sdist), cwd=tmp_path)
+    assert said.count("PASSED") == 2, said
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.glob("swift_vlpack-*")
+    made = run_here("-W", "ignore", "-c", BUILD, "wheel", str(tmp_path), cwd=source).splitlines()[-1]
+    assert content_of(tmp_path / made) == content_of(wheel)
+
+
+def content_of(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist() if not name.endswith("RECORD")}
+
+
+@pytest.mark.slow
+@pytest.mark.telling
+def test_wheel_works_outside_of_the_repository(distributed, tmp_path):
+    """PKG-5: installed into an empty environment, beside the packages of this one."""
+    venv.create(tmp_path / "env", symlinks=True)
+    (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    python = tmp_path / "env" / "bin" / "python"
+    installer = ["-m", "uv", "pip", "install", "--offline"] if find_spec("uv") else ["-m", "pip", "install"]
+    target = ["--python", str(python)] if find_spec("uv") else ["--target", str(site)]
+    run_here(*installer, *target, "--no-deps", str(distributed[0]), cwd=tmp_path)
+    # What it requires, without a download of gigabytes; an editable install of ours is not followed from here.
+    (site / "others.pth").write_text(str(Path(numpy.__file__).parent.parent) + "\n")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VLPACK_"))}
+
+    def run(*command):
+        return subprocess.run(list(map(str, command)), cwd=tmp_path, env=clean, capture_output=True, text=True)
+
+    where = run(python, "-c", "import swift_vlpack; print(swift_vlpack.__file__)").stdout
+    assert Path(where.strip()).is_relative_to(site)
+    vlpack = tmp_path / "env" / "bin" / "vlpack"
+    assert run(vlpack, "--version").stdout == f"vlpack {swift_vlpack.__version__}\n"
+    lengths = ROOT / "configs" / "example_lengths.json"
+    assert "lower bound" in run(vlpack, "plan", "--lengths", lengths, "--packing_length", "8192").stdout
+    assert Path(run(vlpack, "plugin-path").stdout.strip()).is_relative_to(site)
+    assert json.loads(run(vlpack, "schema").stdout)["properties"]["packing_length"]
+    done = run(vlpack, "doctor", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["imported"]["swift_problem"] is None
 
 
 def test_module_is_the_command():

@@ -25,6 +25,7 @@ WANTED = [
     ("vlpack plan --config tra", ["train.yaml"]),
     ("vlpack sft tra", ["train.yaml"]),
     ("vlpack verify p", ["pt"]),
+    ("vlpack report tra", ["train.yaml"]),
     ("vlpack doctor --packing_mo", []),
 ]
 

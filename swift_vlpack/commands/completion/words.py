@@ -11,7 +11,7 @@ from swift_vlpack.commands.command import Command
 from swift_vlpack.commands.schema.training import flag_schema
 from swift_vlpack.swift_flags import flags
 
-OF_FILES = ("FILE", "PATH", "FOLDER", "CONFIG")
+OF_FILES = ("FILE", "PATH", "FOLDER", "OUTPUT_DIR")
 """What a flag takes, as the help shows it, where it is a path."""
 
 
@@ -51,7 +51,7 @@ def words_of(root: argparse.ArgumentParser) -> list[Words]:
             options = {**_of_swift(), **options}
         is_told_which = is_of_run and "--config" in options
         actions = ("sft", "pt") if is_told_which else (*below, *_choices_behind(parser))
-        takes_file = is_of_run and not is_told_which
+        takes_file = (is_of_run and not is_told_which) or any(map(_is_path, _behind(parser)))
         found.append(Words(name, command.text, tuple(options.values()), actions, takes_file))
     return found
 
@@ -63,9 +63,18 @@ def _subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
 
 def _choices_behind(parser: argparse.ArgumentParser) -> Iterator[str]:
     """Of an argument without a flag."""
+    for action in _behind(parser):
+        yield from map(str, action.choices or ())
+
+
+def _behind(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
     for action in parser._actions:
         if not action.option_strings and not isinstance(action, argparse._SubParsersAction):
-            yield from map(str, action.choices or ())
+            yield action
+
+
+def _is_path(action: argparse.Action) -> bool:
+    return action.type is Path or str(action.metavar) in OF_FILES
 
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[Option]:
@@ -79,7 +88,7 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[Option]:
             text=_first_sentence(action.help or ""),
             choices=choices,
             is_switch=action.nargs == 0,
-            takes_file=action.type is Path or (not choices and shown in OF_FILES),
+            takes_file=not choices and _is_path(action),
         )
 
 
