@@ -15,6 +15,7 @@ VLPackError
 |-- RanksDiffer        the ranks would train on different data (host/ranks.py)
 |-- StateNotSaved      the state of the data cannot be written into a checkpoint (host/training/state.py)
 |-- WorkerDied         a dataloader worker was killed, or left (host/training/loader.py)
+|-- PhaseFailed        a process of `vlpack bench` ended without a result (commands/tools/bench.py)
 `-- UnsupportedSwift   this ms-swift has moved something that packing holds on to (host/seam.py)
 """
 
