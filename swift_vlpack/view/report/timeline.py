@@ -19,9 +19,11 @@ def timeline_of(legs: Sequence[Leg], checkpoints: Sequence[Checkpoint]) -> list[
 
 def _of_leg(leg: Leg, on_disk: dict[str, Checkpoint]) -> Iterator[dict[str, Any]]:
     yield _entry(leg, leg.facts, _beginning(leg.facts))
+    verb = "goes on" if "checkpoint" in leg.facts else "begins"
     for event in leg.events:
         if event["event"] == EPOCH:
-            yield _entry(leg, event, f"epoch {event['epoch']} begins")
+            yield _entry(leg, event, f"epoch {event['epoch']} {verb}")
+            verb = "begins"
         elif event["event"] == CHECKPOINT:
             yield _entry(leg, event, _checkpoint(leg, event, on_disk))
         elif event["event"] == END:
