@@ -14,8 +14,13 @@ from typing import Any
 WIDTH, HEIGHT = 420, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 14, 30
 _NUM_TICKS = 4
+MOST_POINTS = 300
+"""Of a line: more than there are places, and a page of a long run would be many MB."""
 _DASHES = ("", "6 3", "2 3")
 """Lines are told apart by more than their colour."""
+
+
+Point = tuple[float, float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +28,7 @@ class Line:
     """A series by step; None is a gap."""
 
     name: str
-    points: Sequence[tuple[float, float | None]]
+    points: Sequence[Point]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,7 @@ def line_chart(
     title: str, lines: Sequence[Line], *, is_share: bool = False, marks: Sequence[tuple[float, str]] = ()
 ) -> str:
     """Lines over optimizer steps; `marks` are steps with what happened there."""
+    lines = [Line(line.name, thinned(line.points)) for line in lines]
     points = [point for line in lines for point in line.points]
     values = [value for _, value in points if value is not None]
     if not values:
@@ -58,6 +64,20 @@ def line_chart(
     for number, line in enumerate(lines):
         parts.append(_line(line, number, x, y, is_share))
     return _figure(title, _legend(lines), "".join(parts), HEIGHT)
+
+
+def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> Sequence[Point]:
+    """At most so many points: means of neighbours, each at the step of the last of them.
+
+    >>> thinned([(1, 2.0), (2, 4.0), (3, None), (4, 8.0)], most=2)
+    [(2, 3.0), (4, 8.0)]
+    """
+    if len(points) <= most:
+        return points
+    cuts = [round(at * len(points) / most) for at in range(most + 1)]
+    groups = [points[start:end] for start, end in pairwise(cuts)]
+    known = [(group[-1][0], [value for _, value in group if value is not None]) for group in groups]
+    return [(step, sum(values) / len(values) if values else None) for step, values in known]
 
 
 def bar_chart(title: str, names: Sequence[str], series: Mapping[str, Sequence[float | None]]) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 
 from swift_vlpack.core.words import by_reason, counted
 
+_MOST_ROWS = 60
+"""Of the timeline; a long run has hundreds of checkpoints."""
 Report = dict[str, Any]
 Line = tuple[str, str]
 
@@ -158,6 +160,9 @@ def _timeline(timeline: Sequence[Report]) -> Section:
         )
         for entry in timeline
     ]
+    if len(rows) > _MOST_ROWS:
+        num_more = len(rows) - _MOST_ROWS
+        rows[_MOST_ROWS // 2 : -_MOST_ROWS // 2] = [("...", f"{num_more} more, which --json has", "...")]
     return Section("Timeline", (), ("when (UTC)", "what", "step"), rows, num_texts=2)
 
 

@@ -3,8 +3,10 @@
 import subprocess
 import sys
 
-from swift_vlpack.core.account.run_log import RunLog
+from swift_vlpack.core import json_lines
+from swift_vlpack.core.account.run_log import RunLog, events
 from swift_vlpack.view.report.report_page import report_page
+from swift_vlpack.view.report.report_text import print_report
 from tests.view.report.test_legs import facts, report, train
 from tests.view.test_page import Elements
 
@@ -26,6 +28,29 @@ def test_page_asks_no_network_for_anything(tmp_path):
     train(tmp_path, range(1, 4), 2, checkpoints=(2,), ends=True)
     elements = Elements(report_page(report(tmp_path)))
     assert not [attrs for _, attrs in elements.found if {"src", "href", "action"} & set(attrs)]
+
+
+def test_long_run_makes_a_page_of_moderate_size_and_a_timeline_to_look_at(tmp_path, capsys):
+    """REPORT-6 REPORT-10: 3,000 notes and 600 checkpoints."""
+    log = RunLog(tmp_path)
+    train(tmp_path, range(1, 2), 1)
+    (note,) = [event for event in events(log.path) if event["event"] == "steps"]
+    more = [{**note, "step": step} for step in range(2, 3001)]
+    checkpoints = [
+        {"event": "checkpoint", "checkpoint": f"checkpoint-{n}", "when": note["when"], "step": n}
+        for n in range(5, 3001, 5)
+    ]
+    json_lines.append(log.path, sorted([*more, *checkpoints], key=lambda event: event["step"]))
+    made = report(tmp_path)
+    assert made["trained"]["num_steps"] == len(made["series"]) == 3000
+    assert len(made["timeline"]) == 1 + 600 + 1
+    assert len(report_page(made)) < 500_000, "characters"
+    print_report(made, sys.stdout)
+    text = capsys.readouterr().out
+    assert "542 more, which --json has" in text
+    assert len(text.splitlines()) < 130
+    assert "checkpoint-5," in text
+    assert "checkpoint-3000," in text
 
 
 def test_report_loads_neither_torch_nor_ms_swift(tmp_path):
