@@ -55,6 +55,7 @@ def test_one_difference_sends_the_source_through_the_full_encoding(where, templa
     assert f"rows:{number} has {right[number]} tokens, 1 image, " in line
     assert "from its header " in line
     assert line.count(" 1 image, ") == 2
+    assert line.endswith(sizes.without_headers)
 
 
 @pytest.mark.parametrize(("true", "lie"), [((900, 700), (1000, 800)), ((1600, 40), (1700, 40)), ((30, 30), (90, 60))])
@@ -130,6 +131,7 @@ def test_source_that_fell_back_stays_correct_with_new_rows(template, tmp_path, m
     sizes = with_lengths(source(dataset(rows)), template, ARGS, str(tmp_path)).sizes
     assert sizes.lengths.tolist() == [outcome(template, row).length for row in rows]
     assert "found to differ at an earlier start" in said[0]
+    assert said[0].endswith(sizes.without_headers)
 
 
 def test_row_whose_header_says_nothing_is_encoded_in_full(template, tmp_path, monkeypatch):
