@@ -103,6 +103,11 @@ class DrawnEpoch:
         return further
 
     @property
+    def num_rows(self) -> int:
+        """Rows that were drawn, of which some may be there in several parts."""
+        return len(self.schedule) - int(self.is_further_part.sum())
+
+    @property
     def unreadable(self) -> NDArray[np.int64]:
         """Positions of rows that cannot be encoded, and of parts that cutting left out, which are in no pack."""
         return np.flatnonzero(self.lengths == 0)

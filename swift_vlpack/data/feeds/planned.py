@@ -112,6 +112,11 @@ def recipe_of(
     sizes, cut = [], []
     for source in sized:
         assert source.sizes is not None, f"{source.name} was not measured"
+        if config.packing_overflow != "keep" and source.sizes.cut is None:
+            raise DataError(
+                f"source {source.name!r} was measured for rows that stay whole, and packing_overflow="
+                f"{config.packing_overflow} cuts them; give it without sizes, and it is measured again"
+            )
         sizes.append(source.sizes.columns)
         cut.append(source.sizes.cut)
     return Recipe(sizes=tuple(sizes), cut=tuple(cut), mix=dataset.mix, config=config, seed=seed, num_ranks=num_ranks)

@@ -47,8 +47,7 @@ def training_report(
     num_listed = _write_list(feed, failures_file)
     if warning := left_out_warning(left_out_by(epoch, feed.dataset), num_rows=len(epoch.schedule)):
         logger.warning(f"packing: {warning}")
-    num_rows = len(epoch.schedule) - int(epoch.is_further_part.sum())
-    report = plan_report(epoch.unshared, epoch.packs, num_rows=num_rows, seconds=time.perf_counter() - start)
+    report = plan_report(epoch.unshared, epoch.packs, num_rows=epoch.num_rows, seconds=time.perf_counter() - start)
     return {
         **report,
         **data_report(epoch, feed.dataset, merge_size(run.template)),

@@ -55,7 +55,7 @@ def noted(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plan_facts(plan: EpochPlan, accumulation: int) -> dict[str, Any]:
-    report = plan_report(plan.unshared, plan.packs, num_rows=len(plan.schedule), seconds=0.0)
+    report = plan_report(plan.unshared, plan.packs, num_rows=plan.num_rows, seconds=0.0)
     return {
         **report,
         "packs_per_epoch": len(plan),

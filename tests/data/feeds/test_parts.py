@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from swift_vlpack import PackingConfig, PackingDataset
 from swift_vlpack.core.account.telemetry import Telemetry
-from swift_vlpack.core.errors import PlanError
+from swift_vlpack.core.errors import DataError, PlanError
 from swift_vlpack.data.feeds.buffered import BufferedPackingDataset, ReaderProgress
 from swift_vlpack.data.feeds.data_report import data_report, left_out_rows
 from swift_vlpack.data.feeds.feed import count_left_out
@@ -298,12 +298,21 @@ def test_row_whose_tensors_are_not_what_its_tokens_say_is_counted(mode):
     assert {name for name, *_ in samples} >= {"data:0/0", "data:0/2", "data:1"}
 
 
+def test_sizes_without_parts_are_refused_where_rows_are_to_be_cut():
+    """CUT-12: or long rows would stay whole without a word."""
+    data = FusionCaptionDataset([RowSource(name="data", rows=rows(5))], Template())
+    data.templates[0].max_length = None
+    data.measure()
+    with pytest.raises(DataError, match="was measured for rows that stay whole"):
+        PackingDataset(data, Template(), config())
+
+
 def test_ratios_are_of_rows_and_epochs_too_unlike_are_refused():
     """CUT-14"""
     few = [{"messages": [{}], "runs": [900]}, *({"messages": [{}], "runs": [25]} for _ in range(9))]
     source = FusionCaptionDataset([RowSource(name="data", rows=few, ratio=0.5)], Template(), seed=1)
     packs = PackingDataset(source, Template(), config(), num_epochs=1)
-    assert len(packs.epoch_plan.schedule) - int(packs.epoch_plan.is_further_part.sum()) == 5
+    assert packs.epoch_plan.num_rows == 5
     with pytest.raises(PlanError, match=r"ratios below 1 of rows that are cut one epoch has .* samples.*a ratio of 1"):
         PackingDataset(source, Template(), config(), num_epochs=6)
 
