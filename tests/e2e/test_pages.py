@@ -40,7 +40,7 @@ def config(tiny_folder, tmp_path_factory):
         **{name: str(value) for name, value in flags.items()},
         "external_plugins": [str(SMALL_VOCABULARY)],
         "max_length": 100,
-        "packing_length": 128,
+        "packing_length": 100,
         "packing_strategy": "exact",
         "packing_drop_last": False,
         "packing_overflow": "split",
