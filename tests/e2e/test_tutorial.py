@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,21 +40,31 @@ def test_tutorial_runs_as_it_is_written(shell, tmp_path):
             (tmp_path / block.name).write_text(block.text)
         elif block.mark == "run in order":
             said |= {command: shell(command) for command in commands(block)}
-    plan, train, report, _, resume = [said[command] for command in said if command not in SETUP]
-    shown = [block.text for block in blocks(PAGE, "text")]
-    assert [line for line in plan.splitlines() if line.startswith(SAME)] == [
-        line for line in shown[0].splitlines() if line.startswith(SAME)
-    ]
-    assert "isolation verified: max difference 0.0" in train
-    assert report.strip() == shown[2].strip()
+    plan, pack, proof, report, lines = [block.text for block in blocks(PAGE, "text")]
+    assert of_data(said["vlpack plan --config train.yaml"]) == of_data(plan)
+    assert rows_of(said["vlpack inspect --config train.yaml --pack 0"]) == rows_of(pack)
+    assert "isolation verified: max difference 0.0" in said["vlpack sft train.yaml"]
+    assert said["python look.py"] == report
+    for line in lines.splitlines():
+        assert line in said["vlpack report output"]
+    for line in ("plan of epoch 0: 12 packs", "packing: epoch 0: 12 packs"):
+        assert line in proof
+        assert line in said["vlpack sft train.yaml"]
     steps = [json.loads(line) for line in (tmp_path / "output" / "logging.jsonl").read_text().splitlines()]
     again = [json.loads(line) for line in (tmp_path / "resumed" / "logging.jsonl").read_text().splitlines()]
     losses = {line["global_step/max_steps"]: line["loss"] for line in steps if "loss" in line}
     resumed = {line["global_step/max_steps"]: line["loss"] for line in again if "loss" in line}
-    assert resumed, resume
+    assert resumed
     assert resumed == {step: losses[step] for step in resumed}, "the very same losses"
     assert len(resumed) < len(losses)
 
 
-SETUP = ("python make_data.py", "python -m tests.tiny tiny_model")
-SAME = ("data", "unreadable", "lengths", "rows", "packs", "fill", "lower", "steps", "left")
+def of_data(report):
+    """The lines of a plan that follow from the data alone."""
+    labels = ("data", "unreadable", "lengths", "rows", "packs", "fill", "lower", "steps", "left")
+    return [line.rstrip() for line in report.splitlines() if line.startswith(labels)]
+
+
+def rows_of(shown):
+    """The samples of a pack: letter, id, tokens."""
+    return re.findall(r"^ ([A-Z])\s+(train:\d+)\s+(\d+) ", shown, flags=re.M)
