@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from swift_vlpack.core.errors import ConfigError
-from swift_vlpack.core.packing.registry import ALIASES, strategy_named
+from swift_vlpack.core.packing.registry import ALIASES, WINDOW, strategy_named
 from swift_vlpack.core.packing.strategies import STRATEGIES
 
 logger = logging.getLogger(__name__)
@@ -57,8 +57,9 @@ class PackingConfig:
     )
     packing_strategy: str = _option(
         "binpack",
-        "binpack is ms-swift's own, greedy keeps the order, exact packs tightest; module:function for one of your own",
-        tuple(STRATEGIES),
+        "binpack is ms-swift's own, greedy keeps the order, exact packs tightest, window lays documents end to end and "
+        "cuts wherever a pack is full; module:function for one of your own",
+        (*STRATEGIES, WINDOW),
     )
     # `exact` is within hundredths of a per cent of the bound from 256 on (docs/strategies.md); the others gain by more.
     packing_buffer: int = _option(512, "window: samples the packer may choose from at a time")
@@ -174,6 +175,11 @@ class PackingConfig:
         if self.packing_pad_to is None:
             return 1
         return self.packing_length if self.packing_pad_to == PAD_TO_LENGTH else int(self.packing_pad_to)
+
+    @property
+    def cuts_rows(self) -> bool:
+        """Whether some rows become several samples."""
+        return self.packing_overflow != "keep" or self.packing_strategy == WINDOW
 
     @property
     def has_caps(self) -> bool:

@@ -16,16 +16,13 @@ from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.epoch.planner import plan
 from swift_vlpack.core.errors import ConfigError, DataError, StrategyError
 from swift_vlpack.core.packing.boundaries import Boundaries
-from swift_vlpack.core.packing.registry import Checked, strategy_named
+from swift_vlpack.core.packing.registry import WINDOW, Checked, strategy_named
 from swift_vlpack.core.shuffle import permutation
 from swift_vlpack.text.counts import COLUMN, left_out, records
 from swift_vlpack.text.cutting import Piece, pieces_of, windows_of
 from swift_vlpack.text.rows import IGNORED
 from swift_vlpack.text.special import edge_tokens, token_ids
 from swift_vlpack.text.vocabulary import tokenizer_of
-
-WINDOW = "window"
-"""The strategy that lays all documents end to end and cuts every `max_length` tokens."""
 
 Tokens = NDArray[np.int64]
 Strategy = str | Callable[[Sequence[int], int], Iterable[Iterable[int]]]

@@ -34,7 +34,7 @@ def is_left_out(length: Any, images: Any, patches: Any, config: PackingConfig) -
     """
     if config.packing_allow_single_long:
         return length < 0
-    if config.packing_overflow == "keep":
+    if not config.cuts_rows:
         return must_be_alone(length, images, patches, config)
     return is_single_long(length, images, patches, config)
 

@@ -27,8 +27,9 @@ from swift_vlpack.core.account.reasons import Reason
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.errors import StateMismatch, StrategyError
 from swift_vlpack.core.packing.alone import is_left_out, is_single_long, why_alone
+from swift_vlpack.core.packing.parts import NOTHING, Taken
 from swift_vlpack.core.packing.records import Item, Pack
-from swift_vlpack.core.packing.registry import strategy_named
+from swift_vlpack.core.packing.registry import WINDOW, strategy_named
 from swift_vlpack.core.packing.strategies import Caps, Groups, fill_oldest
 from swift_vlpack.core.shuffle import permutation
 
@@ -73,11 +74,12 @@ class Packer:
         self._on_drop = on_drop
         self._label = label
         self._strategy = strategy_named(config.packing_strategy)
-        self._step = {"greedy": self._step_in_order, "exact": self._slide_window}.get(
-            config.packing_strategy, self._pack_window
-        )
+        self._is_in_order = config.packing_strategy in ("greedy", WINDOW)
+        self._step = self._step_in_order if self._is_in_order else self._pack_window
+        if config.packing_strategy == "exact":
+            self._step = self._slide_window
         # In order there is nothing to choose, so every item decides at once; the others wait for a full window.
-        self._num_to_step = 1 if config.packing_strategy == "greedy" else config.packing_buffer
+        self._num_to_step = 1 if self._is_in_order else config.packing_buffer
         self._capacity = config.packing_length
         self._has_caps = config.has_caps
         self._held: list[_Held] = []
@@ -89,6 +91,15 @@ class Packer:
     def num_held(self) -> int:
         """Items that wait for a pack."""
         return len(self._held)
+
+    @property
+    def taken(self) -> Taken:
+        """Of the pack that is open, where packs are filled in order: a window goes on behind that."""
+        most = self.config.packing_max_samples
+        if most is not None and self.num_held >= most:
+            return NOTHING  # it takes no more
+        media = zip(*(entry.item[2:] for entry in self._held), strict=True) if self._has_caps else ()
+        return Taken(sum(self._lengths), *map(sum, media))
 
     @property
     def held(self) -> tuple[Item, ...]:
@@ -197,7 +208,7 @@ class Packer:
             self._drop(item, reason)
             return []
         # `greedy` keeps the order of everything, so its open pack has to leave first.
-        is_behind = self.config.packing_strategy == "greedy" and self._held
+        is_behind = self._is_in_order and self._held
         before = self._part_with([list(range(self.num_held))]) if is_behind else []
         self.num_emitted += 1
         # An item of exactly the capacity is alone too, but simply a full pack: nothing to report.
@@ -227,7 +238,7 @@ class Packer:
 
     def _shuffled(self, groups: Groups) -> Groups:
         self._num_windows += 1
-        if self.config.packing_strategy == "greedy":
+        if self._is_in_order:
             return groups
         # Most strategies list packs by their largest sample; in that order every window would begin with its longest.
         return [groups[i] for i in permutation(len(groups), self._seed, "window", self._num_windows).tolist()]

@@ -21,6 +21,7 @@ from typing import NamedTuple
 from swift_vlpack.core.account.reasons import Reason
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.core.packing.registry import WINDOW
 
 
 class Run(NamedTuple):
@@ -70,9 +71,20 @@ class Part(NamedTuple):
         return self.stop - self.start
 
 
+class Taken(NamedTuple):
+    """What a pack that is not full yet holds already."""
+
+    tokens: int = 0
+    images: int = 0
+    patches: int = 0
+
+
+NOTHING = Taken()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cutting:
-    """What becomes of rows longer than a pack: `split`, `truncate` or `drop`."""
+    """What becomes of rows longer than a pack: `split`, `truncate` or `drop`; `window`: of all rows, end to end."""
 
     how: str
     capacity: int
@@ -87,10 +99,10 @@ class Cutting:
     def of(cls, config: PackingConfig) -> Cutting | None:
         """What the options ask for, checked together; None where rows stay as they are."""
         _check(config)
-        if config.packing_overflow == "keep":
+        if not config.cuts_rows:
             return None
         return cls(
-            how=config.packing_overflow,
+            how=WINDOW if config.packing_strategy == WINDOW else config.packing_overflow,
             capacity=config.packing_length,
             stride=config.packing_stride,
             min_len=config.packing_min_len,
@@ -102,6 +114,11 @@ class Cutting:
 def _check(config: PackingConfig) -> None:
     """Not in the options themselves: `packing_overflow` and `packing_length` may still come from ms-swift's flags."""
     how, capacity = config.packing_overflow, config.packing_length
+    if config.packing_strategy == WINDOW and how != "keep":
+        raise ConfigError(
+            f"packing_strategy=window cuts rows wherever a pack is full, so packing_overflow={how} would do nothing; "
+            "leave it out, or take another strategy"
+        )
     for name, default, served in (
         ("packing_stride", 0, ("split",)),
         ("packing_min_len", 1, ("split", "truncate")),
@@ -133,15 +150,31 @@ def parts_of(runs: Sequence[Run] | None, cutting: Cutting, num_tokens: int | Non
     return _numbered([_unless_too_short(part, cutting) for part in made])
 
 
+def window_parts(runs: Sequence[Run] | None, cutting: Cutting, whole: Run, taken: Taken = NOTHING) -> list[Part]:
+    """The parts of a row that begins behind what the open pack holds; none where it fits there in one piece.
+
+    `whole` is the row as one run, which is all that is known of it where `runs` is None.
+
+    >>> text, cutting = Run(9), Cutting(how=WINDOW, capacity=6)
+    >>> [part[1:3] for part in window_parts([text], cutting, text, Taken(4))]
+    [(0, 2), (2, 8), (8, 9)]
+    """
+    if runs is None and whole.length > cutting.capacity:
+        return [_everything([whole], whole.length, Reason.CANNOT_BE_CUT)]
+    made = _Cutter(cutting, taken).split([whole._replace(is_whole=True)] if runs is None else runs)
+    return [] if len(made) == 1 and made[0].reason is None else _numbered(made)
+
+
 class _Cutter:
     """Fills one part after the other with runs; what is open has not been given out."""
 
-    def __init__(self, cutting: Cutting) -> None:
+    def __init__(self, cutting: Cutting, taken: Taken = NOTHING) -> None:
         self._cutting = cutting
         self._parts: list[Part] = []
         self._at = 0  # tokens behind
         self._behind_media = 0  # where the last image ended: context begins there at the earliest
         self._open(0)
+        self._taken = taken
 
     def split(self, runs: Sequence[Run]) -> list[Part]:
         """All parts, in the order of the row."""
@@ -163,25 +196,27 @@ class _Cutter:
 
     @property
     def _room(self) -> int:
-        return self._cutting.capacity - (self._at - self._start)
+        return self._cutting.capacity - self._taken.tokens - (self._at - self._start)
 
     def _fits(self, run: Run) -> bool:
         uses = (
             (run.length, self._room),
-            (run.images, _left(self._cutting.max_images, self._images)),
-            (run.patches, _left(self._cutting.max_patches, self._patches)),
+            (run.images, _left(self._cutting.max_images, self._taken.images + self._images)),
+            (run.patches, _left(self._cutting.max_patches, self._taken.patches + self._patches)),
         )
         return all(not used or used <= left for used, left in uses)
 
     def _put_medium(self, run: Run) -> None:
         if run.length > self._cutting.capacity:
+            taken = self._taken_so_far()
             self._close()
             lost = Part(0, self._at, self._at + run.length, 0, run.images, run.patches, Reason.IMAGE_OVER_LENGTH)
             self._parts.append(lost)
             self._at = self._behind_media = lost.stop
             self._open(0)
+            self._taken = taken
             return
-        if not self._fits(run) and self._at > self._new:
+        if not self._fits(run) and (self._at > self._new or any(self._taken)):
             self._close()
             self._open(self._cutting.capacity - run.length)
         self._add(run)
@@ -206,6 +241,14 @@ class _Cutter:
         num_repeated = min(self._cutting.stride, most_repeated, self._at - self._behind_media)
         self._start, self._new = self._at - num_repeated, self._at
         self._images = self._patches = 0
+        self._taken = NOTHING
+
+    def _taken_so_far(self) -> Taken:
+        """Of the pack that the next part begins in: windows go on in it, other parts have one of their own."""
+        if self._cutting.how != WINDOW:
+            return NOTHING
+        own = Taken(self._at - self._start, self._images, self._patches)
+        return Taken(*map(sum, zip(self._taken, own, strict=True)))
 
     def _part(self) -> Part:
         return Part(0, self._start, self._at, self._new - self._start, self._images, self._patches)

@@ -25,6 +25,8 @@ from swift_vlpack.core.errors import ConfigError, StrategyError
 from swift_vlpack.core.packing.strategies import STRATEGIES, Caps, Groups, Strategy
 
 ALIASES = {"sequential": "greedy"}  # ms-swift's name
+WINDOW = "window"
+"""Documents end to end, cut wherever a pack is full: the packer sees the parts, and keeps their order."""
 SIGNATURE = "(lengths, capacity) -> groups of indices"
 
 Grouping = Callable[..., Iterable[Iterable[int]]]
@@ -48,7 +50,7 @@ def register_strategy(name: str, function: Grouping | None = None) -> Any:
         return lambda given: register_strategy(name, given)
     if not isinstance(name, str) or not name.strip() or ":" in name:
         raise ConfigError(f"a strategy cannot be called {name!r}; give it a name without a colon")
-    if name in STRATEGIES or name in ALIASES:
+    if name in STRATEGIES or name in ALIASES or name == WINDOW:
         raise ConfigError(f"{name} is a strategy of this package; register yours under another name")
     known = _registered.get(name)
     if known is not None and _origin(known) != _origin(function):
@@ -62,7 +64,7 @@ def register_strategy(name: str, function: Grouping | None = None) -> Any:
 
 def strategy_named(name: str) -> Strategy:
     """The strategy that `packing_strategy` names; one that is not ours is checked whenever it is called."""
-    name = ALIASES.get(name, name)
+    name = "greedy" if name == WINDOW else ALIASES.get(name, name)
     if name in STRATEGIES:
         return STRATEGIES[name]
     if name in _registered:
@@ -77,7 +79,7 @@ def strategy_named(name: str) -> Strategy:
 
 def known_names() -> tuple[str, ...]:
     """All names that need no import."""
-    return (*STRATEGIES, *ALIASES, *_registered)
+    return (*STRATEGIES, WINDOW, *ALIASES, *_registered)
 
 
 @dataclass(frozen=True, slots=True)

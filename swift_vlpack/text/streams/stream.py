@@ -16,6 +16,7 @@ from swift_vlpack.core import envelope
 from swift_vlpack.core.account.reasons import Reason
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.errors import ConfigError, DataError
+from swift_vlpack.core.packing.registry import WINDOW
 from swift_vlpack.text.special import edge_tokens, token_id, token_ids
 from swift_vlpack.text.streams.local import LocalText
 from swift_vlpack.text.streams.reading import Documents, ReadOptions
@@ -54,6 +55,8 @@ class WindowOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
+        if self.packing_strategy == WINDOW:
+            raise ConfigError(f"packing_strategy=window is packing_mode={SEQUENTIAL!r}; set that, or another strategy")
         if self.packing_mode == BIN:
             self.of_packer()  # refuses what cannot be
 
