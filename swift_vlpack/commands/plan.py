@@ -17,7 +17,7 @@ from swift_vlpack.core.account.plan_report import plan_report
 from swift_vlpack.core.account.plan_text import plan_text
 from swift_vlpack.core.config import PackingConfig, chosen_options, option_names
 from swift_vlpack.core.epoch.length_files import read_lengths
-from swift_vlpack.core.epoch.planner import plan
+from swift_vlpack.core.epoch.planner import plan_of_rows
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.launch import checked_num_ranks
 
@@ -65,11 +65,13 @@ def _plan_lengths(args: argparse.Namespace) -> int:
             "not say; plan the run itself (--config), or leave it out"
         )
     lengths = read_lengths(args.lengths)
+    num_rows = len(lengths.tokens)
     start = time.perf_counter()
-    made = plan(lengths.tokens, config, images=lengths.images, patches=lengths.patches, seed=args.seed, label=None)
+    columns = {"images": lengths.images, "patches": lengths.patches}
+    made, cut = plan_of_rows(lengths.tokens, config, **columns, seed=args.seed, label=None)
     aligned = made.align(num_ranks)
     seconds = time.perf_counter() - start
-    report = plan_report(made, aligned, num_rows=len(lengths.tokens), seconds=seconds)
+    report = plan_report(made, aligned, num_rows=num_rows, seconds=seconds) | cut
     print(json.dumps(report) if args.json else plan_text(report))
     return 0
 

@@ -17,6 +17,7 @@ from swift.utils import get_logger, is_master, stat_array
 
 from swift_vlpack.core.account.advice import length_warning, long_row_warning
 from swift_vlpack.core.config import PackingConfig, is_planned
+from swift_vlpack.core.packing.registry import WINDOW
 from swift_vlpack.core.words import counted
 from swift_vlpack.data.feeds.buffered import BufferedPackingDataset
 from swift_vlpack.data.feeds.epochs import Extent
@@ -58,6 +59,7 @@ def prepare_dataset(pipeline: Any) -> list[Any]:
     # Before anything that would differ, or wait for ever, without saying why.
     check_equal("versions and options", {**versions(), **options_of_run(args, config)})
     use_attention(pipeline.model, args.attn_impl)
+    _warn_of_cut_conversations(template, config)
     feed, val_rows = build_feed(args, template, config)
     if (asked := getattr(args, "unpacked_batch_size", 1)) > 1:  # a batch of one has no padding
         feed.unpacked_batch_size = asked
@@ -146,6 +148,14 @@ def _saved_validation(pipeline: Any, rows: Any) -> Any:
         return rows
     _, kept = pipeline._encode_dataset(None, rows)
     return kept
+
+
+def _warn_of_cut_conversations(template: Any, config: PackingConfig) -> None:
+    if config.packing_strategy == WINDOW and template.use_chat_template and is_master():
+        logger.warning(
+            "packing: packing_strategy=window cuts conversations wherever a pack is full, and what comes behind is "
+            "trained without its question; it is for documents (swift pt, or --use_chat_template false)"
+        )
 
 
 def _warn_of_length(args: Any, config: PackingConfig, lengths: NDArray[np.int64], what: str = "rows") -> None:

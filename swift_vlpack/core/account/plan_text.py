@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from swift_vlpack.core.account.advice import StepSize
+from swift_vlpack.core.packing.registry import WINDOW
 from swift_vlpack.core.words import by_reason, counted
 
 
@@ -44,7 +45,7 @@ def _about_packs(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("", f"{split} cut in two, {report['packs_empty']} without a sample, for equal steps"),
         ("single-long", f"{counted(report['single_long'], 'sample')} too large for a pack, in a row alone"),
         ("left out", f"{report['num_dropped']} ({by_reason(report['dropped'])}){unreadable}"),
-        *(_about_cutting(cut) if cut else []),
+        *(_about_cutting(cut, report["packing_strategy"]) if cut else []),
     ]
 
 
@@ -56,11 +57,13 @@ def _about_padding(report: dict[str, Any]) -> list[tuple[str, str]]:
     return [("padding", f"{counted(num_padding, 'token')} by packing_pad_to={pad_to}, {share:.1%} of all in the rows")]
 
 
-def _about_cutting(cut: dict[str, Any]) -> list[tuple[str, str]]:
+def _about_cutting(cut: dict[str, Any], strategy: str) -> list[tuple[str, str]]:
     """Rows longer than a pack, what was lost of them, and the account of all rows."""
     num_read, num_packed = (sum(counts[name] for counts in cut["rows"].values()) for name in ("num_read", "num_packed"))
     rows, parts = counted(cut["num_rows_cut"], "row"), counted(cut["num_parts"], "part")
     lines = [("long rows", f"{cut['packing_overflow']}: {rows} longer than a pack, in {parts}")]
+    if strategy == WINDOW:
+        lines = [("cut rows", f"window: {rows} cut where a pack was full, in {parts}")]
     lines += [
         (
             "",

@@ -16,14 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.core.config import PackingConfig
-from swift_vlpack.core.epoch.cut_rows import CutRows
+from swift_vlpack.core.epoch.cut_rows import CutRows, PartSize
 from swift_vlpack.core.epoch.cuts import Cut, is_finished, num_consumed, replay, share
 from swift_vlpack.core.epoch.mix import Mix, Schedule
 from swift_vlpack.core.epoch.plan import Plan
 from swift_vlpack.core.epoch.planner import plan
+from swift_vlpack.core.epoch.windows import can_be_in_windows, end_to_end
 from swift_vlpack.core.errors import DataError
 from swift_vlpack.core.packing.alone import is_left_out
 from swift_vlpack.core.packing.parts import Span
+from swift_vlpack.core.packing.registry import WINDOW
 
 LENGTH, IMAGES, PATCHES, SUPERVISED = range(4)
 """Columns of sizes; a row of length 0 cannot be encoded."""
@@ -59,7 +61,7 @@ class DrawnEpoch:
     sizes: Sizes
     """Of every position of the schedule."""
     spans: NDArray[np.int32] | None = None
-    """(4, num_positions): the fields of `Span`, of rows that are not cut 0; None where no row is."""
+    """(5, num_positions): the fields of `Span`, of rows that are not cut 0; None where no row is."""
 
     @property
     def lengths(self) -> NDArray[Any]:
@@ -192,7 +194,8 @@ def pack_epoch(recipe: Recipe, epoch: int, name_of: NameOfRow | None = None) -> 
     cut = recipe.cut or (None,) * len(recipe.sizes)
     usable = [can_be_packed(sizes, config, of_source) for sizes, of_source in zip(recipe.sizes, cut, strict=True)]
     schedule = recipe.mix.schedule(epoch, usable, [sizes[LENGTH] for sizes in recipe.sizes])
-    drawn = _in_parts(DrawnEpoch(epoch=epoch, schedule=schedule, sizes=_sizes_at(schedule, recipe.sizes)), cut)
+    drawn = DrawnEpoch(epoch=epoch, schedule=schedule, sizes=_sizes_at(schedule, recipe.sizes))
+    drawn = _in_windows(drawn, cut, config) if config.packing_strategy == WINDOW else _in_parts(drawn, cut)
     sizes = drawn.sizes
     # Rows that cannot be read never meet the packer: it has no length for them, and the account has its own reason.
     readable = np.flatnonzero(sizes[LENGTH])
@@ -227,6 +230,8 @@ def can_be_packed(sizes: Sizes, config: PackingConfig, cut: CutRows | None = Non
     samples, and packs can be cut down to one sample. (Where ratios count tokens, or rows are cut, the number of samples
     differs; `Epochs` looks whether it suffices.)
     """
+    if config.packing_strategy == WINDOW:
+        return can_be_in_windows(sizes, cut, config)
     usable: NDArray[np.bool_] = sizes[LENGTH] > 0
     usable &= ~is_left_out(sizes[LENGTH], sizes[IMAGES], sizes[PATCHES], config)
     if cut is not None and len(cut):
@@ -259,9 +264,23 @@ def _in_parts(drawn: DrawnEpoch, cut: Sequence[CutRows | None]) -> DrawnEpoch:
             of_part = of_source.columns[:, first[at[here]] + number_of_part[here]]
             start, stop, num_repeated, images, patches, supervised, reason = of_part
             sizes[:, here] = np.stack([stop - start, images, patches, supervised]) * (reason == 0)
-            spans[:, here] = np.stack([number_of_part[here], start, stop, num_repeated])
+            spans[:4, here] = np.stack([number_of_part[here], start, stop, num_repeated])
     in_parts = replace(schedule, source=schedule.source[at], row=schedule.row[at])
     return replace(drawn, schedule=in_parts, sizes=sizes, spans=spans)
+
+
+def _in_windows(drawn: DrawnEpoch, cut: Sequence[CutRows | None], config: PackingConfig) -> DrawnEpoch:
+    """The same with every row once for each pack that it is in."""
+    schedule = drawn.schedule
+
+    def runs_of(position: int) -> Sequence[PartSize]:
+        source, row = schedule[position]
+        of_source = cut[source]
+        return () if of_source is None else of_source.parts(row)
+
+    pieces = end_to_end(drawn.sizes, runs_of, config)
+    in_pieces = replace(schedule, source=schedule.source[pieces.at], row=schedule.row[pieces.at])
+    return replace(drawn, schedule=in_pieces, sizes=pieces.sizes, spans=pieces.spans)
 
 
 def _sizes_at(schedule: Schedule, sizes: Sequence[Sizes]) -> Sizes:

@@ -28,10 +28,12 @@ from swift_vlpack.core.account.reasons import Reason
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.epoch.plan import Plan
 from swift_vlpack.core.epoch.steps import CostModel
+from swift_vlpack.core.epoch.windows import end_to_end
 from swift_vlpack.core.errors import DataError
 from swift_vlpack.core.packing.alone import is_left_out
 from swift_vlpack.core.packing.packer import Label, Packer, remainder_to_drop
 from swift_vlpack.core.packing.records import Item, Pack
+from swift_vlpack.core.packing.registry import WINDOW
 from swift_vlpack.core.packing.strategies import best_fit_assignment, constant_volume
 from swift_vlpack.core.shuffle import permutation
 
@@ -89,6 +91,28 @@ def plan(  # noqa: PLR0913 - columns of the data, then options with defaults
         if len(whole) < len(planned) and len(whole.members) >= len(planned.members):
             planned = whole
     return planned
+
+
+def plan_of_rows(
+    lengths: ArrayLike,
+    config: PackingConfig,
+    *,
+    images: ArrayLike | None = None,
+    patches: ArrayLike | None = None,
+    **options: Any,
+) -> tuple[Plan, dict[str, Any]]:
+    """`plan` of rows that become several samples where the strategy cuts them, and what is to be reported of that.
+
+    Of a row with images it is not known where they are, so it stays in one piece.
+    """
+    if config.packing_strategy != WINDOW:
+        return plan(lengths, config, images=images, patches=patches, **options), {}
+    rows = _whole_numbers(lengths, "length", least=1)
+    given = [np.zeros_like(rows) if column is None else column for column in (images, patches)]
+    counts = [_whole_numbers(column, name, least=0) for column, name in zip(given, ("images", "patches"), strict=True)]
+    pieces = end_to_end(np.stack([rows, *counts, np.zeros_like(rows)]), lambda place: (), config)
+    tokens, *counts, _ = pieces.sizes[:, pieces.sizes[0] > 0]
+    return plan(tokens, config, images=counts[0], patches=counts[1], **options), {"cut": pieces.report()}
 
 
 def _packed_in_windows(inputs: dict[str, Any], label: Label | None) -> Plan:

@@ -42,6 +42,8 @@ class Span(NamedTuple):
     stop: int
     num_repeated: int = 0
     """Tokens at its start that are in the part before too, as context that is not trained."""
+    row_length: int = 0
+    """Of a part of a window the tokens of its row: that alone says whether the row is still what it was."""
 
     @property
     def length(self) -> int:

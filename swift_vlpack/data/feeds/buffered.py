@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from swift_vlpack.core.envelope import Named, Whole, check_shape
 from swift_vlpack.core.epoch.shares import Share, share_of
 from swift_vlpack.core.errors import StateMismatch
 from swift_vlpack.core.packing.packer import Packer
+from swift_vlpack.core.packing.parts import Span
 from swift_vlpack.core.packing.records import Item, ItemId
 from swift_vlpack.data.feeds.packs import counted_failure, make_packing, packed_samples, rows_of
 from swift_vlpack.data.lengths.sizes import size_of
@@ -153,7 +155,8 @@ class ReaderProgress:
 class _Buffer:
     """Encoded samples that wait for a pack: the core's packer decides, this holds the tensors.
 
-    A sample's id is the number of its row in the share, 0, 1, 2 and so on; that of a part is [number of row, part].
+    A sample's id is the number of its row in the share, 0, 1, 2 and so on; that of a part is [number of row, part], and
+    of a part of a window [number of row, *span].
     """
 
     def __init__(
@@ -232,7 +235,7 @@ class _Buffer:
             if isinstance(row, SampleError):
                 self._waiting |= {item.id: _error_of(row, item) for item in items}
                 continue
-            samples = {_id(number, part): sample for part, sample in in_parts(row, self._cutter)}
+            samples = self._cut_again(number, row, items)
             for item in items:
                 self._waiting[item.id] = _unchanged(samples.get(item.id), row, item)
 
@@ -245,12 +248,25 @@ class _Buffer:
             self._left_out.append(counted_failure(row, self._num_failed_in_a_row, limit))
             return
         self._num_failed_in_a_row = 0
-        for part, sample in in_parts(row, self._cutter):
+        for span, sample in in_parts(row, self._cutter, self._packer.taken):
             if isinstance(sample, LeftOut):
                 self._left_out.append(sample)
             elif not isinstance(sample, SampleError):
-                self._waiting[_id(number, part)] = sample
-                self._ready += [pack.items for pack in self._packer.push(_item(_id(number, part), sample))]
+                self._waiting[_id(number, span)] = sample
+                self._ready += [pack.items for pack in self._packer.push(_item(_id(number, span), sample))]
+
+    def _cut_again(
+        self, number: int, row: Encoded, items: Sequence[Item]
+    ) -> Mapping[ItemId, Encoded | SampleError | LeftOut]:
+        """The samples of a row that is held: of windows, whose cuts no row knows, by the spans in their ids."""
+        if self._cutter is None or not self._cutter.lays_end_to_end:
+            return {_id(number, span): sample for span, sample in in_parts(row, self._cutter)}
+        found: dict[ItemId, Encoded | SampleError | LeftOut] = {}
+        for item in items:
+            with suppress(SampleError):  # it is not there then, which is said of the state
+                spans = item.id[1:] if isinstance(item.id, tuple) else None
+                found[item.id] = row if spans is None else self._cutter.planned(row, Span(*spans))
+        return found
 
     def _next(self) -> PackedSamples:
         samples = []
@@ -278,8 +294,10 @@ class _Buffer:
         self._left_out.append(LeftOut(_id_of(self._waiting.pop(item.id)), reason.value, said))
 
 
-def _id(number: int, part: int | None) -> ItemId:
-    return number if part is None else (number, part)
+def _id(number: int, span: Span | None) -> ItemId:
+    if span is None:
+        return number
+    return (number, *span) if span.row_length else (number, span.number)
 
 
 def _item_from(saved: Sequence[Any]) -> Item:

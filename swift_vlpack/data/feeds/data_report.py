@@ -36,7 +36,7 @@ def data_report(epoch: EpochPlan, dataset: FusionCaptionDataset, merge_size: int
         "unreadable": dict(sorted(unreadable.items())),
         "ratio_by": dataset.mix.ratio_by,
         "sources": _mix(epoch, dataset),
-        **({} if epoch.packs.config.packing_overflow == "keep" else {"cut": _cut(epoch, dataset)}),
+        **({"cut": _cut(epoch, dataset)} if epoch.packs.config.cuts_rows else {}),
     }
 
 

@@ -21,7 +21,7 @@ from swift_vlpack.core.epoch.epoch_plan import EpochPlan
 from swift_vlpack.core.packing.parts import Span
 from swift_vlpack.data.rows.samples import Address, PackAddress
 
-SAMPLE = np.dtype([("source", "<i4"), ("row", "<i8"), ("size", "<i4", (4,)), ("span", "<i4", (4,))])
+SAMPLE = np.dtype([("source", "<i4"), ("row", "<i8"), ("size", "<i4", (4,)), ("span", "<i4", (len(Span._fields),))])
 
 
 class PublishedAddresses:

@@ -63,7 +63,7 @@ class PackReader(Dataset[PackedSamples]):
         """Those that fit beside each other, in their order. Samples that grew give way to those that did not."""
         keeps, left_out, num_tokens = [False] * len(found), [], 0
         # A row that grew beyond a pack is to be cut, which the next run does.
-        may_be_longer = self.config.packing_allow_single_long and self.config.packing_overflow == "keep"
+        may_be_longer = self.config.packing_allow_single_long and not self.config.cuts_rows
         # Those that are as long as planned first, which fit beside each other by the plan.
         for at in sorted(range(len(found)), key=lambda at: found[at][1]):
             sample, has_grown = found[at]

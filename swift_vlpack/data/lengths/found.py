@@ -12,6 +12,7 @@ from swift_vlpack.data.lengths.cache import KnownSizes
 from swift_vlpack.data.lengths.inputs import Known
 from swift_vlpack.data.lengths.length_file import BY_HEADER, KEY, SIZE, VOUCHED
 from swift_vlpack.data.lengths.rank_rows import Chunk, Positions, RankRows
+from swift_vlpack.data.parts.row_cutter import RowCutter
 from swift_vlpack.data.rows.faults import Fault
 
 _BY_HEADERS = (BY_HEADER, VOUCHED)
@@ -55,8 +56,8 @@ class Found:
         """Of rows that are cut, by index in the source."""
         return {self._rows.index(position): parts for position, parts in self.parts.items()}
 
-    def take_over(self, remembered: KnownSizes, *, is_strict: bool, longest: int | None = None) -> None:
-        """What earlier starts found; the keys have to be there. Rows of more than `longest` tokens are cut."""
+    def take_over(self, remembered: KnownSizes, *, is_strict: bool, cutter: RowCutter | None = None) -> None:
+        """What earlier starts found; the keys have to be there. Of rows that are cut, their parts too."""
         self._is_known, self.sizes = remembered.of(self.keys)
         if self._known.trust.is_revoked:
             self._is_known &= self.sizes["proof"] != VOUCHED
@@ -67,13 +68,14 @@ class Found:
         for position in failed.tolist():
             if (fault := told.get(self.keys[position].tobytes())) is not None:
                 self.faults[self._rows.index(position)] = fault
-        if longest is not None:
-            self._take_over_parts(longest)
+        if cutter is not None:
+            self._take_over_parts(cutter)
         self.num_remembered = int(self._is_known.sum())
 
-    def _take_over_parts(self, longest: int) -> None:
+    def _take_over_parts(self, cutter: RowCutter) -> None:
         """A row whose parts nobody remembers, or that has grown since, is measured anew."""
-        is_cut = np.flatnonzero(self._is_known & (self.sizes["length"] > longest))
+        have_parts = cutter.have_parts(*(self.sizes[name] for name in ("length", "images", "patches")))
+        is_cut = np.flatnonzero(self._is_known & have_parts)
         told = self._known.cache.told_parts() if len(is_cut) else {}
         for position in is_cut.tolist():
             parts = told.get(self.keys[position].tobytes(), ())

@@ -117,8 +117,7 @@ def _looked_up(part: _Part) -> str | None:
             bar.update(len(positions))
     remembered = part.known.cache.load()
     cutter = cutter_of(part.encoders.in_full)
-    longest = None if cutter is None else cutter.cutting.capacity
-    part.found.take_over(remembered, is_strict=part.encoders.is_strict, longest=longest)
+    part.found.take_over(remembered, is_strict=part.encoders.is_strict, cutter=cutter)
     if remembered.num_differing:
         return f"they were found to differ at an earlier start, which {part.known.cache.path} remembers"
     return None

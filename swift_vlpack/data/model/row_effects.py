@@ -21,7 +21,7 @@ def check_rope(model_config: Any, rows: Any, max_length: int | None, config: Pac
     where it does not fit a pack.
     """
     longest, most_padding = _longest(rows, max_length), config.row_multiple - 1
-    if config.packing_overflow != "keep":
+    if config.cuts_rows:
         longest = min(longest, config.packing_length)
     for rope_type, limit in rope_limits(model_config):
         if most_padding > limit:

@@ -18,6 +18,7 @@ from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.epoch.cut_rows import CutRows
 from swift_vlpack.core.epoch.mix import Mix, Schedule, Source
 from swift_vlpack.core.epoch.shares import EVERYTHING, Share
+from swift_vlpack.core.epoch.windows import lost_part
 from swift_vlpack.core.errors import ConfigError, DataError
 from swift_vlpack.core.shuffle import permutation
 from swift_vlpack.data.lengths.cache import LengthCache
@@ -256,8 +257,10 @@ class FusionCaptionDataset(Dataset[Encoded]):
         assert source.sizes is not None
         if address.span is not None:
             assert source.sizes.cut is not None
-            number = address.span.number
-            return left_out_part(source.sample_id(index), source.sizes.cut.parts(index)[number].part(number))
+            parts, span, cutter = source.sizes.cut.parts(index), address.span, cutter_of(self.templates[address.source])
+            if cutter is not None and cutter.lays_end_to_end:
+                return left_out_part(source.sample_id(index), lost_part(parts, span, cutter.cutting))
+            return left_out_part(source.sample_id(index), parts[span.number].part(span.number))
         return LeftOut(source.sample_id(index), *source.sizes.fault(index))
 
 
