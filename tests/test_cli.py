@@ -85,6 +85,17 @@ def test_readable_report_has_the_same_facts(length_file, capsys):
         assert part in out
 
 
+def test_lengths_are_planned_end_to_end_too(length_file, capsys):
+    """CLI-2 WIN-3: every pack but the last is full."""
+    flags = ("--lengths", length_file, "--packing_length", 1000, "--packing_strategy", "window")
+    result = report(capsys, *flags, "--packing_drop_last", "false")
+    assert result["num_packs"] == -(-sum(LENGTHS) // 1000)
+    assert result["num_tokens"] == sum(LENGTHS)
+    assert result["cut"]["num_samples"] == result["num_samples"] > result["num_rows"] == len(LENGTHS)
+    assert main(["plan", *map(str, flags)]) == 0
+    assert "cut rows     window: " in capsys.readouterr().out
+
+
 def test_skipped_items_are_counted_by_reason(length_file, capsys):
     """CLI-2"""
     result = report(

@@ -61,9 +61,10 @@ def _about_cutting(cut: dict[str, Any], strategy: str) -> list[tuple[str, str]]:
     """Rows longer than a pack, what was lost of them, and the account of all rows."""
     num_read, num_packed = (sum(counts[name] for counts in cut["rows"].values()) for name in ("num_read", "num_packed"))
     rows, parts = counted(cut["num_rows_cut"], "row"), counted(cut["num_parts"], "part")
-    lines = [("long rows", f"{cut['packing_overflow']}: {rows} longer than a pack, in {parts}")]
     if strategy == WINDOW:
         lines = [("cut rows", f"window: {rows} cut where a pack was full, in {parts}")]
+    else:
+        lines = [("long rows", f"{cut['packing_overflow']}: {rows} longer than a pack, in {parts}")]
     lines += [
         (
             "",

@@ -111,8 +111,9 @@ def plan_of_rows(
     given = [np.zeros_like(rows) if column is None else column for column in (images, patches)]
     counts = [_whole_numbers(column, name, least=0) for column, name in zip(given, ("images", "patches"), strict=True)]
     pieces = end_to_end(np.stack([rows, *counts, np.zeros_like(rows)]), lambda place: (), config)
-    tokens, *counts, _ = pieces.sizes[:, pieces.sizes[0] > 0]
-    return plan(tokens, config, images=counts[0], patches=counts[1], **options), {"cut": pieces.report()}
+    tokens, *of_pieces, _ = pieces.sizes[:, pieces.sizes[0] > 0]
+    made = plan(tokens, config, images=of_pieces[0], patches=of_pieces[1], **options)
+    return made, {"cut": pieces.report(counts[0])}
 
 
 def _packed_in_windows(inputs: dict[str, Any], label: Label | None) -> Plan:

@@ -32,11 +32,15 @@ class Pieces(NamedTuple):
     sizes: NDArray[np.int32]  # (4, num_pieces): of a piece that no pack has room for 0
     spans: NDArray[np.int32]  # (5, num_pieces): the fields of `Span`; of a row in one piece 0
 
-    def report(self) -> dict[str, Any]:
-        """What became of the rows, where nothing is known of them but their sizes."""
+    def report(self, images: NDArray[Any]) -> dict[str, Any]:
+        """What became of rows of which nothing is known but their sizes; `images` of each."""
         number, start, stop, *_ = self.spans
         is_part, is_lost = stop > 0, (stop > 0) & (self.sizes[0] == 0)
-        lost = {"num_parts": int(is_lost.sum()), "num_tokens": int((stop - start)[is_lost].sum()), "num_images": 0}
+        lost = {
+            "num_parts": int(is_lost.sum()),
+            "num_tokens": int((stop - start)[is_lost].sum()),
+            "num_images": int(images[self.at[is_lost]].sum()),
+        }
         return {
             "num_rows_cut": int((is_part & (number == 0)).sum()),
             "num_parts": int(is_part.sum()),
