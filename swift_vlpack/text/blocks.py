@@ -18,6 +18,7 @@ from swift_vlpack.core.errors import ConfigError, DataError, StrategyError
 from swift_vlpack.core.packing.boundaries import Boundaries
 from swift_vlpack.core.packing.registry import WINDOW, Checked, strategy_named
 from swift_vlpack.core.shuffle import permutation
+from swift_vlpack.text.checks import check_whole
 from swift_vlpack.text.counts import COLUMN, left_out, records
 from swift_vlpack.text.cutting import Piece, pieces_of, windows_of
 from swift_vlpack.text.rows import IGNORED
@@ -41,13 +42,11 @@ class BlockOptions:
     max_len: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_length", "min_len", "max_len"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
+        check_whole(1, "max_length", "min_len", max_length=self.max_length, min_len=self.min_len, max_len=self.max_len)
+        check_whole(0, "stride", stride=self.stride)
         if self.min_len > self.max_length:
             raise ConfigError(f"min_len={self.min_len} is more than max_length={self.max_length}: no piece is so long")
-        if not 0 <= self.stride < self.max_length:
+        if self.stride >= self.max_length:
             raise ConfigError(f"stride must be from 0 to {self.max_length - 1} (max_length - 1), got {self.stride}")
         if self.stride and not self.overflow:
             raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from swift_vlpack.core.errors import ConfigError, DataError
 from swift_vlpack.core.packing.boundaries import Boundaries
 from swift_vlpack.text.batch import MASK, PackedBatch, batch_of
+from swift_vlpack.text.checks import check_whole
 from swift_vlpack.text.rows import IGNORED, Row, Specials, has_starts, joined, row_of
 from swift_vlpack.text.special import token_id
 from swift_vlpack.text.vocabulary import tokenizer_of
@@ -130,13 +132,14 @@ class PackedCollator:
 def _check(collator: PackedCollator) -> None:
     """Refuse what cannot be."""
     padding, max_length = collator.padding, collator.max_length
-    is_multiple = isinstance(padding, int) and not isinstance(padding, bool) and padding >= 1
+    is_multiple = isinstance(padding, Integral) and not isinstance(padding, bool) and padding >= 1
     if padding not in ("longest", "max_length") and not is_multiple:
         raise ConfigError(f"padding must be 'longest', 'max_length' or a multiple of at least 1, got {padding!r}")
     if padding == "max_length" and max_length is None:
         raise ConfigError("padding='max_length' needs max_length")
-    if max_length is not None and max_length < 1:
-        raise ConfigError(f"max_length must be at least 1, got {max_length}")
+    check_whole(1, max_length=max_length)
+    if collator.packed_sequences not in (None, True, False):
+        raise ConfigError(f"packed_sequences must be None, True or False, got {collator.packed_sequences!r}")
     if collator.cu_seqlens and collator.packed_sequences is False:
         raise ConfigError("cu_seqlens lays rows end to end, which needs positions; leave packed_sequences out")
     if collator.return_tensors not in ("pt", "np"):

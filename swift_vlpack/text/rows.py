@@ -83,6 +83,11 @@ def _documents(
         return _from_starts(starts, len(tokens), name)
     if not by_tokens:
         return Boundaries((len(tokens),))
+    if specials.eos is None and specials.bos is None:
+        raise DataError(
+            f"{name} has no document_starts, and the tokenizer neither EOS nor BOS to find its documents by; keep that "
+            "column, or leave packed_sequences out"
+        )
     try:
         return _from_tokens(tokens.tolist(), specials)
     except BoundaryError as error:

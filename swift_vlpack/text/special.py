@@ -10,6 +10,8 @@ logger = logging.getLogger(__name__)
 
 _told: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 """What was said of each tokenizer: `map` calls once for a thousand documents."""
+_told_of_types: dict[type, set[str]] = {}
+"""The same where a tokenizer cannot be a key."""
 
 
 def edge_tokens(tokenizer: Any, *, add_bos: bool, add_eos: bool) -> tuple[list[int], list[int]]:
@@ -29,7 +31,10 @@ def _edge(tokenizer: Any, name: str, is_wanted: bool) -> list[int]:
     found = token_id(tokenizer, name)
     if found is not None:
         return [found]
-    told = _told.setdefault(tokenizer, set())
+    try:
+        told = _told.setdefault(tokenizer, set())
+    except TypeError:  # one of somebody's own that has no hash, or takes no weak reference
+        told = _told_of_types.setdefault(type(tokenizer), set())
     if name not in told:
         told.add(name)
         logger.warning("the tokenizer has no %s token: add_%s is switched off", name.upper(), name)

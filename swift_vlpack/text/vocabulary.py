@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.text.checks import check_whole
 
 BYTE = "byte"
 
@@ -38,6 +39,8 @@ class ByteTokenizer:
 
 def tokenizer_of(given: Any) -> Any:
     """The tokenizer itself, or for `byte` the one of bytes."""
+    if given is None:
+        raise ConfigError(f"there is no tokenizer; give one of transformers, or {BYTE!r}")
     if not isinstance(given, str):
         return given
     if given != BYTE:
@@ -51,6 +54,5 @@ def padded_vocab_size(tokenizer: Any, multiple: int) -> int:
     >>> padded_vocab_size("byte", 64)
     320
     """
-    if multiple < 1:
-        raise ConfigError(f"multiple must be at least 1, got {multiple}")
+    check_whole(1, "multiple", multiple=multiple)
     return -(-len(tokenizer_of(tokenizer)) // multiple) * multiple

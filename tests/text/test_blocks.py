@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from functools import partial
 from itertools import pairwise, product
+from types import SimpleNamespace
 
 import pytest
 
@@ -251,6 +252,10 @@ def test_a_function_groups_the_pieces_and_is_checked(tokenizer, monkeypatch):
     ("options", "said"),
     [
         ({"max_length": 0}, "max_length must be at least 1, got 0"),
+        ({"max_length": "8"}, "max_length must be a whole number, got '8'"),
+        ({"max_length": None}, "max_length must be a whole number, got None"),
+        ({"max_length": 8, "stride": 0.5}, "stride must be a whole number"),
+        ({"max_length": 8, "stride": -1}, "stride must be at least 0"),
         ({"max_length": 8, "min_len": 9}, "min_len=9 is more than max_length=8"),
         ({"max_length": 8, "max_len": 0}, "max_len must be at least 1"),
         ({"max_length": 8, "stride": 8}, "stride must be from 0 to 7"),
@@ -264,6 +269,21 @@ def test_impossible_options_are_refused(tokenizer, options, said):
     """TEXT-1"""
     with pytest.raises(ConfigError, match=said):
         blocks([text(1)], tokenizer, **options)
+
+
+def test_tokenizer_of_any_class_is_told_once_of(caplog):
+    """TEXT-6: one without a hash, as a dataclass or a namespace is; none at all is refused."""
+    ids = SimpleNamespace(bos_token_id=None, eos_token_id=1)
+
+    class Plain(SimpleNamespace):
+        def __call__(self, texts, add_special_tokens):
+            return {"input_ids": [[5] * len(one) for one in texts]}
+
+    for _ in range(2):
+        assert blocks(["ab"], Plain(**vars(ids)), max_length=9)["input_ids"] == [[5, 5, 1]]
+    assert caplog.text.count("has no BOS token") == 1
+    with pytest.raises(ConfigError, match="there is no tokenizer; give one of transformers, or 'byte'"):
+        blocks(["ab"], None, max_length=9)
 
 
 def test_rows_that_are_no_texts_are_refused_by_name(tokenizer):

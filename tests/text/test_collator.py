@@ -6,6 +6,7 @@ import pickle
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -113,6 +114,7 @@ def test_labels_of_overlapping_pieces_are_kept(tokenizer):
         (5, None, 5),
         (1, 9, 5),
         (True, None, 5),
+        (np.int64(4), None, 8),
     ],
 )
 def test_padding(tokenizer, padding, max_length, width):
@@ -196,6 +198,14 @@ def test_a_row_that_cannot_be_is_refused_by_number(tokenizer, feature, said):
         PackedCollator(tokenizer, max_length=8)([TWO, feature])
 
 
+def test_rows_whose_documents_nobody_can_find_are_refused():
+    """TEXT-12: by a tokenizer without EOS and BOS; where the field is, nothing has to be found."""
+    collator = PackedCollator(SimpleNamespace(pad_token_id=0), packed_sequences=True)
+    assert collator([TWO])["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
+    with pytest.raises(DataError, match="row 1 of the batch has no document_starts, and the tokenizer neither EOS nor"):
+        collator([TWO, {"input_ids": [5, 6]}])
+
+
 def test_rows_padded_on_the_left_are_refused_where_tokens_decide(tokenizer):
     """TEXT-12 BOUND-4"""
     with pytest.raises(BoundaryError, match="row 0 of the batch: the row starts with the pad token"):
@@ -217,6 +227,8 @@ def test_rows_that_come_padded_lose_their_padding(tokenizer):
         ({"padding": False}, "padding must be"),
         ({"padding": "max_length"}, "needs max_length"),
         ({"max_length": 0}, "max_length must be at least 1"),
+        ({"max_length": "8"}, "max_length must be a whole number"),
+        ({"packed_sequences": "auto"}, "packed_sequences must be None, True or False"),
         ({"return_tensors": "tf"}, "return_tensors must be"),
         ({"cu_seqlens": True, "packed_sequences": False}, "needs positions"),
     ],

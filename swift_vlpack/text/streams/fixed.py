@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from swift_vlpack.core import envelope
 from swift_vlpack.core.account.reasons import Reason
-from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.text.checks import check_whole
 from swift_vlpack.text.rows import IGNORED
 from swift_vlpack.text.special import token_id
 from swift_vlpack.text.streams.prefetch import Prefetcher
@@ -43,13 +43,8 @@ class FixedBatches:
         `mask_boundary_loss`: the first token of a document is no target. `train_on_eos=False`: nor is EOS. `prefetch`
         batches are made ahead by a thread; the stream then belongs to it, and the state to ask for is this object's.
         """
-        for name, value, least in (
-            ("batch_size", batch_size, 1),
-            ("accumulation", accumulation, 1),
-            ("prefetch", prefetch, 0),
-        ):
-            if value < least:
-                raise ConfigError(f"{name} must be at least {least}, got {value}")
+        check_whole(1, "batch_size", "accumulation", batch_size=batch_size, accumulation=accumulation)
+        check_whole(0, "prefetch", prefetch=prefetch)
         self.shape = (accumulation, batch_size, stream.options.seq_len)
         self._maker = _Maker(stream, self.shape, drop_last, mask_boundary_loss, train_on_eos)
         self._prefetch = prefetch

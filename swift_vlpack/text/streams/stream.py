@@ -17,6 +17,7 @@ from swift_vlpack.core.account.reasons import Reason
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.errors import ConfigError, DataError
 from swift_vlpack.core.packing.registry import WINDOW
+from swift_vlpack.text.checks import check_whole
 from swift_vlpack.text.special import edge_tokens, token_id, token_ids
 from swift_vlpack.text.streams.local import LocalText
 from swift_vlpack.text.streams.reading import Documents, ReadOptions
@@ -51,10 +52,8 @@ class WindowOptions:
     def __post_init__(self) -> None:
         if self.packing_mode not in (SEQUENTIAL, BIN):
             raise ConfigError(f"packing_mode must be {SEQUENTIAL!r} or {BIN!r}, got {self.packing_mode!r}")
-        for name in ("seq_len", "packing_buffer_docs", "packing_max_docs_per_bin", "max_doc_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
+        names = ("seq_len", "packing_buffer_docs", "packing_max_docs_per_bin", "max_doc_tokens")
+        check_whole(1, "seq_len", "packing_buffer_docs", **{name: getattr(self, name) for name in names})
         if self.packing_strategy == WINDOW:
             raise ConfigError(f"packing_strategy=window is packing_mode={SEQUENTIAL!r}; set that, or another strategy")
         if self.packing_mode == BIN:

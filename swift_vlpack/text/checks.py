@@ -1,0 +1,26 @@
+"""Options that are numbers: whole ones, and not too small."""
+
+from __future__ import annotations
+
+from numbers import Integral
+from typing import Any
+
+from swift_vlpack.core.errors import ConfigError
+
+
+def check_whole(least: int, *needed: str, **options: Any) -> None:
+    """Refuse what is no whole number of at least `least`; None is none asked for, but where the option is `needed`.
+
+    >>> check_whole(1, max_length=8, max_len=None)
+    >>> check_whole(1, max_length="8")
+    Traceback (most recent call last):
+        ...
+    swift_vlpack.core.errors.ConfigError: max_length must be a whole number, got '8'
+    """
+    for name, value in options.items():
+        if value is None and name not in needed:
+            continue
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise ConfigError(f"{name} must be a whole number, got {value!r}")
+        if value < least:
+            raise ConfigError(f"{name} must be at least {least}, got {value}")
