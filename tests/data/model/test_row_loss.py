@@ -1,12 +1,24 @@
 """Which kind a loss is, told from literal numbers; real losses are in tests/host/training/test_loss.py."""
 
+import random
+from copy import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from swift_vlpack.data.lengths.sizes import num_supervised
-from swift_vlpack.data.model.row_loss import Losses, MeanOfStep, num_targets, with_fewer_targets
+from swift_vlpack.data.model.collate import batch_of
+from swift_vlpack.data.model.row_loss import (
+    Losses,
+    MeanOfStep,
+    num_targets,
+    weigh_samples,
+    weight_of_samples,
+    with_fewer_targets,
+)
+from swift_vlpack.data.rows.contents import NO_LABEL
+from swift_vlpack.data.rows.samples import PackRecord, SampleId
 
 
 @pytest.mark.parametrize(
@@ -41,3 +53,43 @@ def test_a_third_of_the_targets_stays():
     assert with_fewer_targets(sample)["labels"] == [-100, 1, 2, -100, -100, -100, -100, -100]
     assert (num_supervised(sample), num_supervised(with_fewer_targets(sample))) == (6, 2)
     assert num_supervised({"labels": [7, 8, -100]}) == 1, "nothing predicts the first token"
+
+
+def batch(samples, scale):
+    """A row of samples, given by their labels."""
+    lengths = tuple(map(len, samples))
+    row = {"labels": torch.tensor([[label for labels in samples for label in labels] or [NO_LABEL] * 3])}
+    if scale is not None:
+        row["loss_scale"] = torch.full(row["labels"].shape, scale)
+    return batch_of(row, PackRecord(0, 0, tuple(SampleId("a", n) for n in lengths), lengths, 0), {})
+
+
+@pytest.mark.parametrize("kind", ["sample", "sqrt"])
+def test_weights_are_the_same_however_a_step_is_shared(kind):
+    """LOSS-9: by rows of any sizes on any number of ranks, of samples without a target, in rows without a sample."""
+    rng = random.Random(kind)
+    for _ in range(40):
+        num_targets = [rng.choice((0, 1, 4, 25)) for _ in range(rng.randint(1, 9))]
+        weights = weight_of_samples(torch.tensor(num_targets), kind).tolist()
+        wanted = [weight / max(1, num) * sum(num_targets) for weight, num in zip(weights, num_targets, strict=True)]
+        scale, size = rng.choice((None, 0.5)), rng.randint(1, 4)
+        samples = [[NO_LABEL] * rng.randint(1, 3) + [5] * num for num in num_targets]
+        rows = [samples[at : at + size] for at in range(0, len(samples), size)]
+        num_ranks = rng.randint(1, 3)
+        ranks = [[batch(row, scale) for row in [*rows[rank::num_ranks], []]] for rank in range(num_ranks)]
+        parts = [[] for _ in ranks]
+        for mine, theirs in zip(parts, ranks, strict=True):  # what each rank would add to the sum over all
+            weigh_samples(
+                [copy(one) for one in theirs], kind, lambda numbers, mine=mine: mine.append(numbers) or numbers
+            )
+        total = sum(part for (part,) in parts)
+        for rank, batches in enumerate(ranks):
+            weigh_samples(batches, kind, lambda numbers, total=total: total)
+            for row, made in zip(rows[rank::num_ranks], batches, strict=False):
+                at = 0
+                for labels in row:
+                    own = made["loss_scale"][0, at : at + len(labels)]
+                    number = next(n for n, one in enumerate(samples) if one is labels)
+                    expected = wanted[number] / max(sum(weights), 1e-9) * (scale or 1.0)
+                    assert torch.allclose(own, torch.full_like(own, expected))
+                    at += len(labels)
