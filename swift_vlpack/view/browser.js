@@ -9,7 +9,7 @@
     made.append(...children);
     return made;
   };
-  const percent = (share) => (100 * share).toFixed(share < 0.1 ? 1 : 0) + "%";
+  const percent = (share) => (100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0) + "%";
   const share = (part, whole) => percent(part / Math.max(1, whole));
   const colour = (at) => `var(--c${at % NUM_COLOURS + 1})`;
   const key = (pack) => `${pack.epoch}/${pack.number}`;
@@ -50,12 +50,19 @@
     show(current);
   };
 
+  // Inside of its list only: the page itself stays where the reader is.
+  const reveal = (button) => {
+    const box = $("packs"), from = button.offsetTop, to = from + button.offsetHeight;
+    if (from < box.scrollTop) box.scrollTop = from;
+    else if (to > box.scrollTop + box.clientHeight) box.scrollTop = to - box.clientHeight;
+  };
+
   const show = (pack) => {
     current = pack;
     for (const button of $("packs").querySelectorAll("button")) {
       const isIt = pack !== undefined && button.dataset.key === key(pack);
       button.setAttribute("aria-current", isIt);
-      if (isIt) button.scrollIntoView({ block: "nearest" });
+      if (isIt) reveal(button);
     }
     $("pack").replaceChildren(...(pack ? whole(pack) : [el("p", {}, "No pack is like that.")]));
   };
@@ -95,7 +102,7 @@
   const sample = (one, at) => el("section", { class: "sample", id: `s${at}`, tabindex: "-1", style: `border-color:${colour(at)}` },
     el("h3", {}, one.id),
     el("p", { class: "muted mono" }, one.where),
-    el("p", { class: "muted" }, `tokens ${one.start}–${one.start + one.tokens - 1} of the row; positions: ${one.positions.join(", ")}`),
+    el("p", { class: "muted" }, `tokens ${one.start}-${one.start + one.tokens - 1} of the row; positions: ${one.positions.join(", ")}`),
     one.pictures.length ? el("ul", { class: "thumbs" }, ...one.pictures.map(picture)) : "",
     el("p", { class: "text" }, ...one.pieces.map(([kind, tokens, words]) =>
       el("span", { class: kinds[kind], title: `${kinds[kind]}, ${tokens} tokens` }, words))));

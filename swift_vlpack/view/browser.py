@@ -84,8 +84,8 @@ def _step(step: StepShown) -> str:
     head = "".join(f'<th class="n" scope="col">{name}</th>' for name in ("rank", "epoch", "pack", "tokens"))
     return (
         f"<h2>{escape(step_headline(step))}</h2>{notes}"
-        f'<div class="scroll" tabindex="0" role="region" aria-label="rows of step {step.step}"><table><thead><tr>{head}'
-        f'<th scope="col">id</th><th scope="col">where</th></tr></thead><tbody>{rows}</tbody></table></div>'
+        f'<div class="scroll steps" tabindex="0" role="region" aria-label="rows of step {step.step}"><table><thead><tr>'
+        f'{head}<th scope="col">id</th><th scope="col">where</th></tr></thead><tbody>{rows}</tbody></table></div>'
     )
 
 

@@ -105,6 +105,12 @@ def css():
     return asset("browser.css")
 
 
+def scrolled(page, tmp_path, script):
+    """How far the page was scrolled, in a window in which the list of packs does not fit."""
+    shown = opened(page, tmp_path, script + "document.title = 'at ' + scrollY;", width=500, height=300)
+    return int(re.search(r"at (\d+)", shown.text)[1])
+
+
 @needs_chromium
 def test_hostile_texts_are_shown_and_do_nothing(tmp_path):
     """SEE-6"""
@@ -123,6 +129,7 @@ def test_packs_are_browsed_by_keyboard_and_filtered(tmp_path):
     press = "document.body.dispatchEvent(new KeyboardEvent('keydown', {key: '%s', bubbles: true}));"
     shown = opened(page, tmp_path, press % "ArrowRight" + press % "j" + press % "ArrowLeft")
     assert "Epoch 1, pack 1" in shown.text
+    assert scrolled(page, tmp_path, press % "ArrowRight") == 0, "the reader stays where they are"
     current = [attrs["data-key"] for tag, attrs in shown.elements if attrs.get("aria-current") == "true"]
     assert current == ["1/1"]
     choose = "document.getElementById('%s').value = '%s'; filters.dispatchEvent(new Event('input'));"
