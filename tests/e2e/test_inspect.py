@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from swift_vlpack.launch import plugin_path
 from tests.host.runs import SMALL_VOCABULARY, argv, train
 from tests.rows import mixed_rows, write_jsonl
 
@@ -32,8 +33,8 @@ def test_inspect_from_the_command_line(tiny_folder, tmp_path):
     data = write_jsonl(tmp_path / "train.jsonl", mixed_rows(tmp_path / "images", 12, largest=120))
     output = tmp_path / "run"
     flags = argv(
-        tiny_folder(FAMILY), FAMILY, output, dataset=data, external_plugins=SMALL_VOCABULARY, packing="true",
-        split_dataset_ratio=0, num_train_epochs=1,
+        tiny_folder(FAMILY), FAMILY, output, dataset=data, packing="true",
+        external_plugins=[plugin_path(), SMALL_VOCABULARY], split_dataset_ratio=0, num_train_epochs=1,
     )  # fmt: skip
     done = vlpack("inspect", *flags, "--packing_strategy", "exact")
     assert done.returncode == 0, done.stderr[-2000:]

@@ -68,7 +68,7 @@ class StreamedRows:
         Each is the sample, or why there is none. Rows before `start` are read past, not encoded.
         """
         reading = RandomStream(self.seed, epoch, self.name, *share)
-        rows = self._rows(epoch, share)
+        rows = self.rows_of(epoch, share)
         for index in count():
             # Entered for each row anew: between two rows whoever trains draws from the states of the process.
             with reading:
@@ -80,7 +80,8 @@ class StreamedRows:
                     sample = sample_or_error(self._encode, row, SampleId(self.name, share.row(index)))
                 yield sample
 
-    def _rows(self, epoch: int, share: Share) -> Iterator[Row]:
+    def rows_of(self, epoch: int, share: Share) -> Iterator[Row]:
+        """The share's rows of an epoch as they are read."""
         number, num_shares = share
         _set_epoch(self.rows, epoch)  # of the stream, if it wants to know
         if num_shares == 1 or not self.has_shards_for(num_shares):

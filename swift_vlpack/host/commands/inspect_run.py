@@ -42,7 +42,7 @@ def look(run: Run, wanted: Wanted) -> Found:
     config = packing_config(run.args)
     can_be_planned = is_planned(config, is_sized=not run.args.streaming)
     if trained is not None and wanted.is_of_steps and (trained.kind == StreamedFeed.kind or not can_be_planned):
-        return found_on_record(trained, wanted)
+        return found_on_record(run, trained, wanted)
     if not can_be_planned:
         with said_by_swift("cannot load the data"):
             feed, _ = build_feed(run.args, run.template, config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -12,10 +13,13 @@ from swift_vlpack.core.words import counted
 from swift_vlpack.data.feeds.streamed_feed import StreamedFeed
 from swift_vlpack.data.rows.samples import SampleError
 from swift_vlpack.host.commands.look import StreamedPacks
-from swift_vlpack.host.commands.run import Run
+from swift_vlpack.host.commands.run import Run, said_by_swift
+from swift_vlpack.host.commands.stream_rows import local_files, places_of, rows_at
 from swift_vlpack.host.commands.trained import TrainedRun
 from swift_vlpack.host.commands.wanted import Found, Wanted
-from swift_vlpack.view.values import StepShown
+from swift_vlpack.host.pipeline import data_seed
+from swift_vlpack.host.rows.sources import load_stream
+from swift_vlpack.view.values import StepShown, Trained
 
 NUM_ON_PAGE = 20
 """Packs that a page has where none were chosen: to read more takes as long as to train on them."""
@@ -49,7 +53,7 @@ def found_of_stream(run: Run, feed: StreamedFeed, wanted: Wanted) -> Found:
     return Found(packs=shown, num_packs=len(shown))
 
 
-def found_on_record(trained: TrainedRun, wanted: Wanted) -> Found:
+def found_on_record(run: Run, trained: TrainedRun, wanted: Wanted) -> Found:
     """The packs of steps, as every rank recorded them."""
     span = trained.recorded_steps()
     if span is None:
@@ -58,17 +62,16 @@ def found_on_record(trained: TrainedRun, wanted: Wanted) -> Found:
             f"started with {RECORD_PACKS}=false, or by an earlier version. Leave {RECORD_PACKS} out, or set it to true"
         )
     if wanted.step is not None:
-        return Found(steps=[_step(trained, wanted.step, span)])
+        return Found(steps=with_places([_step(trained, wanted.step, span)], run, trained.num_shares))
     found = spikes(trained.losses, wanted.loss_spikes or 0)
     if not found:
         raise ConfigError("--loss-spikes: the log has no loss that is higher than the one before it")
-    return Found(
-        steps=[
-            replace(_step(trained, step, span), loss_before=spike.before.value)
-            for spike in found
-            for step in range(spike.loss.first, spike.loss.last + 1)
-        ]
-    )
+    steps = [
+        replace(_step(trained, step, span), loss_before=spike.before.value)
+        for spike in found
+        for step in range(spike.loss.first, spike.loss.last + 1)
+    ]
+    return Found(steps=with_places(steps, run, trained.num_shares))
 
 
 def _step(trained: TrainedRun, step: int, span: tuple[int, int]) -> StepShown:
@@ -83,3 +86,30 @@ def _step(trained: TrainedRun, step: int, span: tuple[int, int]) -> StepShown:
         loss=None if loss is None else loss.value,
         loss_of=None if loss is None else (loss.first, loss.last),
     )
+
+
+def with_places(steps: Sequence[StepShown], run: Run, num_shares: int | None) -> list[StepShown]:
+    """The steps with the lines of rows of a stream, which is read again up to the last of them."""
+    if not run.args.streaming or num_shares is None:
+        return list(steps)
+    with said_by_swift("cannot load the data"):
+        stream, _ = load_stream(run.args, run.template)
+    stream.seed = data_seed(run.args)
+    packs = [pack for step in steps for pack in step.packs]
+    places: dict[tuple[int, str], str] = {}
+    for epoch in {pack.epoch for pack in packs}:
+        names = {name for pack in packs if pack.epoch == epoch for name in pack.ids}
+        rows = rows_at(stream, epoch, {_number(name) for name in names}, num_shares)
+        found = places_of(rows, local_files(run.args.dataset))
+        places |= {(epoch, name): found[_number(name)] for name in names if _number(name) in found}
+    return [replace(step, packs=[_placed(pack, places) for pack in step.packs]) for step in steps]
+
+
+def _placed(pack: Trained, places: Mapping[tuple[int, str], str]) -> Trained:
+    where = [places.get((pack.epoch, name), place) for name, place in zip(pack.ids, pack.where, strict=True)]
+    return replace(pack, where=where)
+
+
+def _number(name: str) -> int:
+    """Of `stream:17`."""
+    return int(name.rpartition(":")[2])

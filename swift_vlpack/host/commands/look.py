@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+import torch
+from swift.model import get_model_processor
 from torch.utils.data import DataLoader
 
 from swift_vlpack.core.epoch.epoch_plan import EpochPlan
@@ -32,7 +34,7 @@ class PlannedPacks:
 
     def __init__(self, run: Any, feed: PlannedFeed, *, with_thumbnails: bool = False) -> None:
         self.feed = feed
-        self._template = run.template
+        self._template = with_shape(run.template)
         self._collator = collator_of(run.args, run.template, feed.seed)
         self._reader = PackReader(feed.dataset, feed.config, feed.seed, len(feed))
         self._every_answer = [_every_answer(template) for template in feed.dataset.templates]
@@ -86,6 +88,7 @@ class StreamedPacks:
     def __init__(self, run: Any, feed: StreamedFeed) -> None:
         self.feed = feed
         self._run = run
+        with_shape(run.template)
         self._reading = Reading(
             decode=decoder_of(run.template),
             placeholders=placeholders_of(run.template),
@@ -112,6 +115,19 @@ class StreamedPacks:
     def example(self, sample: Encoded) -> Member:
         """A sample by itself."""
         return member_of(sample["sample_id"], sample["input_ids"], sample["labels"], self._reading)
+
+
+def with_shape(template: Any) -> Any:
+    """The template with a model that has no weights, which some ask how positions are counted.
+
+    ms-swift would make one by itself, but by guessing the kind of model again, which it cannot for every folder.
+    """
+    if template.model is None and template.dummy_model is None:
+        info = template.model_info
+        with torch.device("meta"):
+            made = get_model_processor(info.model_dir, model_type=info.model_type, return_dummy_model=True)
+        template.dummy_model = made[0]
+    return template
 
 
 def decoder_of(template: Any) -> Callable[[list[int]], str]:

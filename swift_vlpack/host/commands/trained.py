@@ -60,6 +60,13 @@ class TrainedRun:
         lines = (line for line in json_lines.read(self.folder / LOG) if isinstance(line, dict))
         return losses_of(lines, resumed)
 
+    @property
+    def num_shares(self) -> int | None:
+        """In how many shares a stream was read: by ranks times workers; None where that was not noted."""
+        line = self._begun[-1] if self._begun else {}
+        workers = line.get("num_workers")
+        return int(line["num_ranks"]) * max(1, workers) if isinstance(workers, int) else None
+
     # -- planned ----------------------------------------------------------------------------------------------------
 
     def stretches(self) -> list[Stretch]:

@@ -29,6 +29,7 @@ def note_epoch(path: Path, feed: Feed, template: Any, args: Any, step: int) -> N
         "step": step,
         "kind": feed.kind,
         "num_ranks": feed.num_ranks,
+        "num_workers": args.dataloader_num_workers,
         "accumulation": args.gradient_accumulation_steps,
         "state": feed.state(),
         "options": feed.config.changed(),

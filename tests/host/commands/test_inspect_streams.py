@@ -3,8 +3,10 @@
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.host.training.pack_log import PackLog, before, recorded
@@ -64,15 +66,30 @@ def test_first_packs_of_a_stream_are_those_that_are_trained(tiny_folder, run, da
             seen(pack=99)
 
 
-def test_steps_of_a_stream_lead_to_the_packs_on_record(run, tmp_path):
-    """SEE-5: which it keeps by itself; a run without one says what to set."""
+def check_lines(places, data, labels, tokenizer):
+    """That the answers of these lines are those that were trained, one behind the other."""
+    lines = data_lines(data)
+    answers = [lines[int(place.removeprefix(f"{data}:")) - 1]["messages"][-1]["content"] for place in places]
+    trained = tokenizer.decode([label for label in labels if label != -100])
+    assert trained == "".join(f"{answer}<|im_end|>\n" for answer in answers)
+
+
+def data_lines(data):
+    return [json.loads(line) for line in Path(data).read_text().splitlines()]
+
+
+def test_steps_of_a_stream_lead_to_the_packs_on_record(run, data, tiny_folder, tmp_path):
+    """SEE-5 SEE-3: with the lines of the file; which it keeps by itself; a run without one says what to set."""
     output, trained = run
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder(FAMILY))
     losses = [line["loss"] for line in log_lines(output) if "loss" in line]
     with looking_back(output) as seen:
         for step in (1, 2, 3):
             (found,) = seen(step=step)["steps"]
             ids = [list(map(str, record.sample_ids)) for record, _ in trained[2 * step - 2 : 2 * step]]
             assert [list(pack["ids"]) for pack in found["packs"]] == ids, "a pack that completes an epoch has none"
+            for pack, (_, row) in zip(found["packs"], trained[2 * step - 2 : 2 * step], strict=True):
+                check_lines(pack["where"], data, row["labels"], tokenizer)
             assert (found["loss"], found["known_from"]) == (losses[step - 1], "packs as recorded")
         with pytest.raises(ConfigError, match="step 4 is not on record, which has steps 1 to 3"):
             seen(step=4)
