@@ -26,9 +26,9 @@ def main(settings: Mapping[str, Any], command: str, options: Sequence[str]) -> i
     """Look, and write what is seen to the file of that number."""
     wanted = Wanted.of(settings)
     with (
+        suppress(BrokenPipeError),  # of a reader that has seen enough; outside, as closing a file writes too
         open(settings["report"], "w", encoding="utf-8") as file,
         run_of(options, num_ranks=settings["num_ranks"], command=command) as run,
-        suppress(BrokenPipeError),  # of a reader that has seen enough
     ):
         for text in told(look(run, wanted), wanted, settings):
             file.write(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -122,11 +123,12 @@ def with_shape(template: Any) -> Any:
 
     ms-swift would make one by itself, but by guessing the kind of model again, which it cannot for every folder.
     """
-    if template.model is None and template.dummy_model is None:
+    if template.model_meta.is_multimodal and template.model is None and template.dummy_model is None:
         info = template.model_info
-        with torch.device("meta"):
+        # A model that cannot be made is no matter unless it is asked; then ms-swift says what is wrong.
+        with suppress(Exception), torch.device("meta"):
             made = get_model_processor(info.model_dir, model_type=info.model_type, return_dummy_model=True)
-        template.dummy_model = made[0]
+            template.dummy_model = made[0]
     return template
 
 
