@@ -44,8 +44,10 @@ class Family:
     model_type: str
     template: str
     has_images: bool = True
-    is_packed: bool = True
-    """By ms-swift itself."""
+    has_texts: bool = True
+    """Its template takes rows without media."""
+    has_sounds: bool = False
+    """Then it needs qwen_omni_utils."""
     note: str = ""
     """What docs/families.md says of it."""
     is_cheap: bool = False
@@ -412,7 +414,7 @@ def _minicpm(folder: Path) -> None:
     _save(folder, "MiniCPMV4_6ForConditionalGeneration", config, processor)
 
 
-def _gemma4(folder: Path) -> None:
+def _gemma4(folder: Path, **text: Any) -> None:
     import transformers
 
     names = {
@@ -429,13 +431,16 @@ def _gemma4(folder: Path) -> None:
         text_config=_text(
             tokenizer,
             model_type="gemma4_text",
-            sliding_window=16,
-            layer_types=["sliding_attention", "full_attention"],
-            global_head_dim=32,
-            num_kv_shared_layers=0,
-            hidden_size_per_layer_input=0,
-            vocab_size_per_layer_input=len(tokenizer),
-            use_bidirectional_attention="vision",
+            **{
+                "sliding_window": 16,
+                "layer_types": ["sliding_attention", "full_attention"],
+                "global_head_dim": 32,
+                "num_kv_shared_layers": 0,
+                "hidden_size_per_layer_input": 0,
+                "vocab_size_per_layer_input": len(tokenizer),
+                "use_bidirectional_attention": "vision",
+                **text,
+            },
         ),
         vision_config={**TOWER, "num_key_value_heads": 2, "head_dim": 16, "pooling_kernel_size": 2},
         audio_config=None,
@@ -448,6 +453,18 @@ def _gemma4(folder: Path) -> None:
         video_processor=transformers.Gemma4VideoProcessor(),
     )
     _save(folder, "Gemma4ForConditionalGeneration", config, processor)
+
+
+def _gemma4_e2b(folder: Path) -> None:
+    """The small ones: inputs of every layer, later layers with the keys of earlier ones, and no image blocks."""
+    _gemma4(
+        folder,
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+        hidden_size_per_layer_input=16,
+        use_bidirectional_attention=None,
+    )
 
 
 def _llama4(folder: Path) -> None:
@@ -506,6 +523,146 @@ def _idefics3(folder: Path) -> None:
     _save(folder, "Idefics3ForConditionalGeneration", config, processor)
 
 
+def _qwen3_5_moe(folder: Path) -> None:
+    """Layers with a state, and experts."""
+    import transformers
+
+    dense = tiny.build_config("qwen3_5", is_small=True)
+    parts = {
+        part: {
+            name: value for name, value in getattr(dense, part).to_dict().items() if name not in ("model_type", "dtype")
+        }
+        for part in ("text_config", "vision_config")
+    }
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    parts["text_config"] |= {**experts, "shared_expert_intermediate_size": 32}
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    config = transformers.Qwen3_5MoeConfig(**parts, **{name: getattr(dense, name) for name in names})
+    processor = tiny.build_processor(tiny.build_tokenizer("qwen3_5", is_small=True), "qwen3_5")
+    _save(folder, "Qwen3_5MoeForConditionalGeneration", config, processor)
+
+
+def _paligemma(folder: Path) -> None:
+    import transformers
+
+    tokenizer = _tokenizer(folder, ("<image>",), bos="<bos>", image_token="<image>")
+    images = transformers.SiglipImageProcessor(size={"height": SIDE, "width": SIDE})
+    images.image_seq_length = 16
+    processor = transformers.PaliGemmaProcessor(images, tokenizer)
+    config = transformers.PaliGemmaConfig(
+        text_config=_text(
+            tokenizer,
+            model_type="gemma2",
+            sliding_window=16,
+            layer_types=["sliding_attention", "full_attention"],
+            query_pre_attn_scalar=16,
+        ),
+        vision_config=_siglip(projection_dim=64, vocab_size=len(tokenizer)),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        projection_dim=64,
+        hidden_size=64,
+        vocab_size=len(tokenizer),
+    )
+    _save(folder, "PaliGemmaForConditionalGeneration", config, processor)
+
+
+def _mllama(folder: Path) -> None:
+    import transformers
+
+    words = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+    tokenizer = _tokenizer(folder, words, bos="<|begin_of_text|>", image_token="<|image|>")
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    text = _text(tokenizer, cross_attention_layers=[1], num_hidden_layers=3, rope_parameters=rope)
+    text["bos_token_id"] = tokenizer.bos_token_id
+    config = transformers.MllamaConfig(
+        text_config=text,
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_global_layers": 1,
+            "attention_heads": 2,
+            "image_size": SIDE,
+            "intermediate_layers_indices": [0],
+            "vision_output_dim": 64,
+        },
+        image_token_index=tokenizer.convert_tokens_to_ids("<|image|>"),
+    )
+    processor = transformers.MllamaProcessor(
+        transformers.MllamaImageProcessor(size={"height": SIDE, "width": SIDE}), tokenizer
+    )
+    _save(folder, "MllamaForConditionalGeneration", config, processor)
+
+
+# -- families that listen ---------------------------------------------------------------------------------------------
+
+
+def _omni(version: str) -> Callable[[Path], None]:
+    """Qwen's thinker, without the talker. Sounds are of 16 bands, and of two seconds at most in 2.5."""
+
+    def build(folder: Path) -> None:
+        import torch
+        import transformers
+
+        is_3 = version == "3"
+        media = ("<|image_pad|>", "<|audio_pad|>", "<|video_pad|>") if is_3 else ("<|IMAGE|>", "<|AUDIO|>", "<|VIDEO|>")
+        ends = ("start", "end") if is_3 else ("bos", "eos")
+        words = dict(zip(("image_token", "audio_token", "video_token"), media, strict=True))
+        words |= {
+            f"{kind}_{end}_token": f"<|{kind}_{own}|>"
+            for kind in ("vision", "audio")
+            for end, own in zip(("bos", "eos"), ends, strict=True)
+        }
+        tokenizer = _tokenizer(folder, **words)
+        ids = {name: tokenizer.convert_tokens_to_ids(word) for name, word in words.items()}
+        name = "Qwen3OmniMoe" if is_3 else "Qwen2_5Omni"
+        config = getattr(transformers, f"{name}Config")(
+            thinker_config=_thinker(tokenizer, ids, is_3=is_3), enable_audio_output=False
+        )
+        _save(folder, f"{name}ForConditionalGeneration", config, _omni_processor(name, tokenizer, is_3=is_3))
+        torch.save({}, folder / "spk_dict.pt")  # the voices of the talker, which 2.5 looks for
+
+    return build
+
+
+def _thinker(tokenizer: Any, ids: dict[str, int], *, is_3: bool) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2] if is_3 else [2, 3, 3]}
+    text = _text(tokenizer, rope_parameters={**rope, "mrope_interleaved": True} if is_3 else rope)
+    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
+    audio = {"num_mel_bins": 16, "d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "output_dim": 64}
+    audio["encoder_ffn_dim"] = 64
+    if is_3:
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+        vision |= {"patch_size": 16, "num_position_embeddings": 256, "deepstack_visual_indexes": [0]}
+        audio["downsample_hidden_size"] = 16
+    else:
+        vision |= {"patch_size": 14, "fullatt_block_indexes": [1], "window_size": 112}
+    media = ("image", "video", "audio")
+    return {
+        "text_config": text,
+        "vision_config": vision,
+        "audio_config": audio,
+        **{f"{one}_token_id" if is_3 else f"{one}_token_index": ids[f"{one}_token"] for one in media},
+        "vision_start_token_id": ids["vision_bos_token"],
+        "vision_end_token_id": ids["vision_eos_token"],
+        "audio_start_token_id": ids["audio_bos_token"],
+        "audio_end_token_id": ids["audio_eos_token"],
+    }
+
+
+def _omni_processor(name: str, tokenizer: Any, *, is_3: bool) -> Any:
+    import transformers
+
+    patch = 16 if is_3 else 14
+    return getattr(transformers, f"{name}Processor")(
+        image_processor=transformers.Qwen2VLImageProcessor(patch_size=patch),
+        video_processor=transformers.Qwen2VLVideoProcessor(patch_size=patch),
+        feature_extractor=transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=2),
+        tokenizer=tokenizer,
+        chat_template=tiny.CHAT_TEMPLATE,
+    )
+
+
 # -- text models ------------------------------------------------------------------------------------------------------
 
 
@@ -520,37 +677,47 @@ def _text_model(config_class: str, model_class: str, **more: Any) -> Callable[[P
     return build
 
 
+_TUPLE = "ms-swift's code fails, un-packed too: it takes a tensor where transformers 5.19 has a tuple"
+
 FAMILIES: dict[str, Family] = {
     "InternVL (HF)": Family(_internvl, "internvl", "internvl_hf", is_cheap=True),
     "Qwen3-VL-MoE": Family(_qwen3_vl_moe, "qwen3_vl_moe", "qwen3_vl"),
     "GLM-4.1V": Family(_glm("Glm4vConfig", "Glm4vForConditionalGeneration"), "glm4v", "glm4v", ids=_GLM_IDS),
     "GLM-4.5V": Family(_glm("Glm4vMoeConfig", "Glm4vMoeForConditionalGeneration", **_EXPERTS), "glm4v_moe", "glm4_5v"),
-    "LLaVA 1.5 (HF)": Family(_llava, "llava1_5_hf", "llava1_5_hf", is_packed=False),
-    "LLaVA-NeXT (HF)": Family(
-        _llava_next, "llava1_6_mistral_hf", "llava1_6_mistral_hf", is_packed=False, is_cheap=True
-    ),
-    "Gemma 3": Family(
-        _gemma3, "gemma3_vision", "gemma3_vision", is_packed=False, ids=(("boi_token_id", "<start_of_image>"),)
-    ),
+    "LLaVA 1.5 (HF)": Family(_llava, "llava1_5_hf", "llava1_5_hf"),
+    "LLaVA-NeXT (HF)": Family(_llava_next, "llava1_6_mistral_hf", "llava1_6_mistral_hf", is_cheap=True),
+    "Gemma 3": Family(_gemma3, "gemma3_vision", "gemma3_vision", ids=(("boi_token_id", "<start_of_image>"),)),
     "GLM-4.6V-Flash": Family(_glm("Glm4vConfig", "Glm4vForConditionalGeneration"), "glm4v", "glm4_5v"),
     "GLM-OCR": Family(_glm("GlmOcrConfig", "GlmOcrForConditionalGeneration"), "glm_ocr", "glm_ocr", ids=_GLM_IDS[:2]),
     "PaddleOCR-VL 1.5": Family(
-        _paddle_ocr, "paddleocr_vl", "paddle_ocr_1_5", note="ms-swift's template fails on images here, un-packed too"
+        _paddle_ocr,
+        "paddleocr_vl",
+        "paddle_ocr_1_5",
+        has_texts=False,
+        ids=(("image_token_id", "<|IMAGE_PLACEHOLDER|>"),),
+        note=f"on images {_TUPLE}; rows without an image it does not take at all",
     ),
     "MiniCPM-V 4.6": Family(_minicpm, "minicpmv4_6", "minicpmv4_6"),
     "Gemma 4": Family(
         _gemma4,
         "gemma4",
         "gemma4_nothinking",
-        is_packed=False,
-        note="ms-swift's forward fails on images here, un-packed too",
+        note=f"on images {_TUPLE}; on texts it loses the boundaries (of 31B and 26B), which is refused",
     ),
-    "LLaVA-OneVision (HF)": Family(_onevision, "llava_onevision_hf", "llava_onevision_hf", is_packed=False),
+    "Gemma 4 E2B, text": Family(_gemma4_e2b, "gemma4", "gemma4_nothinking", has_images=False),
+    "PaliGemma 2": Family(_paligemma, "paligemma", "paligemma", has_texts=False),
+    "Llama 3.2 Vision": Family(
+        _mllama,
+        "llama3_2_vision",
+        "llama3_2_vision",
+        note="tokens attend to images across; ms-swift's template joins neither pictures nor their masks to a row",
+    ),
+    "Qwen3.5-MoE": Family(_qwen3_5_moe, "qwen3_5_moe", "qwen3_5"),
+    "LLaVA-OneVision (HF)": Family(_onevision, "llava_onevision_hf", "llava_onevision_hf"),
     "Llama 4": Family(
         _llama4,
         "llama4",
         "llama4",
-        is_packed=False,
         run_dtype="bfloat16",
         note="its run in bfloat16, which its processor gives",
     ),
@@ -558,10 +725,17 @@ FAMILIES: dict[str, Family] = {
         _idefics3,
         "idefics3",
         "idefics3",
-        is_packed=False,
         note="ms-swift gives images side by side too few tokens, packed or not; the proof stops that",
     ),
-    "Mistral 3": Family(_mistral3, "mistral3", "mistral_2503", is_packed=False, ids=(("image_token", "[IMG]"),)),
+    "Mistral 3": Family(_mistral3, "mistral3", "mistral_2503", ids=(("image_token", "[IMG]"),)),
+    "Qwen2.5-Omni": Family(_omni("2.5"), "qwen2_5_omni", "qwen2_5_omni", has_sounds=True),
+    "Qwen3-Omni": Family(
+        _omni("3"),
+        "qwen3_omni_moe",
+        "qwen3_omni",
+        has_sounds=True,
+        note="sounds of less than a second depend on those beside them, packed or not; the proof stops that",
+    ),
     "Qwen3": Family(_text_model("Qwen3Config", "Qwen3ForCausalLM"), "qwen3", "qwen3", has_images=False),
     "gpt-oss": Family(
         _text_model(
@@ -575,7 +749,6 @@ FAMILIES: dict[str, Family] = {
         "gpt_oss",
         "gpt_oss",
         has_images=False,
-        is_packed=False,
     ),
     "Qwen3-Next": Family(
         _text_model(

@@ -20,6 +20,7 @@ from swift_vlpack.data.kernels.asked import asked_of, counted_in_samples, layer_
 from swift_vlpack.data.kernels.masks import RowMask, SampleMask, of_block_mask, row_mask
 from swift_vlpack.data.kernels.row_kernels import CannotDo, RowKernel
 from swift_vlpack.data.kernels.samples import PackedRow, States, attend, check_mask, segments
+from swift_vlpack.data.seam.configs import text_config_of
 
 NAME = "vlpack"
 _kernels: WeakKeyDictionary[torch.nn.Module, RowKernel] = WeakKeyDictionary()
@@ -28,7 +29,7 @@ _recordings: list[list[PackedRow]] = []
 
 def name_of(config: Any) -> str:
     """The attention implementation of the language model."""
-    text = getattr(config, "text_config", config)
+    text = text_config_of(config)
     return str(getattr(text, "_attn_implementation", None) or config._attn_implementation)
 
 

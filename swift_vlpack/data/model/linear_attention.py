@@ -16,6 +16,7 @@ import torch
 from swift_vlpack.core.errors import AttentionError
 from swift_vlpack.data.kernels.groups import Groups, groups_of
 from swift_vlpack.data.model.attention import boundaries_on_host
+from swift_vlpack.data.seam.configs import text_config_of
 
 RESTARTED = (
     *("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"),
@@ -48,7 +49,7 @@ def restart_at_boundaries(model: torch.nn.Module, leave: Sequence[str] = ()) -> 
 
 
 def _refuse_unknown_state(model: Any) -> None:
-    config = getattr(model.config, "text_config", model.config)
+    config = text_config_of(model.config)
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     keeping = sorted({kind for kind in kinds or () if any(word in str(kind) for word in _KEEPS_STATE)})
     if kinds is None and any(getattr(module, "_is_stateful", False) for module in model.modules()):

@@ -9,6 +9,7 @@ import torch
 
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.data.seam.configs import text_config_of
 
 BY_LONGEST = ("dynamic", "longrope", "su")
 """RoPE types that choose frequencies by the longest sample of a row; su is longrope's first name."""
@@ -40,7 +41,7 @@ def check_rope(model_config: Any, rows: Any, max_length: int | None, config: Pac
 
 def rope_limits(model_config: Any) -> Iterator[tuple[str, int]]:
     """The RoPE types that depend on the longest sample, with the length up to which they do not."""
-    text = getattr(model_config, "text_config", model_config)
+    text = text_config_of(model_config)
     parameters = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     is_flat = not all(isinstance(value, Mapping) for value in parameters.values())
     for one in (parameters,) if is_flat else parameters.values():

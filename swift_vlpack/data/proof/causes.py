@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from swift_vlpack.data.seam.configs import text_config_of
+
 NO_BOUNDARIES = ("sdpa", "eager", "flex_attention")
 EMBEDDINGS = -1
 """The number of the layer, where what enters the first one differs already."""
@@ -92,7 +94,7 @@ def is_stateful(layer_type: str) -> bool:
 
 def facts_of(config: Any) -> dict[str, Any]:
     """What a model's config says that matters to a cause."""
-    text = getattr(config, "text_config", config)
+    text = text_config_of(config)
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     rope = next((one for one in rope.values() if isinstance(one, dict)), rope)
     window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.core.epoch.epoch_plan import Where
+from swift_vlpack.core.epoch.plan import Plan
 from swift_vlpack.core.errors import DataError
 from swift_vlpack.data.feeds.packs import Packs, epoch_plan_of
 from swift_vlpack.data.parts.row_cutter import cutter_of, in_parts
@@ -62,16 +63,21 @@ def candidates_from(packs: Packs) -> list[Iterator[Encoded]]:
     by_length = np.argsort(plan.lengths, kind="stable")
     by_length = by_length[plan.lengths[by_length] > 0]
     images, patches = plan.images[by_length], plan.patches[by_length]
-    counted = [images == 1, images > 1, (images == 0) & (patches > 0)]
-    kinds = [by_length[is_kind].tolist() for is_kind in counted]
-    others = by_length[(images == 0) & (patches == 0)]
-    kinds += _grouped(_spread(others, _LOOKED_AT), lambda position: _kind_of_row(packs, plan.schedule[position]))
+    counted = [images == 1, images > 1, (images == 0) & (patches > 0), (images == 0) & (patches == 0)]
+    kinds = [
+        kind
+        for is_kind in counted
+        for kind in _grouped(
+            _spread(by_length[is_kind], _LOOKED_AT), lambda position: _kind_of_row(packs, plan.schedule[position])
+        )
+    ]
     return [_encoded(packs, plan.samples(_spread(np.array(kind), _SPREAD))) for kind in kinds if kind]
 
 
 def rows_of_plan(packs: Packs, window: int | None = None) -> list[list[Encoded]]:
-    """The row with the most samples, that of the longest one, and, for models that look so many tokens back, that of
-    the shortest sample that is longer; of a stream, a row as full as its first rows make."""
+    """The row with the most samples, that with the most images (or patches, of videos), that of the longest sample,
+    and, for models that look so many tokens back, that of the shortest sample that is longer; of a stream, a row as
+    full as its first rows make."""
     epoch = epoch_plan_of(packs)
     if epoch is None:
         return [row] if (row := _filled(_streamed(packs), packs.config.packing_length)) else []
@@ -82,9 +88,18 @@ def rows_of_plan(packs: Packs, window: int | None = None) -> list[list[Encoded]]
     lengths = plan.lengths[plan.members]
     longer = np.flatnonzero(lengths > window) if window else np.array([], dtype=np.int64)
     asked_for = [int(np.argmax(lengths)), *longer[np.argsort(lengths[longer], kind="stable")][:1].tolist()]
-    numbers = dict.fromkeys([int(np.argmax(plan.num_samples_per_pack)), *pack_of[asked_for[::-1]].tolist()])
+    of_media = [] if (number := _with_most_media(plan, pack_of)) is None else [number]
+    numbers = dict.fromkeys([int(np.argmax(plan.num_samples_per_pack)), *of_media, *pack_of[asked_for[::-1]].tolist()])
     rows = [list(_encoded(packs, epoch.samples(plan[number]))) for number in numbers]
     return [row for row in rows if row]
+
+
+def _with_most_media(plan: Plan, pack_of: NDArray[np.int64]) -> int | None:
+    """The pack with the most images, or where there are none the most patches."""
+    for counts in (plan.images, plan.patches):
+        if counts is not None and counts.any():
+            return int(np.argmax(np.bincount(pack_of, weights=counts[plan.members])))
+    return None
 
 
 def tokens_of_epoch(packs: Packs) -> int:

@@ -32,7 +32,7 @@ def evidence_of(subject: Subject, row: Sequence[Encoded], limits: Limits) -> Evi
             by_media = _moved(subject, row, limits, asked, _with_other_media)
             layer = None if worst is None else first_layer(subject, row, worst, limits)
             given = _given(subject, row, profiles, limits)
-            is_so_unpacked = _is_so_unpacked(subject, row, limits)
+            is_so_unpacked = _is_so_unpacked(subject, row, profiles, limits)
     return Evidence(
         attention=attention.name_of(subject.model.config),
         profiles=tuple(profiles),
@@ -150,9 +150,11 @@ def _moved(
     return pairs
 
 
-def _is_so_unpacked(subject: Subject, row: Sequence[Encoded], limits: Limits) -> bool:
-    """Whether the host's padded batch of two samples of the row is not the two alone; those with media tell most."""
-    two = sorted(row, key=lambda sample: (not kinds_of_media(sample), length_of(sample)))[:2]
+def _is_so_unpacked(subject: Subject, row: Sequence[Encoded], profiles: Sequence[Profile], limits: Limits) -> bool:
+    """Whether the host's padded batch of two samples is not the two alone."""
+    if len(row) < 2:
+        return False
+    two = _two_of(row, profiles)
     with _own_for(subject, max(two, key=length_of)):
         try:
             together = subject.run(two, packed=False).logits
@@ -160,6 +162,17 @@ def _is_so_unpacked(subject: Subject, row: Sequence[Encoded], limits: Limits) ->
             return False  # the host has no batch of them: pictures of different sizes (Mistral 3)
         alone = [subject.run([sample], packed=False).logits[0] for sample in two]
     return any(not gap_of(*pair).over_tokens <= limits.alone for pair in zip(together, alone, strict=True))
+
+
+def _two_of(row: Sequence[Encoded], profiles: Sequence[Profile]) -> list[Encoded]:
+    """One that differs in the row, and the longest of its media: one as long (its twin) might not pad the other's."""
+    order = sorted(range(len(row)), key=lambda at: (not kinds_of_media(row[at]), length_of(row[at])))
+    first = next((at for at in order if profiles[at].differs), order[0])
+    kinds = kinds_of_media(row[first])
+    others = [at for at in order if at != first]
+    of_its_media = [at for at in others if kinds & kinds_of_media(row[at])]
+    other = max(of_its_media, key=lambda at: length_of(row[at])) if of_its_media else others[0]
+    return [row[first], row[other]]
 
 
 def _with_other_tokens(subject: Subject, sample: Encoded) -> Encoded | None:

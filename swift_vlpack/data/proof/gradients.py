@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
+_CHECKPOINT = "_gradient_checkpointing_func"
+"""What transformers and ms-swift run a layer by that does not keep what its backward needs."""
 _PARTS = ("visual", "vision", "audio", "image")
 
 
@@ -14,26 +20,28 @@ _PARTS = ("visual", "vision", "audio", "image")
 def small_set(model: torch.nn.Module) -> Iterator[dict[str, torch.nn.Parameter]]:
     """The weights of norms and the biases, which every path of the model goes through, frozen or not.
 
-    Their gradients are taken by `torch.autograd.grad`, which fills no `.grad` and wakes no hook of DDP's. Without
-    gradient checkpointing, whose reentrant form does not know that function; the logits are compared with it. Empty
-    where parameters are sharded: no rank has a gradient to compare.
+    Their gradients are taken by `torch.autograd.grad`, which fills no `.grad` and wakes no hook of DDP's. Layers that
+    are run again in the backward are so here, too, by the form of checkpointing that knows that function. Empty where
+    parameters are sharded: no rank has a gradient to compare.
     """
     chosen = {name: one for name, one in model.named_parameters() if one.dim() == 1 and one.is_floating_point()}
     if any(_is_sharded(parameter) for parameter in model.parameters()):
         chosen = {}
     before = [(parameter, parameter.requires_grad) for parameter in chosen.values()]
-    checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
+    checkpointed = [
+        (module, vars(module)[_CHECKPOINT]) for module in model.modules() if vars(module).get(_CHECKPOINT) is not None
+    ]
     try:
         for parameter in chosen.values():
             parameter.requires_grad_(True)
-        for module in checkpointed:
-            vars(module)["gradient_checkpointing"] = False
+        for module, _ in checkpointed:
+            vars(module)[_CHECKPOINT] = _not_reentrant()
         yield chosen
     finally:
         for parameter, was_required in before:
             parameter.requires_grad_(was_required)
-        for module in checkpointed:
-            vars(module)["gradient_checkpointing"] = True
+        for module, checkpoint in checkpointed:
+            vars(module)[_CHECKPOINT] = checkpoint
 
 
 def added(gradients: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -66,6 +74,11 @@ def _squares(
         lengths[part] = lengths.get(part, 0.0) + max(float((here * here).sum()), float((there * there).sum()))
         gaps[part] = gaps.get(part, 0.0) + float((here - there).square().sum())
     return lengths, gaps
+
+
+def _not_reentrant() -> Any:
+    """Torch's own, below what a host has put around it to choose the form (ms-swift takes the reentrant one)."""
+    return partial(inspect.unwrap(torch.utils.checkpoint.checkpoint), use_reentrant=False)
 
 
 def _is_sharded(parameter: torch.nn.Parameter) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch.utils.checkpoint import CheckpointError
 
 from swift_vlpack.core.errors import BoundaryError, VLPackError
 from swift_vlpack.core.words import counted
@@ -34,6 +35,12 @@ class IsolationError(VLPackError):
         super().__init__(message)
         self.cause = cause
         self.measured = measured
+
+
+_RUN_AGAIN = (
+    "a layer that is run again in the backward (gradient checkpointing) does something else than in the forward: what "
+    "it looks at, such as boundaries, is gone by then. The backward of a pack is not that of its samples one by one"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +103,8 @@ def proved(
         finding, cause, seen = Finding(str(error)), "positions are not restarted at the boundaries", ""
     except ImportError as error:
         finding, cause, seen = Finding(str(error)), of_linear_attention(), ""
+    except CheckpointError as error:
+        finding, cause, seen = Finding(str(error).strip().splitlines()[0]), _RUN_AGAIN, ""
     details = "; ".join(filter(None, (finding.said, seen)))
     said = f"isolation could not be verified with attention {name}: {cause}. ({details})"
     raise IsolationError(said, cause=cause, measured=numbers)
@@ -103,14 +112,14 @@ def proved(
 
 def proof_from(of: Measured) -> Proof:
     """The numbers of a proof, whether it holds or not."""
-    gaps = [*of.gaps, *(gap for _, gaps in of.rows for gap in gaps)]
+    gaps = [gap for row in of.rows for gap in row.gaps]
     return Proof(
         num_samples=len(of.samples),
         moved=worst([*of.moves, *of.moves_by_media]),
         alone=worst([gap.most for gap in gaps]),
         gradient=worst(list(of.gradient.values())) if of.gradient else None,
         largest_logit=of.largest_logit,
-        num_more=sum(len(row) for row, _ in of.rows),
+        num_more=sum(len(row.samples) for row in of.rows_of_plan),
         num_rows_left_out=of.num_rows_left_out,
         limits=of.limits,
     )
@@ -121,13 +130,12 @@ def finding_in(of: Measured) -> Finding | None:
     limits, said = of.limits, f"(largest logit {of.largest_logit:.3g}, {of.dtype})"
     if not all(bool(torch.isfinite(logits).all()) for logits in of.alone):
         return Finding(f"logits are nan or infinite {said}", cause="the model itself gives them, without packing, too")
-    if of.targets:
-        return Finding(of.targets, cause="labels or loss weights of the row are not those of its samples")
+    if targets := next(filter(None, (row.targets for row in of.rows)), None):
+        return Finding(targets, cause="labels or loss weights of the row are not those of its samples")
     if not of.repeated <= limits.alone:
         return Finding(
             f"the same row gave logits that differ by {of.repeated:.3g} when it was run again {said}",
-            cause="something stays in the model from one forward to the next (a cache, a state), or it draws at random "
-            "what no dropout rate of its own switches off",
+            cause=_of_repeated(of),
         )
     if not (moved := worst(of.moves)) <= limits.moved:
         return Finding(
@@ -141,14 +149,15 @@ def finding_in(of: Measured) -> Finding | None:
             f"{said}",
             of.samples,
         )
-    for row, gaps in [(of.samples, of.gaps), *of.rows]:
-        if not worst([gap.over_tokens for gap in gaps]) <= limits.alone:
+    for number, row in enumerate(of.rows):
+        if not all(map(limits.allow, row.gaps)):
+            turned = ", while a row before it, of the same samples in another order, is right" if number == 1 else ""
             return Finding(
                 f"a packed sample does not give what the model's own attention gives it alone: logits differ by "
-                f"{worst([gap.most for gap in gaps]):.3g} {said}",
-                row,
+                f"{worst([gap.most for gap in row.gaps]):.3g}{turned} {said}",
+                row.samples,
             )
-    return _blindness(of, said) or _gradient(of)
+    return _misplaced_media(of) or _blindness(of, said) or _gradient(of)
 
 
 def with_twins(samples: Sequence[Encoded]) -> list[Encoded]:
@@ -163,6 +172,31 @@ def with_twins(samples: Sequence[Encoded]) -> list[Encoded]:
             seen.add(kinds)
             twins.append(with_other_media(sample))
     return [*samples, *twins]
+
+
+def _of_repeated(of: Measured) -> str:
+    """The pack was run where gradients are asked for, all else without."""
+    with_gradients, without = (all(map(of.limits.allow, row.gaps)) for row in of.rows[:2])
+    if without and not with_gradients:
+        return (
+            "where gradients are asked for, as in training, the row is computed by something else than without them "
+            "(a kernel with a backward of its own), and that does not keep samples apart"
+        )
+    return (
+        "something stays in the model from one forward to the next (a cache, a state), or it draws at random what no "
+        "dropout rate of its own switches off"
+    )
+
+
+def _misplaced_media(of: Measured) -> Finding | None:
+    """Also where the model hardly minds, as with grids of a model in 16 bits."""
+    name = next(filter(None, (row.inputs for row in of.rows)), None)
+    if name is None:
+        return None
+    return Finding(
+        f"{name} of a row is not that of its samples, one after the other",
+        cause="what the row has of media is in the wrong order: images, videos or sounds, or their grids, exchanged",
+    )
 
 
 def _blindness(of: Measured, said: str) -> Finding | None:

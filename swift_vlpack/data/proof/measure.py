@@ -16,7 +16,6 @@ from swift_vlpack.data.proof.cost import affordable
 from swift_vlpack.data.proof.reference import fitting, longest_for_own, own_attention, repeatable_training, untouched
 from swift_vlpack.data.proof.subject import Ran, Subject, length_of
 from swift_vlpack.data.proof.tolerance import (
-    Gap,
     Limits,
     Noise,
     gap_of,
@@ -24,8 +23,7 @@ from swift_vlpack.data.proof.tolerance import (
     rounded_otherwise,
     worst,
 )
-from swift_vlpack.data.proof.truth import Truth
-from swift_vlpack.data.rows.contents import NO_LABEL
+from swift_vlpack.data.proof.truth import AgainstAlone, Truth
 from swift_vlpack.data.rows.samples import Encoded
 
 
@@ -48,14 +46,16 @@ class Measured:
     """Of samples whose neighbours got other tokens."""
     moves_by_media: Sequence[float]
     """Of samples when others got other media."""
-    gaps: Sequence[Gap]
-    """Between packed and alone."""
+    rows: Sequence[AgainstAlone]
+    """The pack, the same with its samples the other way round, and rows of the plan."""
     gradient: Mapping[str, float]
-    targets: str | None
-    """What is wrong with labels or loss weights."""
-    rows: Sequence[tuple[Sequence[Encoded], Sequence[Gap]]]
-    """Rows of the plan, and how far their samples are from alone."""
     num_rows_left_out: int
+    has_experts: bool
+
+    @property
+    def rows_of_plan(self) -> Sequence[AgainstAlone]:
+        """Without those that the pack made."""
+        return self.rows[2:]
 
     @property
     def largest_logit(self) -> float:
@@ -65,7 +65,7 @@ class Measured:
     @property
     def limits(self) -> Limits:
         """What rounding may do on this model, in units of the logits."""
-        return Limits.of(self.dtype, self.largest_logit, self.noise, self.repeated)
+        return Limits.of(self.dtype, self.largest_logit, self.noise, self.repeated, has_experts=self.has_experts)
 
 
 def measured(
@@ -85,10 +85,7 @@ def measured(
         num_tokens = sum(map(length_of, samples))
         kept = affordable(subject, rows, num_tokens, time.monotonic() - began, tokens_of_epoch)
         kept = [row for row in kept if truth.is_for(row)]
-        of_rows = [against_alone(subject, row, truth) for row in kept]
-        targets = [
-            wrong_targets_of(sample, at, compared.packed, compared.alone[at]) for at, sample in enumerate(samples)
-        ]
+        of_plan = [AgainstAlone.of(row, subject.run(row, packed=True), map(truth.of, row)) for row in kept]
         return Measured(
             samples=samples,
             alone=[ran.logits[0] for ran in compared.alone],
@@ -99,11 +96,10 @@ def measured(
             repeated=repeated,
             moves=moves,
             moves_by_media=moves_by_media,
-            gaps=[gap_of(a, ran.logits[0]) for a, ran in zip(compared.packed.logits, compared.alone, strict=True)],
+            rows=[*compared.against_alone(samples), *of_plan],
             gradient=compared.gradient,
-            targets=next(filter(None, [*targets, *(wrong for _, wrong in of_rows)]), None),
-            rows=[(row, gaps) for row, (gaps, _) in zip(kept, of_rows, strict=True)],
             num_rows_left_out=len(rows) - len(kept),
+            has_experts=any("expert" in name for name, _ in subject.model.named_modules()),
         )
 
 
@@ -121,12 +117,21 @@ class Compared:
             self.options["parameters"] = parameters
             self.alone, self.dtype = self._alone(samples, graded)
             with own_attention(subject.model):
-                self.noise = self._noise(samples, by_length[:2])
+                self.noise = self._noise(samples, [at for at in _short_of_each_kind(samples) if at in graded])
             short = [samples[at] for at in graded]
             together = subject.run(short, packed=True, **self.options)
         self.packed = together if len(short) == len(samples) else subject.run(samples, packed=True)
+        # What remembers the boundaries of a row by its length takes them for those of this one.
+        self.turned = subject.run(samples[::-1], packed=True)
         added = gradients.added([self.alone[at].gradient for at in graded])
         self.gradient = gradients.difference(together.gradient, added)
+
+    def against_alone(self, samples: Sequence[Encoded]) -> list[AgainstAlone]:
+        """The pack, and the same the other way round."""
+        return [
+            AgainstAlone.of(samples, self.packed, self.alone),
+            AgainstAlone.of(samples[::-1], self.turned, self.alone[::-1]),
+        ]
 
     def _alone(self, samples: Sequence[Encoded], graded: Sequence[int]) -> tuple[list[Ran], torch.dtype]:
         ran: list[Ran] = []
@@ -155,39 +160,11 @@ class Compared:
         return Noise(worst(gaps), worst(list(gradients.difference(off, right).values())))
 
 
-def against_alone(subject: Subject, row: Sequence[Encoded], truth: Truth) -> tuple[list[Gap], str | None]:
-    """How far each sample of a row is from what it gives alone, and what is wrong with the row's labels."""
-    packed = subject.run(row, packed=True)
-    gaps, targets = [], None
-    for at, sample in enumerate(row):
-        alone = truth.of(sample)
-        gaps.append(gap_of(packed.logits[at], alone.logits[0]))
-        targets = targets or wrong_targets_of(sample, at, packed, alone)
-    return gaps, targets
-
-
-def wrong_targets_of(sample: Encoded, at: int, packed: Ran, alone: Ran) -> str | None:
-    """What is wrong with labels or loss weights of a sample in the row, where they are not those that it has alone."""
-    name = sample.get("sample_id", f"sample {at + 1}")
-    labels, expected = packed.labels[at], alone.labels[0]
-    assert labels is not None
-    assert expected is not None
-    if at and int(labels[0]) != NO_LABEL:
-        return f"the first token of {name} is a target of the sample before it: labels are shifted over a boundary"
-    if (wrong := _first_difference(labels, expected)) is not None:
-        return f"labels of {name} in the row are not those that it has alone, from its token {wrong} on"
-    ones = torch.ones(length_of(sample))
-    weights, expected = (ones if one is None else one for one in (packed.weights[at], alone.weights[0]))
-    counted = (labels != NO_LABEL).cpu()
-    if (wrong := _first_difference(weights.cpu() * counted, expected.cpu() * counted)) is not None:
-        return f"loss weights of {name} in the row are not those that it has alone, from its token {wrong} on"
-    return None
-
-
-def _first_difference(one: torch.Tensor, other: torch.Tensor) -> int | None:
-    """Of two rows of tokens; the first token is nobody's target."""
-    wrong = torch.nonzero(one[1:].cpu() != other[1:].cpu()).flatten()
-    return int(wrong[0]) + 1 if len(wrong) else None
+def _short_of_each_kind(samples: Sequence[Encoded]) -> list[int]:
+    """The two shortest, and the shortest of those with the same media: a vision tower rounds, too."""
+    by_length = sorted(range(len(samples)), key=lambda at: length_of(samples[at]))
+    of_kinds = {kinds_of_media(samples[at]): at for at in by_length[::-1]}
+    return list(dict.fromkeys([*by_length[:2], *of_kinds.values()]))
 
 
 def _changed(

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from swift_vlpack.data.seam.configs import text_config_of
+
 OWN = "eager"
 """The model's definition. What else it can run with is quicker, and may drop what attention it asks for: sdpa knows
 neither sinks nor soft caps."""
@@ -64,10 +66,11 @@ def repeatable_training(model: torch.nn.Module) -> Iterator[None]:
 @contextmanager
 def own_attention(model: Any, name: str = OWN) -> Iterator[None]:
     """The attention that defines the model, in all its parts; for a while, and on the very model that trains."""
-    settings = _settings(configs_of(model))
+    configs = [config for config in configs_of(model) if hasattr(config, "_attn_implementation")]
+    settings = _settings(configs)
     try:
-        if hasattr(model, "set_attn_implementation"):
-            model.set_attn_implementation(name)
+        for config in configs:  # transformers' own setter warns every time of parts that were not loaded (a talker)
+            config._attn_implementation = name
         yield
     finally:
         _restore(settings)
@@ -75,8 +78,7 @@ def own_attention(model: Any, name: str = OWN) -> Iterator[None]:
 
 def longest_for_own(model: Any, *, is_trained: bool = False) -> int:
     """Tokens of the longest sample whose attention weights are small enough: of one layer, or of all in a backward."""
-    config = getattr(model, "config", None)
-    text = getattr(config, "text_config", config)
+    text = text_config_of(getattr(model, "config", None))
     num_heads = getattr(text, "num_attention_heads", None) or 32
     num_layers = (getattr(text, "num_hidden_layers", None) or 32) if is_trained else 1
     most = _BYTES_OF_BACKWARD if is_trained else _BYTES_OF_FORWARD

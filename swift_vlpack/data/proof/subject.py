@@ -71,6 +71,8 @@ class Ran:
     weights: tuple[torch.Tensor | None, ...]
     gradient: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """By the name of the parameter."""
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    """What the model was handed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,7 @@ class Subject:
             cut(row.labels, parts) if row.labels is not None else (None,) * len(parts),
             cut(row.weights, parts) if row.weights is not None else (None,) * len(parts),
             gradient,
+            row.inputs,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -11,6 +12,9 @@ import torch
 
 TIMES_NOISE = 8
 """Another kernel differs by about as much as the noise does, on 23 families by 0.3 to 1.4 times; leaks by 100 times."""
+TOKEN_TO_SAMPLE = 2
+"""A single token may differ by so many times what its sample may, which is 15 times what was seen. So a token that is
+wrong at a boundary of a long sample is not lost in the mean. One that another expert is asked of differs by more."""
 MOST_OF_LOGITS, MOST_OF_GRADIENT = 0.5, 0.5
 """Shares of the largest logit and of the gradient that are a difference however much noise there is."""
 
@@ -47,23 +51,34 @@ class Limits(NamedTuple):
     gradient: float
     relative: float
     """Of hidden states, in shares of the largest."""
+    token: float = math.inf
+    """Of a single token's logits, packed and alone."""
 
     @classmethod
-    def of(cls, dtype: torch.dtype, largest_logit: float, noise: Noise, repeated: float) -> Limits:
+    def of(
+        cls, dtype: torch.dtype, largest_logit: float, noise: Noise, repeated: float, *, has_experts: bool = False
+    ) -> Limits:
         """From the noise, between what the data type always does and what no rounding does."""
         floor, scale = FLOORS[dtype], max(1.0, largest_logit)
+        alone = min(MOST_OF_LOGITS * scale, max(floor.logits * scale, TIMES_NOISE * noise.logits))
         return cls(
             max(floor.moved * scale, 4 * repeated),
-            min(MOST_OF_LOGITS * scale, max(floor.logits * scale, TIMES_NOISE * noise.logits)),
+            alone,
             min(MOST_OF_GRADIENT, max(floor.gradient, TIMES_NOISE * noise.gradient)),
             4 * floor.logits,
+            math.inf if has_experts else TOKEN_TO_SAMPLE * alone,
         )
+
+    def allow(self, gap: Gap) -> bool:
+        """Whether two logits of a sample are the same; not a number is not."""
+        return gap.over_tokens <= self.alone and gap.most <= self.token
 
 
 class Gap(NamedTuple):
     """How far the logits of a sample differ: at most, and over its tokens, as the root of the mean square.
 
-    The latter decides: in 16 bits one unit of rounding sends a token to another expert, and it differs a lot.
+    The latter decides where there are experts: in 16 bits one unit of rounding sends a token to another one, and it
+    differs a lot.
     """
 
     most: float

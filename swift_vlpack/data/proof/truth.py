@@ -1,13 +1,16 @@
-"""What a sample gives: by the model's own attention, alone, as the host collates it un-packed."""
+"""What a sample gives: by the model's own attention, alone, as the host collates it un-packed; and a row against it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
 
 from swift_vlpack.data.proof.reference import OWN, QUICK, fitting, longest_for_own, own_attention
 from swift_vlpack.data.proof.subject import Ran, Subject, length_of
-from swift_vlpack.data.proof.tolerance import FLOORS, coarsest, gap_of
+from swift_vlpack.data.proof.tolerance import FLOORS, Gap, coarsest, gap_of
 from swift_vlpack.data.rows.contents import NO_LABEL
 from swift_vlpack.data.rows.samples import Encoded
 
@@ -45,6 +48,67 @@ class Truth:
                 logits.append(self.subject.run([self.short], packed=False).logits[0])
         limit = 4 * FLOORS[coarsest([logits[0].dtype])].logits
         return gap_of(*logits).most <= limit * max(1.0, float(logits[0].abs().max()))
+
+
+class AgainstAlone(NamedTuple):
+    """A row and its samples alone."""
+
+    samples: Sequence[Encoded]
+    gaps: Sequence[Gap]
+    """How far the logits of each sample are apart."""
+    targets: str | None
+    """What is wrong with labels or loss weights."""
+    inputs: str | None
+    """Which media are not those of the samples, one after the other."""
+
+    @classmethod
+    def of(cls, samples: Sequence[Encoded], packed: Ran, alone: Iterable[Ran]) -> AgainstAlone:
+        """Compare them; what each gives alone is asked for one after the other, as its logits are large."""
+        gaps, targets, inputs = [], [], []
+        for at, (sample, ran) in enumerate(zip(samples, alone, strict=True)):
+            gaps.append(gap_of(packed.logits[at], ran.logits[0]))
+            targets.append(wrong_targets_of(sample, at, packed, ran))
+            inputs.append(ran.inputs)
+        return cls(samples, gaps, next(filter(None, targets), None), wrong_inputs_of(packed.inputs, inputs))
+
+
+def wrong_inputs_of(packed: Mapping[str, Any], alone: Sequence[Mapping[str, Any]]) -> str | None:
+    """The name of what the model is handed of media in another order than that of the samples; none where all is right.
+
+    What has one entry for each image, video or sound, in the row as alone. What is filled up to another shape, or has
+    an entry for each token, nobody can tell by looking: the logits say it.
+    """
+    for name, joined in packed.items():
+        parts = [inputs[name] for inputs in alone if inputs.get(name) is not None]
+        if parts and all(isinstance(part, torch.Tensor) and part.dim() for part in (joined, *parts)):
+            is_joined = sum(map(len, parts)) == len(joined) and all(one.shape[1:] == joined.shape[1:] for one in parts)
+            if is_joined and not torch.equal(torch.cat(parts), joined):
+                return name
+    return None
+
+
+def wrong_targets_of(sample: Encoded, at: int, packed: Ran, alone: Ran) -> str | None:
+    """What is wrong with labels or loss weights of a sample in the row, where they are not those that it has alone."""
+    name = sample.get("sample_id", f"sample {at + 1}")
+    labels, expected = packed.labels[at], alone.labels[0]
+    assert labels is not None
+    assert expected is not None
+    if at and int(labels[0]) != NO_LABEL:
+        return f"the first token of {name} is a target of the sample before it: labels are shifted over a boundary"
+    if (wrong := _first_difference(labels, expected)) is not None:
+        return f"labels of {name} in the row are not those that it has alone, from its token {wrong} on"
+    ones = torch.ones(length_of(sample))
+    weights, expected = (ones if one is None else one for one in (packed.weights[at], alone.weights[0]))
+    counted = (labels != NO_LABEL).cpu()
+    if (wrong := _first_difference(weights.cpu() * counted, expected.cpu() * counted)) is not None:
+        return f"loss weights of {name} in the row are not those that it has alone, from its token {wrong} on"
+    return None
+
+
+def _first_difference(one: torch.Tensor, other: torch.Tensor) -> int | None:
+    """Of two rows of tokens; the first token is nobody's target."""
+    wrong = torch.nonzero(one[1:].cpu() != other[1:].cpu()).flatten()
+    return int(wrong[0]) + 1 if len(wrong) else None
 
 
 def _words_of(sample: Encoded, is_ordinary: Callable[[int], bool]) -> Encoded:

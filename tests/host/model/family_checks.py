@@ -21,6 +21,7 @@ from swift_vlpack.data.proof.isolation import IsolationError, proved
 from swift_vlpack.data.proof.subject import Row, Subject
 from swift_vlpack.data.rows.fusion import RowSource, encode_row
 from swift_vlpack.data.rows.samples import Encoded, SampleId
+from swift_vlpack.data.seam.family import is_packed
 from swift_vlpack.host.lengths.headers import pixel_free
 from swift_vlpack.host.lengths.length_pass import with_lengths
 from tests.environment import restored_environment
@@ -30,6 +31,7 @@ from tests.host.proof.sabotage import boundaries_at, positions_of_the_row
 from tests.host.proof.subjects import ChangedRows, template_subject
 from tests.images import GOOD, noise, photo
 from tests.rows import image_row, sentence, text_row, write_jsonl
+from tests.sounds import sound
 
 IGNORED = -100
 ARGS = SimpleNamespace(dataset_num_proc=1, strict=False)
@@ -52,6 +54,7 @@ class Checked:
             number = self.template.tokenizer.convert_tokens_to_ids(word)
             setattr(self.template, name, number)
             setattr(self.plain_template, name, number)
+        self.is_packed = is_packed(self.template)
         prepare_model(self.model, self.template, any_family=True)
         self.plain_template.set_mode("train")
         self.plain_template.model = self.plain
@@ -61,11 +64,11 @@ class Checked:
     @cached_property
     def rows(self) -> dict[str, dict[str, Any]]:
         """Texts, and an image, several, and others of other shapes."""
-        made = {
-            "text": text_row("how are you today?", "fine, thanks a lot"),
-            "words": text_row("tell me more of it", "there is nothing more to tell, so I stop here and now"),
-            "again": text_row("what is that", "a small house near the street"),
-        }
+        made = {}
+        if self.family.has_texts:
+            made["text"] = text_row("how are you today?", "fine, thanks a lot")
+            made["words"] = text_row("tell me more of it", "there is nothing more to tell, so I stop here and now")
+            made["again"] = text_row("what is that", "a small house near the street")
         if self.family.has_images:
             folder = self.folder / "images"
             folder.mkdir(exist_ok=True)
@@ -77,7 +80,27 @@ class Checked:
                 "images": [two, three],
             }
             made["wide"] = image_row([wide], "how wide", "as wide as that")
+        if self.family.has_sounds:
+            made |= self._rows_with_sounds()
         return made
+
+    def _rows_with_sounds(self) -> dict[str, dict[str, Any]]:
+        """A sound, two, a sound beside an image, and a video without one."""
+        folder = self.folder / "sounds"
+        folder.mkdir(exist_ok=True)
+        noises = [sound(folder, str(n), seconds, seed=n) for n, seconds in enumerate((1.2, 1.1, 1.3, 1.05))]
+        image = photo(folder, "heard", 80, 60, seed=9)
+        frames = [photo(folder, f"frame{n}", 96, 64, seed=10 + n) for n in range(4)]
+        return {
+            "sound": {**text_row("<audio>what is that", "a noise that swells"), "audios": noises[:1]},
+            "sounds": {**text_row("<audio>here and <audio>there", "the first is longer"), "audios": noises[1:3]},
+            "seen": {
+                **text_row("<image>shows what is in <audio>", "nothing of it"),
+                "images": [image],
+                "audios": noises[3:],
+            },
+            "film": {**text_row("<video>what happens", "nothing much"), "videos": [frames]},
+        }
 
     def samples(self) -> list[Encoded]:
         """All rows, encoded."""
@@ -100,7 +123,7 @@ class Checked:
         with restored_environment():
             found = with_lengths(source, self.template, ARGS, str(self.folder / f"lengths{num_images}")).sizes
         wrong = [
-            (row["images"], length, right)
+            (row.get("images") or row["audios"], length, right)
             for row, length, right in zip(rows, found.lengths.tolist(), expected, strict=True)
             if right is not None and length != right
         ]
@@ -140,6 +163,12 @@ class Checked:
             count = 1 if at == 0 else rng.choice((1, 1, 1, 2))
             rows.append(image_row(paths[at : at + count], sentence(rng, 1, 9), sentence(rng, 1, 9)))
             at += count
+        if self.family.has_sounds:
+            sounds = folder / "sounds"
+            sounds.mkdir()
+            for number, seconds in enumerate((0.05, 0.3, 1.0, 1.37, 2.6)):
+                audio = sound(sounds, str(number), seconds, rate=16000 if number % 2 else 22050)
+                rows.append({**text_row(f"<audio>{sentence(rng, 1, 9)}", sentence(rng, 1, 9)), "audios": [audio]})
         return rows
 
     # -- packed as alone ----------------------------------------------------------------------------------------------
@@ -209,7 +238,9 @@ class Checked:
             "positions of the row": ChangedRows(right.rows, _positions_of_the_row),
         }
         if self.family.has_images:
-            changed["images exchanged"] = ExchangedMedia(right.rows)
+            changed["images exchanged"] = ExchangedMedia(right.rows, "pixel_values")
+        if self.family.has_sounds:
+            changed["sounds exchanged"] = ExchangedMedia(right.rows, "input_features")
         return {name: _is_stopped(right, rows, samples) for name, rows in changed.items()}
 
     def _subject(self) -> Subject:
@@ -238,10 +269,11 @@ class Checked:
 
 
 class ExchangedMedia:
-    """Packed rows in which two samples have each other's pictures; the shapes are right."""
+    """Packed rows in which two samples have each other's pictures or sounds; the shapes are right."""
 
-    def __init__(self, rows: Any) -> None:
+    def __init__(self, rows: Any, kind: str) -> None:
         self.rows = rows
+        self.kind = kind
 
     @contextmanager
     def row(self, samples: Sequence[Encoded], *, packed: bool) -> Iterator[Row]:
@@ -250,7 +282,7 @@ class ExchangedMedia:
             (a, b)
             for a in range(len(made))
             for b in range(a)
-            if media_of(made[a]) and _shapes(made[a]) == _shapes(made[b])
+            if self.kind in media_of(made[a]) and _shapes(made[a]) == _shapes(made[b])
         ]
         if packed and pairs:
             a, b = pairs[0]
@@ -284,7 +316,8 @@ def _copies(samples: Sequence[Encoded]) -> list[Encoded]:
 def _listed(rows: list[dict[str, Any]]) -> Any:
     from datasets import Dataset
 
-    return Dataset.from_list(rows)
+    columns = {name: None for row in rows for name in row}  # Dataset takes those of the first row
+    return Dataset.from_list([{**columns, **row} for row in rows])
 
 
 def _loss(model: Any, batch: dict[str, Any], num_targets: int) -> torch.Tensor:

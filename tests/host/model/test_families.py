@@ -7,8 +7,12 @@ from tests.family_models import FAMILIES
 from tests.host.model.family_checks import Checked
 from tests.host.model.family_table import DOCS, page, results_of, saved
 from tests.host.proof.subjects import template_subject
+from tests.sounds import sound
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")  # of ms-swift's InternVL
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning"),  # of ms-swift's InternVL
+    pytest.mark.filterwarnings("ignore:'(aifc|audioop|sunau)' is deprecated:DeprecationWarning"),  # of audioread
+]
 TELLING = ("Gemma 3", "GLM-4.5V", "gpt-oss")
 NUM_IMAGES = 60
 
@@ -23,6 +27,8 @@ def marks(name):
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in FAMILIES])
 def test_family_is_what_its_row_in_the_docs_says(name, small_folder, tmp_path):
     """FAM-3: lengths, gradients, evaluation, proof, sabotages and a run."""
+    if FAMILIES[name].has_sounds:
+        pytest.importorskip("qwen_omni_utils")
     assert results_of(name, tmp_path / "family", NUM_IMAGES) == saved()[0][name]
 
 
@@ -41,6 +47,16 @@ def test_no_family_that_trains_is_wrong_and_no_sabotage_passes():
             stopped, _, tried = found["sabotages"].split()
             assert stopped == tried, name
             assert not found["lengths"].startswith("fails"), name
+
+
+@pytest.mark.slow
+def test_short_sounds_of_qwen3_omni_are_stopped(small_folder, tmp_path):
+    """FAM-4: what its tower hears of less than a second depends on how long the others of the batch are."""
+    pytest.importorskip("qwen_omni_utils")
+    checked = Checked(FAMILIES["Qwen3-Omni"], tmp_path / "family")
+    checked.rows["sound"]["audios"] = [sound(tmp_path, "short", 0.6)]
+    with pytest.raises(IsolationError, match=r"the model mixes the samples of any batch, without packing too.*sound:"):
+        proved(template_subject(checked), checked.samples())
 
 
 @pytest.mark.slow

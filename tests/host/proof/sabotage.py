@@ -210,14 +210,67 @@ def keeping_a_cache() -> Callable[..., Any]:
     return attend
 
 
+def remembering_boundaries() -> Callable[..., Any]:
+    """Those of the first row of so many tokens, as of a mask that is kept by its shape."""
+    seen: dict[int, torch.Tensor] = {}
+
+    def attend(*args: Any, cu_seq_lens_q: Any = None, **options: Any) -> Any:
+        if cu_seq_lens_q is not None:
+            cu_seq_lens_q = seen.setdefault(int(cu_seq_lens_q[-1]), cu_seq_lens_q)
+        return segmented_attention(*args, cu_seq_lens_q=cu_seq_lens_q, **options)
+
+    return attend
+
+
+@if_packed
+def forgetting_in_the_backward(right: Any, args: Any, ends: Any, options: Any) -> Any:
+    """The boundaries are gone when a checkpointed layer is run again."""
+    is_again = torch._C._current_graph_task_id() != -1
+    return whole_row(*args, **options) if is_again else right()
+
+
+@if_packed
+def leaking_where_gradients_are_asked_for(right: Any, args: Any, ends: Any, options: Any) -> Any:
+    """Another kernel with a backward than without."""
+    return whole_row(*args, **options) if torch.is_grad_enabled() else right()
+
+
+@if_packed
+def leaking_in_one_head(right: Any, args: Any, ends: Any, options: Any) -> Any:
+    """The others are right."""
+    made, _ = right()
+    leaked, _ = whole_row(*args, **options)
+    return torch.cat([leaked[:, :, :1], made[:, :, 1:]], dim=2), None
+
+
+@contextmanager
+def no_room_behind(subject: Subject, num_tokens: int) -> Broken:
+    """Layers that work on so many tokens of a row and pass over the rest, as experts with a capacity do."""
+
+    def cut(module: Any, args: Any, made: torch.Tensor) -> torch.Tensor:
+        kept = torch.arange(made.shape[1]) < num_tokens
+        return made * kept[:, None]
+
+    handles = [layer.mlp.register_forward_hook(cut) for layer in subject.model.model.layers]
+    try:
+        yield subject
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 # -- images ------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def images_see_each_other(subject: Subject) -> Broken:
-    """The vision tower looks at all images of the row."""
+def images_see_each_other(subject: Subject, num_patches: int = 0) -> Broken:
+    """The vision tower looks at all images of the row, where it has so many patches."""
     merger = subject.model.model.visual.merger
-    handle = merger.register_forward_hook(lambda module, args, made: made + made.mean(dim=0))
+
+    def mix(module: Any, args: Any, made: torch.Tensor) -> torch.Tensor:
+        return made + made.mean(dim=0) if len(made) > num_patches else made
+
+    handle = merger.register_forward_hook(mix)
     try:
         yield subject
     finally:

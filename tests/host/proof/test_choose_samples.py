@@ -51,6 +51,25 @@ def test_every_kind_is_there(packs, rows, form):
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_video_that_comes_only_with_an_image_is_there(packs, rows, form):
+    """ISO-12: a kind of its own, though both have one image."""
+    both = image_row(rows["image"]["images"], "what is it, and <video>what happens", "a picture, and nothing much")
+    data = [*texts(12), *[rows["image"]] * 8, {**both, "videos": rows["video"]["videos"]}]
+    chosen = chosen_samples(packs(data, packing_mode=form), anything)
+    assert any({"pixel_values", "pixel_values_videos"} <= set(sample) for sample in chosen)
+
+
+def test_row_with_the_most_images_is_there(packs, rows):
+    """ISO-12: where another has more samples, and another the longest one."""
+    many = {**text_row("<image><image>twice", "the same"), "images": rows["image"]["images"] * 2}
+    data = [*[text_row("hi", "ho")] * 24, *[many] * 8, text_row("long", "word " * 320)]
+    made = packs(data, packing_strategy="greedy")
+    fullest, of_images, longest = ([contents_of(sample).images for sample in row] for row in rows_of_plan(made))
+    assert sum(of_images) == max(sum(contents_of(sample).images for sample in pack) for pack in made)
+    assert sum(of_images) > max(sum(fullest), sum(longest))
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_data_of_one_sample_make_a_pack(packs, form):
     """ISO-12"""
     assert ids(chosen_samples(packs(texts(1), packing_mode=form), anything)) == [0, 0]

@@ -91,7 +91,8 @@ def test_proof_runs_the_same_forwards_whatever_it_finds(subject, encoded):
         found = finding_in(measured(Subject(right.model, rows, right.is_ordinary), samples, [samples[:2]]))
         handle.remove()
         counts.append((len(runs), found is None))
-    assert counts == [(len(samples) + 4 + 5 + 3, True), (len(samples) + 4 + 5 + 3, False)]
+    num_runs = len(samples) + 6 + 6 + 3  # alone, two draws of noise of a sample of each kind, the pack, a row of two
+    assert counts == [(num_runs, True), (num_runs, False)]
 
 
 # -- it can fail ------------------------------------------------------------------------------------------------------
@@ -187,7 +188,7 @@ def test_noise_is_what_another_attention_makes(make, dtype):
     right.model.to(dtype)
     of = measured(right, text_samples(*LENGTHS))
     assert finding_in(of) is None
-    largest = max(gap.over_tokens for gap in of.gaps)
+    largest = max(gap.over_tokens for gap in of.rows[0].gaps)
     assert 0.1 * largest < of.noise.logits < 10 * largest
     assert 0.1 * max(of.gradient.values()) < of.noise.gradient < 10 * max(of.gradient.values())
 
@@ -283,7 +284,7 @@ def test_autocast_decides_the_precision():
     of = measured(cast, text_samples(*LENGTHS))
     assert of.dtype == torch.bfloat16
     assert finding_in(of) is None
-    assert max(gap.most for gap in of.gaps) > 1e-3
+    assert max(gap.most for gap in of.rows[0].gaps) > 1e-3
 
 
 def test_wrapped_model_is_left_to_its_reducer(tmp_path):
