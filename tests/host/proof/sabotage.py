@@ -225,8 +225,18 @@ def remembering_boundaries() -> Callable[..., Any]:
 @if_packed
 def forgetting_in_the_backward(right: Any, args: Any, ends: Any, options: Any) -> Any:
     """The boundaries are gone when a checkpointed layer is run again."""
-    is_again = torch._C._current_graph_task_id() != -1
-    return whole_row(*args, **options) if is_again else right()
+    return whole_row(*args, **options) if is_run_again() else right()
+
+
+@if_packed
+def scaled_otherwise_in_the_backward(right: Any, args: Any, ends: Any, options: Any) -> Any:
+    """The same when it is run again, but for a factor."""
+    return badly_scaled(*args, cu_seq_lens_q=ends, **options) if is_run_again() else right()
+
+
+def is_run_again() -> bool:
+    """Whether this is in a backward."""
+    return torch._C._current_graph_task_id() != -1
 
 
 @if_packed
@@ -241,6 +251,15 @@ def leaking_in_one_head(right: Any, args: Any, ends: Any, options: Any) -> Any:
     made, _ = right()
     leaked, _ = whole_row(*args, **options)
     return torch.cat([leaked[:, :, :1], made[:, :, 1:]], dim=2), None
+
+
+@if_packed
+def losing_last_tokens(right: Any, args: Any, ends: Any, options: Any) -> Any:
+    """A kernel that stops one token short: the last of each sample sees nobody."""
+    made, _ = right()
+    is_kept = torch.ones(made.shape[1], dtype=made.dtype)
+    is_kept[ends[1:].long() - 1] = 0
+    return made * is_kept[:, None, None], None
 
 
 @contextmanager

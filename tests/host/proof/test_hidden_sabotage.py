@@ -4,6 +4,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
+import pytest
 import torch
 
 from swift_vlpack.data.proof.isolation import proved
@@ -49,10 +50,19 @@ def test_boundaries_that_are_remembered_by_the_length_of_a_row_are_stopped():
     check(remembering, text_samples(*LENGTHS), cause, MISSED)
 
 
-def test_boundaries_that_are_gone_when_a_layer_is_run_again_are_stopped():
+AGAIN = {
+    "without boundaries": (
+        s.forgetting_in_the_backward,
+        r"\(gradient checkpointing\) does something else than in the f",
+    ),
+    "scaled": (s.scaled_otherwise_in_the_backward, "the backward of a pack is not that of its samples one by one"),
+}
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_layers_that_are_run_again_otherwise_are_stopped(name):
     """ISO-5 ISO-9 ISO-11: forwards are right, and so is every gradient without checkpointing."""
-    broken = s.forgetting_in_the_backward
-    cause = "the backward of a pack is not that of its samples one by one"
+    broken, cause = AGAIN[name]
     for options in ({}, {"use_reentrant": True}):
         check(s.attending(checkpointed(s.llama(), **options), broken), text_samples(*LENGTHS), cause, MISSED)
     with s.attending(s.llama(), broken) as subject:
@@ -92,6 +102,13 @@ def test_boundary_of_long_samples_that_is_one_token_off_is_stopped_in_16_bits():
     with in_16_bits(s.llama()) as right:
         moved = s.rows_changed(right, s.boundaries_at(shifted(-1)))
         check(nullcontext(moved), text_samples(300, 280, 320, 310), r"a boundary is shifted", MISNAMED)
+
+
+def test_last_tokens_that_see_nobody_are_stopped_in_16_bits():
+    """ISO-5 ISO-9 ISO-13: nobody moves, and one token of 300 is wrong."""
+    with in_16_bits(s.llama()) as right:
+        cause = r"a boundary is shifted: only a few tokens where samples meet differ.*from token 299 to 299 of 300"
+        check(s.attending(right, s.losing_last_tokens), text_samples(300, 280, 320, 310), cause, MISNAMED)
 
 
 def test_grids_that_are_exchanged_are_stopped_in_16_bits(subject, encoded):
