@@ -148,7 +148,7 @@ def _kind_of_sample(sample: Encoded) -> Hashable:
 
 
 def _kind_of_row(packs: Packs, at: tuple[int, int]) -> Hashable:
-    """For families whose images nobody counts."""
+    """What it names: sounds, which nobody counts, a video beside an image, images of families that are not counted."""
     source, number = at
     row = packs.dataset.sources[source].rows[number]
     kinds = [medium.kind for medium in media(row)]
