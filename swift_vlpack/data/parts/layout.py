@@ -33,6 +33,9 @@ OF_TILES = ("internvl_hf",)
 _STARTS = ("<|vision_start|>", "<|begin_of_image|>", "<img>")
 _ENDS = ("<|vision_end|>", "<|end_of_image|>", "</img>")
 
+_NUM_OF_TIME = 12
+"""Tokens of the time of a frame, at most."""
+
 
 class Medium(NamedTuple):
     """An image or a video: its tokens, with those that begin and end it, and its share of the pixels."""
@@ -159,14 +162,18 @@ def _runs_of_token(tokens: Sequence[int], token: int) -> Iterator[tuple[int, int
 
 
 def _with_ends(medium: Medium, tokens: Sequence[int], words: MediaWords) -> Medium:
-    start, stop = medium.start, medium.stop
+    start, stop = _wrapped(medium.start, medium.stop, tokens, words)
+    if medium.kind == VIDEO and words.before_video is not None:
+        # "<1.5 seconds>" before the first frame, a handful of tokens; around all frames there are ends once more.
+        before = [at for at in range(max(0, start - _NUM_OF_TIME), start) if tokens[at] == words.before_video]
+        start, stop = _wrapped(before[-1] if before else start, stop, tokens, words)
+    return medium._replace(start=start, stop=stop)
+
+
+def _wrapped(start: int, stop: int, tokens: Sequence[int], words: MediaWords) -> tuple[int, int]:
     start -= start > 0 and tokens[start - 1] in words.starts
     stop += stop < len(tokens) and tokens[stop] in words.ends
-    if medium.kind == VIDEO and words.before_video is not None:
-        # "<1.5 seconds>": a handful of tokens.
-        before = [at for at in range(max(0, start - 12), start) if tokens[at] == words.before_video]
-        start = before[-1] if before else start
-    return medium._replace(start=start, stop=stop)
+    return start, stop
 
 
 def _id_of(kind: str, template: Any, config: Any, processor: Any) -> int | None:
