@@ -199,6 +199,8 @@ def test_members_say_what_is_trained_and_what_is_not(tiny_folder, data, tmp_path
     assert len(documents) == 3
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_choices_of_packs(tiny_folder, data, tmp_path):
     """SEE-2"""
     with looking(flags(tiny_folder, tmp_path, data), num_ranks=2, environ=OPTIONS) as seen:
