@@ -62,9 +62,12 @@ def end_to_end(sizes: NDArray[Any], runs_of: RunsOf, config: PackingConfig) -> P
     assert cutting is not None
     for place, size in enumerate(sizes.T.tolist()):
         length, images, patches, supervised = size
-        known = runs_of(place) if images or patches else ()
-        runs = known or [PartSize(0, length, 0, images, patches, supervised)]
-        parts = _parts(runs, cutting, packer.taken) if length else []
+        taken, has_media = packer.taken, images or patches
+        parts: list[Part] = []
+        if has_media or taken.tokens + length > config.packing_length:  # most rows are texts that fit
+            known = runs_of(place) if has_media else ()
+            runs = known or [PartSize(0, length, 0, images, patches, supervised)]
+            parts = _parts(runs, cutting, taken)
         if not parts:
             made.append((place, *size, *_WHOLE))
             if length:

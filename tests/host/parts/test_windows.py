@@ -9,7 +9,7 @@ from tests.environment import packing_options
 from tests.host.parts.test_runs import page, trained_ids
 from tests.host.runs import epoch_report, packed_argv, train
 from tests.images import photo
-from tests.rows import write_jsonl
+from tests.rows import text_row, write_jsonl
 
 FAMILY = "qwen2_5_vl"
 LENGTH = 96
@@ -97,3 +97,6 @@ def test_streamed_pages_are_windows_too(tiny_folder, data, tmp_path, monkeypatch
     report = epoch_report(tmp_path)
     assert report["fill_p50"] >= 99
     assert report["num_samples"] > report["num_packs"]
+    rows = write_jsonl(tmp_path / "chat.jsonl", [text_row(f"question {n}", "word " * 40) for n in range(6)])
+    train(flags(tiny_folder(FAMILY), tmp_path / "chat", rows, max_steps=1, save_strategy="no"))
+    assert "packing_strategy=window cuts conversations" in caplog.text
