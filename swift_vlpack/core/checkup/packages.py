@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -54,9 +55,17 @@ def packages() -> dict[str, Any]:
 def requirements() -> dict[str, str]:
     """Name and range of versions of all that an install brings; empty where this copy was not installed."""
     try:
-        lines = metadata.requires(OURS) or []
+        return ranges(metadata.requires(OURS) or [])
     except metadata.PackageNotFoundError:
         return {}
+
+
+def ranges(lines: Iterable[str]) -> dict[str, str]:
+    """Of requirements as metadata has them; what an extra adds is left out.
+
+    >>> ranges(["ms-swift<4.7,>=4.5.3", "torchvision", "pytest>=8; extra == 'test'"])
+    {'ms-swift': '<4.7,>=4.5.3', 'torchvision': ''}
+    """
     found = (_REQUIREMENT.fullmatch(line.strip()) for line in lines)
     return {match[1]: match[2].strip() for match in found if match and "extra ==" not in (match[3] or "")}
 
