@@ -111,5 +111,5 @@ def _placed(pack: Trained, places: Mapping[tuple[int, str], str]) -> Trained:
 
 
 def _number(name: str) -> int:
-    """Of `stream:17`."""
-    return int(name.rpartition(":")[2])
+    """Of `stream:17`, or `stream:17/2`, which is a part of the row."""
+    return int(name.rpartition(":")[2].partition("/")[0])

@@ -80,7 +80,8 @@ class PlannedPacks:
         except Exception:  # whatever it is that training encodes and this does not, only the marks are lost
             return None
         labels: Sequence[int] | None = made.get("labels") if isinstance(made, dict) else None
-        return labels
+        span = address.span
+        return labels if span is None or labels is None else labels[span.start : span.stop]
 
 
 class StreamedPacks:

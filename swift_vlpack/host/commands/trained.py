@@ -164,6 +164,7 @@ class TrainedRun:
 
 def _place(name: str, origins: Mapping[str, str]) -> str:
     source, _, row = name.rpartition(":")
+    row, _, _ = row.partition("/")  # behind which is the part, where a row was cut
     number = row.removeprefix("loaded-")
     if source not in origins or not number.isdecimal():
         return f"row {row} of the stream"

@@ -6,7 +6,9 @@ import pytest
 
 from swift_vlpack.core.epoch.shares import Share
 from swift_vlpack.data.rows.streams import StreamedRows
+from swift_vlpack.host.commands.inspect_streamed import _number
 from swift_vlpack.host.commands.stream_rows import local_files, places_of, rows_at
+from swift_vlpack.host.commands.trained import _place
 from tests.rows import image_row, text_row, write_jsonl
 
 
@@ -59,3 +61,11 @@ def test_line_is_named_where_one_line_alone_has_the_row(tmp_path):
     assert found[4] == "row 4 of the stream: 'the same twice'"
     assert found[5].startswith("row 5 of the stream: 'nowhere to be found nowhere")
     assert found[5].endswith("...'")
+
+
+def test_part_of_a_row_stands_where_its_row_does():
+    """SEE-5"""
+    assert [_number(name) for name in ("stream:17", "stream:17/2")] == [17, 17]
+    origins = {"a": "/data/a.txt"}
+    places = [_place(name, origins) for name in ("a:3", "a:3/1", "a:loaded-3/1", "stream:3/1")]
+    assert places == ["/data/a.txt row 3", "/data/a.txt row 3", "/data/a.txt loaded row 3", "row 3 of the stream"]
