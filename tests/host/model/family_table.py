@@ -32,21 +32,26 @@ UNTESTED = {
 }
 _PROSE = """# Families
 
-Written by `make families` from what was tried: real models of transformers with random weights, real processors at a
-small size, ms-swift's templates and loading, on a CPU in float32. A test compares this page with the results.
+What was tried on which family: real models of transformers with random weights, real processors at a small size,
+ms-swift's own templates and loading, on a CPU in float32. `make families` writes this page; a test compares it with the
+results.
+
+What the columns say:
 
 - **packed by ms-swift**: yes, or only with `packing_any_family=true`
   ([training.md](training.md#families-that-ms-swift-does-not-pack)).
-- **lengths**: equal to `template.encode` on so many images, from headers or, where the processor needs pixels, by
-  encoding every row, which the length pass says. Grey, palette, CMYK, alpha, one pixel, rotated, animated, and long.
-- **gradients**, **evaluation**: every gradient of a pack against its samples one by one in the model's own `eager`
-  attention, padded by the template, and the padded loss against plain ms-swift's; both within 1e-5.
-- **proof**: what it says of right packs; **sabotages**: how many it stopped of a boundary lost, positions that go on
-  over the row, and two samples' images, or sounds, exchanged.
-- **run**: two steps of `swift sft`, packed.
+- **lengths**: whether they equal `template.encode`, and where they come from: headers, or, if the processor needs
+  pixels, the full encoding of every row (the length pass says so). Tried on grey, palette, CMYK, alpha, one-pixel,
+  rotated, animated and very long images.
+- **gradients**, **evaluation**: every gradient of a pack is compared with that of its samples one by one, in the
+  model's own `eager` attention, padded by the template; and the padded loss with that of plain ms-swift. Equal means
+  within 1e-5.
+- **proof**: what it says about correct packs. **sabotages**: how many faults it stopped, of a lost boundary, positions
+  that go on over the row, and images or sounds of two samples exchanged.
+- **run**: two packed steps of `swift sft`.
 
-Texts, one image and several share the packs; of Omni also a sound, several, a sound beside an image, and a video.
-Videos are tried on Qwen-VL, too, in the tests of the proof.
+Packs mix texts, samples with one image and with several; for Omni also with one sound, several sounds, a sound beside
+an image, and a video. Videos are also tried on Qwen-VL, in the tests of the proof.
 """
 
 
