@@ -20,8 +20,10 @@ from swift_vlpack.core.run_files import ARGS, BEGUN, LOG, checkpoints
 from swift_vlpack.data.feeds.planned_feed import PlannedFeed
 from swift_vlpack.data.feeds.run_rows import RunRows
 from swift_vlpack.data.feeds.streamed_feed import StreamedFeed
+from swift_vlpack.data.parts.row_cutter import for_training
 from swift_vlpack.data.rows.places import place
 from swift_vlpack.data.rows.saved_rows import SavedSource
+from swift_vlpack.data.rows.targets import choose_targets
 from swift_vlpack.host.args import packing_config
 from swift_vlpack.host.commands.run import Run, said_by_swift
 from swift_vlpack.host.pipeline import fused, measured_rows, planned_feed
@@ -120,7 +122,8 @@ class TrainedRun:
             return planned_feed(measured_rows(sources, run.template, run.args, config), run.template, run.args, config)
         path = self.checkpoints[-1][1]
         _, state = read_state(path, PlannedFeed.kind)
-        rows = fused(sources, run.template, run.args, config)
+        choose_targets(run.template, config)
+        rows = fused(sources, for_training(run.template, config), run.args, config)
         rows = rows.with_sources(_as_planned(RunRows(rows), load_rows(path, state), path))
         return planned_feed(rows, run.template, run.args, config)
 

@@ -240,3 +240,21 @@ def test_page_of_a_run_has_thumbnails_and_hostile_captions_as_text(tiny_folder, 
     sources = [attrs["src"] for tag, attrs in shown.elements if tag == "img"]
     assert sources
     assert all(source.startswith("data:image/jpeg;base64,") for source in sources)
+
+
+@pytest.mark.slow
+def test_parts_of_a_row_are_found_as_samples(tiny_folder, tmp_path):
+    """SEE-3: where rows longer than a pack are split."""
+    rows = [*mixed_rows(tmp_path / "images", 4, largest=100), text_row("long", "word " * 900)]
+    data = write_jsonl(tmp_path / "train.jsonl", rows)
+    output = tmp_path / "run"
+    with restored_environment():
+        os.environ.update({**OPTIONS, "VLPACK_PACKING_OVERFLOW": "split"})
+        train(flags(tiny_folder, output, data, num_train_epochs=1, gradient_accumulation_steps=1))
+    with looking_back(output) as seen:
+        for step, packs in recorded(output).items():
+            found = seen(step=step)
+            assert [list(pack["ids"]) for pack in found["steps"][0]["packs"]] == [names for _, _, names in packs]
+            assert [[one["id"] for one in pack["members"]] for pack in found["packs"]] == [names for *_, names in packs]
+        names = [one["id"] for pack in seen(sample="train:4")["packs"] for one in pack["members"]]
+    assert {"train:4/0", "train:4/1"} <= set(names)
