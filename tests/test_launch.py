@@ -222,7 +222,8 @@ def test_every_config_of_the_project_is_valid(path, monkeypatch):
     from swift.arguments import SftArguments
 
     known = set(SftArguments.__dataclass_fields__)
-    assert {part[2:] for part in launch.command[2:] if part.startswith("--")} <= known
+    script = next(at for at, part in enumerate(launch.command) if part.endswith(".py"))  # behind torchrun
+    assert {part[2:] for part in launch.command[script:] if part.startswith("--")} <= known
     if "external_plugins" in content:
         assert [(ROOT / plugin).resolve() for plugin in content["external_plugins"]] == [plugin_path().resolve()]
 
