@@ -8,39 +8,29 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.util import find_spec
 
 from swift_vlpack import __version__
 from swift_vlpack.commands.command import Command
-from swift_vlpack.commands.inspect_command import INSPECT
-from swift_vlpack.commands.plan import PLAN
-from swift_vlpack.commands.plugin_path import PLUGIN_PATH
-from swift_vlpack.commands.report import REPORT
-from swift_vlpack.commands.tools.bench import BENCH
-from swift_vlpack.commands.tools.cache import CACHE
-from swift_vlpack.commands.tools.completion import COMPLETION
-from swift_vlpack.commands.tools.doctor import DOCTOR
-from swift_vlpack.commands.tools.schema import SCHEMA
-from swift_vlpack.commands.tools.verify import VERIFY
-from swift_vlpack.commands.train import PT, SFT
 from swift_vlpack.core.errors import ConfigError, VLPackError
 
 EXIT_USAGE = 2
-ALL: tuple[Command, ...] = (
-    PLAN,
-    INSPECT,
-    VERIFY,
-    SFT,
-    PT,
-    REPORT,
-    BENCH,
-    DOCTOR,
-    CACHE,
-    SCHEMA,
-    COMPLETION,
-    PLUGIN_PATH,
-)
-"""In the order of the help."""
+_WHERE = {
+    "plan": "plan",
+    "inspect": "inspect_command",
+    "verify": "tools.verify",
+    "sft": "train",
+    "pt": "train",
+    "report": "report",
+    "bench": "tools.bench",
+    "doctor": "tools.doctor",
+    "cache": "tools.cache",
+    "schema": "tools.schema",
+    "completion": "tools.completion",
+    "plugin-path": "plugin_path",
+}
+"""The module of each command in `commands`, in the order of the help: only that of the one that runs is imported."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, argv: Sequence[str]) -> int:
-    command = {command.name: command for command in ALL}.get(name)
+    command = command_of(name) if name in _WHERE else None
     # Most of the flags of a run are ms-swift's, which argparse does not know.
     if command and command.run_of and not {"-h", "--help"} & set(argv) and command.is_of_a_run(argv[1:]):
         _need_ms_swift()
@@ -86,9 +76,21 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--version", action="version", version=f"vlpack {__version__}")
     made.set_defaults(root=made)
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in ALL:
+    for command in all_commands():
         command.add_to(commands)
     return made
+
+
+def all_commands() -> list[Command]:
+    """In the order of the help."""
+    return [command_of(name) for name in _WHERE]
+
+
+def command_of(name: str) -> Command:
+    """The command of that name: a constant of its module, named after it."""
+    module = import_module(f"swift_vlpack.commands.{_WHERE[name]}")
+    command: Command = getattr(module, name.replace("-", "_").upper())
+    return command
 
 
 if __name__ == "__main__":

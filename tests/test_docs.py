@@ -18,7 +18,7 @@ import yaml
 
 import swift_vlpack
 import swift_vlpack.text
-from swift_vlpack.cli import ALL, main
+from swift_vlpack.cli import all_commands, main
 from swift_vlpack.core.config import ENV_PREFIX, NO_OPTIONS, PackingConfig, option_names
 from swift_vlpack.core.packing.registry import WINDOW
 from swift_vlpack.core.packing.strategies import STRATEGIES
@@ -108,7 +108,7 @@ def check_flags(program, words, line):
         return
     known = set(flag_names())
     if program == "vlpack":
-        [command] = [command for command in ALL if command.name == words[0]]
+        [command] = [command for command in all_commands() if command.name == words[0]]
         parser = ArgumentParser()
         command.add_flags(parser)
         below = [choices for action in parser._actions if isinstance(choices := action.choices, dict)]

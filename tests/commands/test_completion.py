@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from swift_vlpack.cli import ALL, main, parser
+from swift_vlpack.cli import all_commands, main, parser
 from swift_vlpack.commands.completion.shells import SHELLS
 from swift_vlpack.commands.completion.words import words_of
 from swift_vlpack.core.config import option_names
@@ -43,7 +43,7 @@ def scripts(tmp_path_factory):
 def test_words_are_those_of_the_parser():
     """CLI-21"""
     words = {one.name: one for one in words_of(parser())}
-    assert list(words) == [command.name for command in ALL]
+    assert list(words) == [command.name for command in all_commands()]
     flags = {option.flag: option for option in words["verify"].options}
     assert {f"--{name}" for name in (*option_names(), *flag_names())} <= set(flags)
     assert flags["--packing_strategy"].choices[:2] == ("binpack", "greedy")
@@ -106,7 +106,7 @@ def test_zsh_can_read_its_script(scripts):
 def test_script_of_zsh_has_every_command_in_quotes_that_close(scripts):
     """CLI-21: also where there is no zsh."""
     script = (scripts / "script.zsh").read_text()
-    for command in ALL:
+    for command in all_commands():
         assert f"        {command.name})\n            _arguments -S" in script
     assert "'*--packing_mode=[plan packs ahead of time and refuses data without a length, buffer packs rows" in script
     assert ":value:(auto plan buffer)'" in script
