@@ -70,6 +70,8 @@ def tensorboard_tags(folder):
     return tags
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_swift_sft_from_yaml_with_its_env_block(tiny_folder, dataset, tmp_path):
     """TRAIN-3"""
     content = {

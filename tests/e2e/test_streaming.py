@@ -66,6 +66,8 @@ def packs(output, rank):
     return [(line["step"], line["epoch"], line["ids"]) for line in map(json.loads, lines)]
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_ranks_with_unequal_shards_take_equal_steps_and_train_every_row_once(two_ranks):
     """STREAM-1 STREAM-3 STREAM-4"""
     both = [packs(two_ranks, rank) for rank in range(2)]

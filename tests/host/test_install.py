@@ -174,6 +174,8 @@ def test_interrupt_says_nothing():
     assert (status, said) == (-signal.SIGINT, "")
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_lines_of_every_layer_have_ms_swifts_prefix():
     """CLI-13: and where another rank speaks, it is about its own rows."""
     code = (

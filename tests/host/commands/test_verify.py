@@ -56,6 +56,8 @@ def verify(small_folder, data, tmp_path, monkeypatch):
     return verified
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_run_that_holds_and_lengths_that_do_not_any_more(verify, tmp_path, capfd):
     """CLI-16 CLI-17 CLI-19: remembered lengths that something made wrong behind their key, too."""
     code, report = verify()

@@ -72,6 +72,8 @@ def stops_of(rank):
     return steps, None, None
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_rank_that_fails_stops_all_after_what_they_had_agreed_on(tmp_path):
     """STREAM-5"""
     first, second = run(stops_of, 2, tmp_path)

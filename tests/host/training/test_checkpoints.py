@@ -144,6 +144,8 @@ def test_state_that_cannot_be_written_costs_no_checkpoint(tiny_folder, texts, tm
     assert checkpoints(tmp_path) == {1: True, 2: False}
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_everything_is_on_the_disk_before_an_older_checkpoint_goes(tiny_folder, texts, tmp_path, monkeypatch):
     """RESUME-13: the best one stays as without packing, and what is saved does not show how it was kept."""
     events = []

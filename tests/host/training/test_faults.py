@@ -65,6 +65,8 @@ def flags(tiny_folder, output, dataset, **options):
     return packed_argv(tiny_folder(FAMILY), FAMILY, output, dataset=dataset, **{"num_train_epochs": 1, **options})
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_killed_worker_is_named(tiny_folder, tmp_path):
     """RANKS-6: kill -9, as the out-of-memory killer does it; in a process of its own, as it upsets all of it."""
     dataset = write_jsonl(tmp_path / "rows.jsonl", [text_row(f"question {n}") for n in range(200)])

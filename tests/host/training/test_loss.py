@@ -157,6 +157,8 @@ def test_loss_of_another_task_is_refused_by_name(name, step):
         step(packed=True, loss_type=name)
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_smoothed_evaluation_is_that_of_an_unpacked_run(step, data):
     """LOSS-2 TRAIN-6: an evaluation is not accumulated."""
     flags = {"label_smoothing_factor": 0.1, "val_dataset": data, "eval_on_start": "true",
