@@ -92,11 +92,11 @@ def test_record_arrives_through_all_of_them_in_turn():
     assert batch.record == RECORD
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
 def by_accelerate(loader):
     return Accelerator().prepare(loader)  # made now: a trainer before this test resets what the class shares
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("prepare", [lambda loader: loader, by_accelerate], ids=["plain", "accelerate"])
 def test_records_come_through_a_loader(packs, template, num_workers, prepare):
     """OWN-1"""
