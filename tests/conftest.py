@@ -83,6 +83,24 @@ class Tiny(NamedTuple):
     template: Any
 
 
+def load_tiny(folder: Path, family: str) -> Tiny:
+    """The model of a folder with its template, by ms-swift's own loading, with our attention."""
+    import torch
+    from swift.model import get_model_processor
+    from swift.template import get_template
+
+    from swift_vlpack.data.model import attention
+
+    attention.register()
+    model, processor = get_model_processor(
+        str(folder), model_type=family, torch_dtype=torch.float32, attn_impl=attention.NAME, use_hf=True
+    )
+    template = get_template(processor, template_type=family, max_length=2048)
+    template.set_mode("train")
+    template.model = model
+    return Tiny(family, folder, model, template)
+
+
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of a tiny model of a family, written on first use."""
@@ -106,23 +124,7 @@ def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 def tiny(tiny_folder: Callable[[str], Path]) -> Callable[[str], Tiny]:
     """A tiny model with its template, by ms-swift's own loading, with our attention; fresh modes, shared weights."""
 
-    @cache
-    def load(family: str) -> Tiny:
-        import torch
-        from swift.model import get_model_processor
-        from swift.template import get_template
-
-        from swift_vlpack.data.model import attention
-
-        attention.register()
-        folder = tiny_folder(family)
-        model, processor = get_model_processor(
-            str(folder), model_type=family, torch_dtype=torch.float32, attn_impl=attention.NAME, use_hf=True
-        )
-        template = get_template(processor, template_type=family, max_length=2048)
-        template.set_mode("train")
-        template.model = model
-        return Tiny(family, folder, model, template)
+    load = cache(lambda family: load_tiny(tiny_folder(family), family))
 
     def fresh(family: str) -> Tiny:
         made = load(family)

@@ -12,11 +12,16 @@ from swift_vlpack.data.feeds.data_report import data_report, left_out_rows
 from swift_vlpack.data.feeds.feed import count_left_out
 from swift_vlpack.data.feeds.planned import left_out_by
 from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
-from swift_vlpack.data.rows.saved_rows import from_bytes
 from swift_vlpack.data.rows.streams import StreamedRows
 from tests.data.feeds import test_parts
-from tests.data.feeds.test_parts import START, Template, keys, packs_left, row_of, rows, told
-from tests.feeds import planned_feed, resumed
+from tests.data.feeds.test_parts import (
+    START,
+    Template,
+    num_resumed_inside_of_rows,
+    row_of,
+    rows,
+    told,
+)
 
 CAPACITY = 30
 
@@ -107,19 +112,7 @@ def test_a_text_of_many_packs_is_nothing_but_full_ones():
 
 def test_planned_run_resumes_at_every_pack_on_other_ranks():
     """WIN-4: inside of documents, from the sizes and runs that the checkpoint has."""
-    data, options = rows(14), config()
-    whole = planned_feed(data, Template(), options)
-    packs = packs_left(whole)
-    assert from_bytes(whole.rows.as_file())[0].sizes.cut == whole.dataset.sources[0].sizes.cut
-    num_inside = 0
-    for step in range(len(packs)):
-        trained = planned_feed(data, Template(), options)
-        fresh = planned_feed(data, Template(), options, num_ranks=2)
-        rest = keys(packs_left(resumed(fresh, trained, [pack.record for pack in packs[:step]])))
-        done = keys(packs[:step])
-        assert sorted([*done, *rest]) == sorted(keys(packs)), step
-        num_inside += bool({row_of(key) for key in done} & {row_of(key) for key in rest})
-    assert num_inside > 5
+    assert num_resumed_inside_of_rows(rows(14), config()) > 5
 
 
 @pytest.mark.parametrize("form", ["sized", "stream"])

@@ -11,7 +11,7 @@ from swift_vlpack.data.model import attention
 from swift_vlpack.data.model.linear_attention import RESTARTED, restart_at_boundaries
 from swift_vlpack.data.rows.fusion import encode_row
 from swift_vlpack.data.rows.samples import SampleId
-from tests.conftest import Tiny
+from tests.conftest import Tiny, load_tiny
 from tests.host.proof.subjects import template_subject
 from tests.images import photo
 from tests.rows import image_row, text_row
@@ -20,24 +20,7 @@ from tests.rows import image_row, text_row
 @pytest.fixture(scope="session")
 def small(small_folder):
     """A family with its template, by ms-swift's own loading, with our attention and a small vocabulary."""
-
-    @cache
-    def load(family: str) -> Tiny:
-        import torch
-        from swift.model import get_model_processor
-        from swift.template import get_template
-
-        attention.register()
-        folder = small_folder(family)
-        model, processor = get_model_processor(
-            str(folder), model_type=family, torch_dtype=torch.float32, attn_impl=attention.NAME, use_hf=True
-        )
-        template = get_template(processor, template_type=family, max_length=2048)
-        template.set_mode("train")
-        template.model = model
-        return Tiny(family, folder, model, template)
-
-    return load
+    return cache(lambda family: load_tiny(small_folder(family), family))
 
 
 @pytest.fixture
