@@ -40,6 +40,13 @@ def _environment() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _environment_of_module() -> Iterator[None]:
+    """And so does every file with what its fixtures set."""
+    with restored_environment():
+        yield
+
+
 def _is_first(record: logging.LogRecord) -> bool:
     """Not a line of `core`, `data` or `text` that ms-swift's log was handed and that the root hears again."""
     is_handed_on = record.name != "swift_vlpack" and not record.name.startswith("swift_vlpack.")

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 
 @contextmanager
 def restored_environment() -> Iterator[None]:
     """Leave the environment as it was.
 
-    `datasets` puts a copy in the place of `os.environ` while it maps, and `monkeypatch` would then undo its variables
-    in the wrong one.
+    Where a fixture of a module trains, plans or encodes: `datasets` puts a copy in the place of `os.environ` while it
+    maps, and `monkeypatch` undoes its variables in the wrong one.
     """
     environ, content = os.environ, dict(os.environ)
     try:
@@ -26,9 +25,8 @@ def restored_environment() -> Iterator[None]:
         os.environ.update(content)
 
 
-def packing_options(monkeypatch: Any, **options: str) -> None:
-    """Only these options of packing as variables, for the length of a test."""
+def packing_options(**options: str) -> None:
+    """Only these options of packing as variables; whoever calls this restores the environment, as every test does."""
     for key in [key for key in os.environ if key.startswith("VLPACK_")]:
-        monkeypatch.delenv(key)
-    for name, value in options.items():
-        monkeypatch.setenv(f"VLPACK_{name.upper()}", value)
+        del os.environ[key]
+    os.environ.update({f"VLPACK_{name.upper()}": value for name, value in options.items()})

@@ -16,7 +16,7 @@ PACKING = {"packing_strategy": "window", "packing_drop_last": False, "packing_pa
 
 @pytest.mark.slow
 @pytest.mark.telling
-def test_documents_in_windows_are_trained_once_through_a_kill_and_a_resume(small_folder, tmp_path, monkeypatch):
+def test_documents_in_windows_are_trained_once_through_a_kill_and_a_resume(small_folder, tmp_path):
     """WIN-4 PAD-1 TRAIN-27: every part of every page once, on two ranks, then on one."""
     pages = [page(tmp_path, number, number % 3, 6 + 5 * number) for number in range(9)]
     options = {
@@ -37,7 +37,7 @@ def test_documents_in_windows_are_trained_once_through_a_kill_and_a_resume(small
     done = trained(tmp_path / "out", up_to_step=step_of(checkpoint))
     assert len({pack["rank"] for pack in done}) == 2
     packing_options(
-        monkeypatch, packing_strategy="window", packing_drop_last="false", packing_pad_to="32", packing_verify="false",
+        packing_strategy="window", packing_drop_last="false", packing_pad_to="32", packing_verify="false",
         record_packs="true",
     )  # fmt: skip
     options = {name: value for name, value in options.items() if name not in ("model", "model_type", "output_dir")}

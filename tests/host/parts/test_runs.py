@@ -6,7 +6,7 @@ import pytest
 
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.host.commands.plan import training_report
-from tests.environment import packing_options
+from tests.environment import packing_options, restored_environment
 from tests.host.runs import epoch_report, packed_argv, train
 from tests.images import photo
 from tests.rows import write_jsonl
@@ -37,9 +37,9 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch):
+def environment():
     packing_options(
-        monkeypatch, packing_strategy="exact", packing_drop_last="false", packing_verify="false", record_packs="true",
+        packing_strategy="exact", packing_drop_last="false", packing_verify="false", record_packs="true",
         packing_overflow="split", packing_stride="4", packing_min_len="3",
     )  # fmt: skip
 
@@ -58,9 +58,9 @@ def trained_ids(output, epoch=0):
 def run(tiny_folder, data, tmp_path_factory):
     """Planned by the command, and trained for two epochs with an evaluation on the same pages."""
     out = tmp_path_factory.mktemp("run")
-    with pytest.MonkeyPatch.context() as patch:
+    with restored_environment():
         packing_options(
-            patch, packing_strategy="exact", packing_drop_last="false", record_packs="true",
+            packing_strategy="exact", packing_drop_last="false", record_packs="true",
             packing_overflow="split", packing_stride="4", packing_min_len="3",
         )  # fmt: skip
         planned = training_report(
@@ -116,7 +116,7 @@ def rows_of(packs):
 
 def test_evaluation_is_that_of_a_run_that_cuts_nothing(tiny_folder, data, tmp_path, monkeypatch):
     """CUT-15: the template that evaluates has its max_length, and rows beyond it are left out there as ever."""
-    packing_options(monkeypatch, packing_strategy="exact", packing_drop_last="false", packing_verify="false")
+    packing_options(packing_strategy="exact", packing_drop_last="false", packing_verify="false")
     options = {"val_dataset": data, "eval_strategy": "epoch", "learning_rate": 0, "num_train_epochs": 1}
     losses = []
     for overflow in ("keep", "split"):
@@ -171,9 +171,9 @@ def test_parts_are_remembered_with_the_lengths(run, tiny_folder, data, tmp_path,
 
 
 @pytest.mark.parametrize("overflow", ["truncate", "drop"])
-def test_rows_that_are_truncated_or_dropped_are_counted(overflow, tiny_folder, data, tmp_path, monkeypatch):
+def test_rows_that_are_truncated_or_dropped_are_counted(overflow, tiny_folder, data, tmp_path):
     """CUT-5 CUT-13"""
-    packing_options(monkeypatch, packing_strategy="exact", packing_drop_last="false", packing_overflow=overflow)
+    packing_options(packing_strategy="exact", packing_drop_last="false", packing_overflow=overflow)
     made = training_report(
         flags(tiny_folder(FAMILY), tmp_path / "never", data),
         num_ranks=1,

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from swift_vlpack.host.commands.plan import training_report
-from tests.environment import packing_options
+from tests.environment import packing_options, restored_environment
 from tests.host.parts.test_runs import page, trained_ids
 from tests.host.runs import epoch_report, packed_argv, train
 from tests.images import photo
@@ -47,8 +47,8 @@ def flags(folder, output, data, **options):
 def run(tiny_folder, data, tmp_path_factory):
     """Planned by the command, proved, and trained."""
     out = tmp_path_factory.mktemp("run")
-    with pytest.MonkeyPatch.context() as patch:
-        packing_options(patch, **OPTIONS)
+    with restored_environment():
+        packing_options(**OPTIONS)
         planned = training_report(
             flags(tiny_folder(FAMILY), out / "never", data), num_ranks=1, failures_file=out / "left.jsonl", command="pt"
         )
@@ -75,9 +75,9 @@ def test_plan_is_the_run(run):
     assert [key.partition("/")[0] for key in once].count("pages:5") > 3
 
 
-def test_resume_goes_on_inside_of_a_page(run, tiny_folder, data, monkeypatch):
+def test_resume_goes_on_inside_of_a_page(run, tiny_folder, data):
     """WIN-4: with the losses that the uninterrupted run had."""
-    packing_options(monkeypatch, **OPTIONS, packing_verify="false")
+    packing_options(**OPTIONS, packing_verify="false")
     out, _, result = run
     losses = [line["loss"] for line in result["log_history"] if "loss" in line]
     packs = [json.loads(line)["ids"] for line in (out / "vlpack" / "packs_rank0.jsonl").read_text().splitlines()]
@@ -89,9 +89,9 @@ def test_resume_goes_on_inside_of_a_page(run, tiny_folder, data, monkeypatch):
     assert again[-len(losses) + step :] == pytest.approx(losses[step:], rel=1e-6)
 
 
-def test_streamed_pages_are_windows_too(tiny_folder, data, tmp_path, monkeypatch, caplog):
+def test_streamed_pages_are_windows_too(tiny_folder, data, tmp_path, caplog):
     """WIN-1 WIN-6: and whoever lays conversations end to end is told."""
-    packing_options(monkeypatch, **OPTIONS, packing_verify="false")
+    packing_options(**OPTIONS, packing_verify="false")
     train(flags(tiny_folder(FAMILY), tmp_path, data, streaming="true", max_steps=5, save_strategy="no"), "pt")
     assert "cuts conversations" not in caplog.text
     report = epoch_report(tmp_path)

@@ -23,8 +23,8 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch):
-    packing_options(monkeypatch, packing_strategy="exact", packing_drop_last="false")
+def environment():
+    packing_options(packing_strategy="exact", packing_drop_last="false")
 
 
 @pytest.fixture

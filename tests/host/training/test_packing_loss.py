@@ -103,12 +103,10 @@ def weighted(unpacked, num_targets, kind):
     ],
 )
 def test_step_is_the_weighted_mean_of_unpacked_rows(  # noqa: PLR0913
-    kind, scale, flags, small_folder, data, num_targets, unpacked, steps, tmp_path, monkeypatch
+    kind, scale, flags, small_folder, data, num_targets, unpacked, steps, tmp_path
 ):
     """LOSS-9: all rows in one step of several packs; loss and every gradient."""
-    packing_options(
-        monkeypatch, packing_strategy="exact", packing_drop_last="false", packing_verify="false", packing_loss=kind
-    )
+    packing_options(packing_strategy="exact", packing_drop_last="false", packing_verify="false", packing_loss=kind)
     steps.clear()
     options = {**COMMON, "gradient_accumulation_steps": 8, "callbacks": "gradients", **flags}
     history = train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path, dataset=data, **options))["log_history"]
@@ -142,8 +140,8 @@ def test_step_of_two_ranks_is_the_same(small_folder, data, num_targets, unpacked
 
 
 @pytest.mark.parametrize("flags", [{"label_smoothing_factor": 0.1}, {"loss_type": "cross_entropy"}])
-def test_loss_that_does_not_see_weights_is_refused(flags, small_folder, data, tmp_path, monkeypatch):
+def test_loss_that_does_not_see_weights_is_refused(flags, small_folder, data, tmp_path):
     """LOSS-9"""
-    packing_options(monkeypatch, packing_loss="sqrt")
+    packing_options(packing_loss="sqrt")
     with pytest.raises(ConfigError, match="packing_loss=sqrt weighs samples by loss_scale, which"):
         train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path, dataset=data, **{**COMMON, **flags}))

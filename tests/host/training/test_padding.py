@@ -22,15 +22,13 @@ def data(tmp_path_factory):
     return write_jsonl(folder / "train.jsonl", mixed_rows(folder, 16, largest=160))
 
 
-def test_rows_of_an_epoch_have_one_shape_and_the_losses_without_padding(
-    small_folder, data, tmp_path, monkeypatch, caplog
-):
+def test_rows_of_an_epoch_have_one_shape_and_the_losses_without_padding(small_folder, data, tmp_path, caplog):
     """PAD-1 PAD-2 PAD-4: planned, counted by plan and report; evaluated as ever."""
     evaluated = {"val_dataset": f"{data}#5", "eval_strategy": "epoch", "per_device_eval_batch_size": 5}
     common = {"dataset": data, "num_train_epochs": 1, "max_length": LENGTH, **evaluated}
     folder, found = small_folder(FAMILY), {}
     for pad_to in ("none", "length"):
-        packing_options(monkeypatch, **OPTIONS, packing_pad_to=pad_to)
+        packing_options(**OPTIONS, packing_pad_to=pad_to)
         flags = packed_argv(folder, FAMILY, tmp_path / pad_to, **common)
         with attention.recorded_rows() as rows:
             history = train(flags)["log_history"]
@@ -50,9 +48,9 @@ def test_rows_of_an_epoch_have_one_shape_and_the_losses_without_padding(
     assert f"{report['num_padding']} tokens by packing_pad_to=length, " in plan_text(planned)
 
 
-def test_streamed_rows_have_one_shape_over_epochs(small_folder, data, tmp_path, monkeypatch, caplog):
+def test_streamed_rows_have_one_shape_over_epochs(small_folder, data, tmp_path, caplog):
     """PAD-1: those of a stream, one that is longer than a pack, and one without a sample at the end of an epoch."""
-    packing_options(monkeypatch, **OPTIONS, packing_pad_to="length")
+    packing_options(**OPTIONS, packing_pad_to="length")
     shapes = {}
     for length in (LENGTH, 100):
         options = {"streaming": "true", "max_steps": 4, "gradient_accumulation_steps": 4, "packing_length": length}

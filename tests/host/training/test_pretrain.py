@@ -31,8 +31,8 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch):
-    packing_options(monkeypatch, packing_strategy="exact", packing_drop_last="false", record_packs="true")
+def environment():
+    packing_options(packing_strategy="exact", packing_drop_last="false", record_packs="true")
 
 
 @pytest.fixture(scope="session")
@@ -86,9 +86,9 @@ def losses(history):
     return [line["loss"] for line in history["log_history"] if "loss" in line]
 
 
-def test_plan_is_the_run_and_a_resume_is_its_rest(tiny_folder, data, tmp_path, monkeypatch):
+def test_plan_is_the_run_and_a_resume_is_its_rest(tiny_folder, data, tmp_path):
     """TRAIN-27 CLI-8: `vlpack plan pt`, two epochs, and from the second step on again."""
-    packing_options(monkeypatch, packing_strategy="exact", packing_drop_last="false", packing_verify="false")
+    packing_options(packing_strategy="exact", packing_drop_last="false", packing_verify="false")
     folder, out = tiny_folder(FAMILY), tmp_path / "out"
     planned, of_sft = (
         training_report(

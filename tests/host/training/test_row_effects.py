@@ -19,8 +19,8 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0]
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch):
-    packing_options(monkeypatch, packing_strategy="greedy", packing_drop_last="false")
+def environment():
+    packing_options(packing_strategy="greedy", packing_drop_last="false")
 
 
 @pytest.fixture(scope="module")

@@ -88,11 +88,11 @@ def test_first_token_is_no_target_whatever_the_template_says(is_masked, template
     assert (firsts == {NO_LABEL}) is is_masked
 
 
-def test_plan_counts_the_targets_that_are_trained(small_folder, data, rows, tmp_path, monkeypatch):
+def test_plan_counts_the_targets_that_are_trained(small_folder, data, rows, tmp_path):
     """LOSS-8 LEN-7: other targets are another key of remembered lengths, so neither run is told the other's."""
     found = []
     for train_on_eos in ("true", "false", "true"):
-        packing_options(monkeypatch, packing_strategy="exact", packing_drop_last="false", train_on_eos=train_on_eos)
+        packing_options(packing_strategy="exact", packing_drop_last="false", train_on_eos=train_on_eos)
         flags = packed_argv(small_folder(FAMILY), FAMILY, tmp_path / "never", dataset=data, split_dataset_ratio=0)
         report = training_report(flags, num_ranks=1, failures_file=tmp_path / "f.jsonl")
         found.append(report["step"]["num_supervised_tokens"] * report["num_packs"])
@@ -100,9 +100,9 @@ def test_plan_counts_the_targets_that_are_trained(small_folder, data, rows, tmp_
     assert found[2] == found[0]
 
 
-def of_step(monkeypatch, folder, output, data, *, train_on_eos="false", make=packed_argv, **options):
+def of_step(folder, output, data, *, train_on_eos="false", make=packed_argv, **options):
     packing_options(
-        monkeypatch, packing_strategy="exact", packing_drop_last="false", packing_verify="false",
+        packing_strategy="exact", packing_drop_last="false", packing_verify="false",
         train_on_eos=train_on_eos,
     )  # fmt: skip
     common = {
@@ -119,9 +119,9 @@ def first(history, name):
 def test_losses_of_training_and_evaluation_are_without_eos(small_folder, data, tmp_path, monkeypatch):
     """LOSS-8: those of plain ms-swift with a template from which EOS is taken by hand; a resume must say the same."""
     folder, out = small_folder(FAMILY), tmp_path / "out"
-    history = of_step(monkeypatch, folder, out, data, save_strategy="steps", save_steps=1)
+    history = of_step(folder, out, data, save_strategy="steps", save_steps=1)
     with pytest.raises(StateMismatch, match="train_on_eos"):
-        of_step(monkeypatch, folder, out, data, train_on_eos="true", resume_from_checkpoint=out / "checkpoint-1")
+        of_step(folder, out, data, train_on_eos="true", resume_from_checkpoint=out / "checkpoint-1")
     encode = Template.encode
 
     def without_eos(self, *args, **options):
@@ -130,9 +130,9 @@ def test_losses_of_training_and_evaluation_are_without_eos(small_folder, data, t
         return {**made, "labels": [NO_LABEL if label == eos else label for label in made["labels"]]}
 
     monkeypatch.setattr(Template, "encode", without_eos)
-    plain = of_step(monkeypatch, folder, tmp_path / "plain", data, make=argv)
+    plain = of_step(folder, tmp_path / "plain", data, make=argv)
     assert first(history, "loss") == pytest.approx(first(plain, "loss"), rel=1e-6)
     assert first(history, "eval_loss") == pytest.approx(first(plain, "eval_loss"), rel=1e-6)
     monkeypatch.setattr(Template, "encode", encode)
-    other = of_step(monkeypatch, folder, tmp_path / "other", data, make=argv)
+    other = of_step(folder, tmp_path / "other", data, make=argv)
     assert abs(first(other, "eval_loss") - first(plain, "eval_loss")) > 1e-4, "so EOS would be seen"
