@@ -14,12 +14,6 @@ from tests.rows import mixed_rows, write_jsonl
 FAMILY = "qwen2_5_vl"
 
 
-@pytest.fixture(scope="session")
-def tiny_folder(small_folder):
-    """Training is quicker with a small vocabulary."""
-    return small_folder
-
-
 def vlpack(*args):
     environ = {name: value for name, value in os.environ.items() if not name.startswith("VLPACK_")}
     command = [sys.executable, "-m", "swift_vlpack", *map(str, args)]
@@ -28,12 +22,12 @@ def vlpack(*args):
 
 @pytest.mark.slow
 @pytest.mark.telling
-def test_inspect_from_the_command_line(tiny_folder, tmp_path):
+def test_inspect_from_the_command_line(small_folder, tmp_path):
     """SEE-1 SEE-3 SEE-8 CLI-12: text, JSON and a page; what libraries print is no part of them."""
     data = write_jsonl(tmp_path / "train.jsonl", mixed_rows(tmp_path / "images", 12, largest=120))
     output = tmp_path / "run"
     flags = argv(
-        tiny_folder(FAMILY), FAMILY, output, dataset=data, packing="true",
+        small_folder(FAMILY), FAMILY, output, dataset=data, packing="true",
         external_plugins=[plugin_path(), SMALL_VOCABULARY], split_dataset_ratio=0, num_train_epochs=1,
     )  # fmt: skip
     done = vlpack("inspect", *flags, "--packing_strategy", "exact")

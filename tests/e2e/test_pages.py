@@ -17,14 +17,8 @@ FAMILY = "qwen2_5_vl"
 NUM_ROWS = 10
 
 
-@pytest.fixture(scope="session")
-def tiny_folder(small_folder):
-    """Training is quicker with a small vocabulary."""
-    return small_folder
-
-
 @pytest.fixture(scope="module")
-def config(tiny_folder, tmp_path_factory):
+def config(small_folder, tmp_path_factory):
     """Interleaved pages of one to six images, most of them longer than a pack."""
     folder, draw = tmp_path_factory.mktemp("pages"), random.Random(5)
     rows = []
@@ -35,7 +29,7 @@ def config(tiny_folder, tmp_path_factory):
         ]
         text = "<image>".join(sentence(draw, 10, 70) for _ in range(len(images) + 1))
         rows.append({"messages": [{"role": "assistant", "content": text}], "images": images})
-    flags = options(tiny_folder(FAMILY), folder / "out", dataset=write_jsonl(folder / "train.jsonl", rows))
+    flags = options(small_folder(FAMILY), folder / "out", dataset=write_jsonl(folder / "train.jsonl", rows))
     content = {
         **{name: str(value) for name, value in flags.items()},
         "external_plugins": [str(SMALL_VOCABULARY)],

@@ -47,27 +47,21 @@ def dataset(tmp_path_factory):
     return write_jsonl(folder / "train.jsonl", rows)
 
 
-def flags(tiny_folder, output, dataset, **options):
+def flags(small_folder, output, dataset, **options):
     """Everything is trained, the vision tower too, with gradient checkpointing, which is ms-swift's default."""
     return argv(
-        tiny_folder(FAMILY), FAMILY, output, dataset=dataset, external_plugins=SMALL_VOCABULARY,
+        small_folder(FAMILY), FAMILY, output, dataset=dataset, external_plugins=SMALL_VOCABULARY,
         **{"num_train_epochs": 1, "freeze_vit": "false", "freeze_aligner": "false", "save_strategy": "steps",
            "save_steps": 1, "split_dataset_ratio": 0, **options},
     )  # fmt: skip
 
 
-@pytest.fixture(scope="session")
-def tiny_folder(small_folder):
-    """Training is quicker with a small vocabulary."""
-    return small_folder
-
-
 @pytest.fixture(scope="module")
-def killed(tiny_folder, dataset, tmp_path_factory):
+def killed(small_folder, dataset, tmp_path_factory):
     """Two ranks of which one was killed, in the middle of some step."""
     output = tmp_path_factory.mktemp("killed")
     step = random.Random(3).randint(2, 7)
-    run = Run(flags(tiny_folder, output, dataset), output / "log.txt", **OPTIONS)
+    run = Run(flags(small_folder, output, dataset), output / "log.txt", **OPTIONS)
     run.until(lambda: bool(trained(output)) and trained(output)[-1]["step"] >= step)
     run.kill_rank(1)
     code = run.wait(120)
@@ -96,7 +90,7 @@ def test_ranks_with_and_without_an_image_train_side_by_side(killed):
 
 
 def test_killed_terminated_and_resumed_by_one_rank_every_sample_is_trained_once(
-    killed, tiny_folder, dataset, tmp_path, monkeypatch
+    killed, small_folder, dataset, tmp_path, monkeypatch
 ):
     """RANKS-3 RANKS-5 RESUME-4 RESUME-8 RESUME-9: two ranks, killed; two ranks, terminated; one rank, to the end."""
     first, *_ = killed
@@ -104,7 +98,7 @@ def test_killed_terminated_and_resumed_by_one_rank_every_sample_is_trained_once(
     packs = trained(first, up_to_step=step_of(checkpoint))
     second = tmp_path / "second"
     second.mkdir()
-    run = Run(flags(tiny_folder, second, dataset, resume_from_checkpoint=checkpoint), tmp_path / "log.txt", **OPTIONS)
+    run = Run(flags(small_folder, second, dataset, resume_from_checkpoint=checkpoint), tmp_path / "log.txt", **OPTIONS)
     run.until(lambda: bool(list(second.glob(f"checkpoint-*/{FILE}"))))
     run.terminate()
     assert run.wait(120) != 0
@@ -118,7 +112,7 @@ def test_killed_terminated_and_resumed_by_one_rank_every_sample_is_trained_once(
     third = tmp_path / "third"
     train(
         packed_argv(
-            tiny_folder(FAMILY), FAMILY, third, dataset=dataset, num_train_epochs=1, split_dataset_ratio=0,
+            small_folder(FAMILY), FAMILY, third, dataset=dataset, num_train_epochs=1, split_dataset_ratio=0,
             freeze_vit="false", freeze_aligner="false", resume_from_checkpoint=checkpoint,
         )
     )  # fmt: skip
@@ -148,14 +142,14 @@ def assert_reported_as_one_run(folders, packs):
 
 @pytest.mark.slow
 @pytest.mark.telling
-def test_two_ranks_train_to_the_end_with_an_empty_pack(killed, tiny_folder, dataset, tmp_path):
+def test_two_ranks_train_to_the_end_with_an_empty_pack(killed, small_folder, dataset, tmp_path):
     """RANKS-1 RANKS-4 DATA-10: the zero-loss pack of one rank beside an image of the other."""
     checkpoint = last_complete(killed[0])
     output = tmp_path / "out"
     output.mkdir()
     run = Run(
         flags(
-            tiny_folder, output, dataset, resume_from_checkpoint=checkpoint, save_strategy="no",
+            small_folder, output, dataset, resume_from_checkpoint=checkpoint, save_strategy="no",
             dataloader_num_workers=1, gradient_accumulation_steps=2,
         ),
         tmp_path / "log.txt", **OPTIONS,
@@ -169,14 +163,14 @@ def test_two_ranks_train_to_the_end_with_an_empty_pack(killed, tiny_folder, data
 
 
 @pytest.mark.slow
-def test_three_ranks_go_on_from_two(killed, tiny_folder, dataset, tmp_path):
+def test_three_ranks_go_on_from_two(killed, small_folder, dataset, tmp_path):
     """RESUME-4 SEE-3 SEE-4: into the same folder, in which every step then leads to the packs of its ranks."""
     output = tmp_path / "out"
     shutil.copytree(killed[0], output, symlinks=True)
     lost = trained(output)
     checkpoint = last_complete(output)
     run = Run(
-        flags(tiny_folder, output, dataset, resume_from_checkpoint=checkpoint, save_strategy="no"),
+        flags(small_folder, output, dataset, resume_from_checkpoint=checkpoint, save_strategy="no"),
         tmp_path / "log.txt", num_ranks=3, **OPTIONS,
     )  # fmt: skip
     assert run.wait() == 0, run.output[-3000:]
@@ -209,7 +203,7 @@ TOLD = (
     ],
 )
 def test_ranks_with_different_files_or_options_are_stopped_at_the_start(
-    word, others, told, tiny_folder, dataset, tmp_path
+    word, others, told, small_folder, dataset, tmp_path
 ):
     """RANKS-2: two machines, one of which has another version of the file, or other flags and another environment."""
     lines = Path(dataset).read_text().splitlines(keepends=True)
@@ -226,7 +220,7 @@ def test_ranks_with_different_files_or_options_are_stopped_at_the_start(
         path = tmp_path / str(rank) / "train.jsonl"
         path.parent.mkdir()
         path.write_text("".join(content))
-        command = [sys.executable, entry, *flags(tiny_folder, tmp_path / "out", path.name), *ours]
+        command = [sys.executable, entry, *flags(small_folder, tmp_path / "out", path.name), *ours]
         places = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         for name, value in others.items() if rank else ():
             if name.startswith("--"):

@@ -14,21 +14,15 @@ FAMILY = "qwen2_5_vl"
 NUM_ROWS = 200
 
 
-@pytest.fixture(scope="session")
-def tiny_folder(small_folder):
-    """Training is quicker with a small vocabulary."""
-    return small_folder
-
-
 @pytest.mark.slow
 @pytest.mark.telling
-def test_ranks_list_what_they_leave_out_while_they_train(tiny_folder, tmp_path):
+def test_ranks_list_what_they_leave_out_while_they_train(small_folder, tmp_path):
     """REPORT-5 REPORT-6: each reads a file of its own, of which every third row has no picture."""
     rows = [image_row([f"/nowhere/{n}.jpg"]) if n % 3 == 0 else text_row(f"question {n}") for n in range(NUM_ROWS)]
     files = [write_jsonl(tmp_path / f"{n}.jsonl", rows) for n in range(2)]
     output = tmp_path / "out"
     flags = argv(
-        tiny_folder(FAMILY), FAMILY, output, dataset=files, external_plugins=SMALL_VOCABULARY, streaming="true",
+        small_folder(FAMILY), FAMILY, output, dataset=files, external_plugins=SMALL_VOCABULARY, streaming="true",
         max_steps=10000, dataset_shuffle="false", max_length=256, dataloader_num_workers=1,
     )  # fmt: skip
     options = {"packing_buffer": 4, "packing_max_samples": 1, "packing_verify": "false", "record_packs": "true"}

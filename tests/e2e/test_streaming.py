@@ -35,16 +35,10 @@ def files(tmp_path_factory):
     ]
 
 
-@pytest.fixture(scope="session")
-def tiny_folder(small_folder):
-    """Training is quicker with a small vocabulary."""
-    return small_folder
-
-
 @pytest.fixture(scope="module")
-def two_ranks(tiny_folder, files, tmp_path_factory):
+def two_ranks(small_folder, files, tmp_path_factory):
     output = tmp_path_factory.mktemp("two")
-    run_two_ranks(argv(tiny_folder(FAMILY), FAMILY, output, dataset=files, external_plugins=SMALL_VOCABULARY, **FLAGS))
+    run_two_ranks(argv(small_folder(FAMILY), FAMILY, output, dataset=files, external_plugins=SMALL_VOCABULARY, **FLAGS))
     return output
 
 
@@ -84,11 +78,11 @@ def test_ranks_with_unequal_shards_take_equal_steps_and_train_every_row_once(two
     assert {step for rank in both for step, _, inside in rank if inside} == {1, 2, 3, 4, 5}, "all are dry in a step"
 
 
-def test_step_of_a_dry_rank_has_loss_and_gradient_of_the_other(two_ranks, tiny_folder, files, tmp_path, monkeypatch):
+def test_step_of_a_dry_rank_has_loss_and_gradient_of_the_other(two_ranks, small_folder, files, tmp_path, monkeypatch):
     """STREAM-4: rank 0 alone, on its shard, gives the same steps where rank 1 is dry."""
     for key, value in OPTIONS.items():
         monkeypatch.setenv(key, value)
-    train(packed_argv(tiny_folder(FAMILY), FAMILY, tmp_path, dataset=files[0], **FLAGS))
+    train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path, dataset=files[0], **FLAGS))
     alone, both = ([line for line in log_lines(output) if "loss" in line] for output in (tmp_path, two_ranks))
     busy = {step for step, epoch, inside in packs(two_ranks, 1) if inside or epoch > 0}
     dry = {step for step, epoch, _ in packs(two_ranks, 1) if epoch == 0} - busy
@@ -101,7 +95,7 @@ def test_step_of_a_dry_rank_has_loss_and_gradient_of_the_other(two_ranks, tiny_f
 
 @pytest.mark.slow
 @pytest.mark.telling
-def test_two_ranks_resume_with_the_next_packs(two_ranks, tiny_folder, files, tmp_path):
+def test_two_ranks_resume_with_the_next_packs(two_ranks, small_folder, files, tmp_path):
     """STREAM-8 STREAM-9: from where rank 1 has run dry and rank 0 has not."""
     whole = [packs(two_ranks, rank) for rank in range(2)]
     step = max(step for step, epoch, inside in whole[1] if inside and epoch == 0)
@@ -111,7 +105,7 @@ def test_two_ranks_resume_with_the_next_packs(two_ranks, tiny_folder, files, tmp
     }  # fmt: skip
     flags = {**FLAGS, "resume_from_checkpoint": checkpoint}
     run_two_ranks(
-        argv(tiny_folder(FAMILY), FAMILY, tmp_path, dataset=files, external_plugins=SMALL_VOCABULARY, **flags)
+        argv(small_folder(FAMILY), FAMILY, tmp_path, dataset=files, external_plugins=SMALL_VOCABULARY, **flags)
     )
     for rank in range(2):
         assert packs(tmp_path, rank) == [pack for pack in whole[rank] if pack[0] > step]

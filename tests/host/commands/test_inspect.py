@@ -33,12 +33,6 @@ NUM_ROWS = 24
 NASTY = "</script><img src=x onerror=alert(1)> \x1b[2J \u202eabc"
 
 
-@pytest.fixture(scope="session")
-def tiny_folder(small_folder):
-    """Training in this process is quicker with a small vocabulary."""
-    return small_folder
-
-
 @pytest.fixture(scope="module", autouse=True)
 def environment():
     with restored_environment():
@@ -58,22 +52,22 @@ def data(tmp_path_factory):
     return write_jsonl(folder / "train.jsonl", rows)
 
 
-def flags(tiny_folder, output, data, **options):
+def flags(small_folder, output, data, **options):
     return packed_argv(
-        tiny_folder(FAMILY), FAMILY, output, dataset=data,
+        small_folder(FAMILY), FAMILY, output, dataset=data,
         **{"num_train_epochs": 2, "gradient_accumulation_steps": 2, "split_dataset_ratio": 0, "save_strategy": "steps",
            "save_steps": 2, **options},
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def run(tiny_folder, data, tmp_path_factory):
+def run(small_folder, data, tmp_path_factory):
     """Two epochs; and every batch that was trained, by epoch and number of the pack."""
     output = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch, restored_environment():
         os.environ.update(OPTIONS)
         trained = recorded_by_hand(patch, PackingTrainer)
-        train(flags(tiny_folder, output, data))
+        train(flags(small_folder, output, data))
     return output, {(record.epoch, record.number): row for record, row in trained}
 
 
@@ -122,11 +116,11 @@ def looking_back(output):
         yield seen
 
 
-def test_what_is_shown_are_the_tensors_that_were_trained(tiny_folder, run, data, tmp_path):
+def test_what_is_shown_are_the_tensors_that_were_trained(small_folder, run, data, tmp_path):
     """SEE-1"""
     _, batches = run
     shown = {}
-    with looking(flags(tiny_folder, tmp_path, data), environ=OPTIONS) as seen:
+    with looking(flags(small_folder, tmp_path, data), environ=OPTIONS) as seen:
         for epoch in (0, 1):
             packs = seen(random=99, epoch=epoch)["packs"]
             shown |= {(pack["epoch"], pack["number"]): pack["row"] for pack in packs}
@@ -170,9 +164,9 @@ def test_checkpoints_alone_lead_back_and_so_does_a_run_that_was_killed_before_on
             assert [(pack["epoch"], pack["number"], list(pack["ids"])) for pack in found["packs"]] == packs
 
 
-def test_members_say_what_is_trained_and_what_is_not(tiny_folder, data, tmp_path):
+def test_members_say_what_is_trained_and_what_is_not(small_folder, data, tmp_path):
     """SEE-2"""
-    with looking(flags(tiny_folder, tmp_path, data), environ=OPTIONS) as seen:
+    with looking(flags(small_folder, tmp_path, data), environ=OPTIONS) as seen:
         (pack,) = seen(sample=f"train:{NUM_ROWS - 1}")["packs"]
         turns = next(one for one in pack["members"] if one["id"] == f"train:{NUM_ROWS - 1}")
         (pictured,) = seen(sample=f"train:{NUM_ROWS - 2}")["packs"]
@@ -201,9 +195,9 @@ def test_members_say_what_is_trained_and_what_is_not(tiny_folder, data, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.telling
-def test_choices_of_packs(tiny_folder, data, tmp_path):
+def test_choices_of_packs(small_folder, data, tmp_path):
     """SEE-2"""
-    with looking(flags(tiny_folder, tmp_path, data), num_ranks=2, environ=OPTIONS) as seen:
+    with looking(flags(small_folder, tmp_path, data), num_ranks=2, environ=OPTIONS) as seen:
         everything = seen()
         overview = everything["overview"]
         all_packs = seen(random=99)["packs"]
@@ -223,12 +217,12 @@ def test_choices_of_packs(tiny_folder, data, tmp_path):
 
 
 @needs_chromium
-def test_page_of_a_run_has_thumbnails_and_hostile_captions_as_text(tiny_folder, data, tmp_path):
+def test_page_of_a_run_has_thumbnails_and_hostile_captions_as_text(small_folder, data, tmp_path):
     """SEE-6 SEE-8"""
     wanted = Wanted.of({"html": str(tmp_path / "packs.html")})
     with restored_environment():
         os.environ.update(OPTIONS)
-        with run_of(flags(tiny_folder, tmp_path, data), num_ranks=1) as run:
+        with run_of(flags(small_folder, tmp_path, data), num_ranks=1) as run:
             (said,) = told(look(run, wanted), wanted, {})
     page = wanted.html.read_text()
     numbers = {pack["number"] for pack in json.loads(Elements(page).inside["data"])["packs"]}
@@ -243,14 +237,14 @@ def test_page_of_a_run_has_thumbnails_and_hostile_captions_as_text(tiny_folder, 
 
 
 @pytest.mark.slow
-def test_parts_of_a_row_are_found_as_samples(tiny_folder, tmp_path):
+def test_parts_of_a_row_are_found_as_samples(small_folder, tmp_path):
     """SEE-3: where rows longer than a pack are split."""
     rows = [*mixed_rows(tmp_path / "images", 4, largest=100), text_row("long", "word " * 900)]
     data = write_jsonl(tmp_path / "train.jsonl", rows)
     output = tmp_path / "run"
     with restored_environment():
         os.environ.update({**OPTIONS, "VLPACK_PACKING_OVERFLOW": "split"})
-        train(flags(tiny_folder, output, data, num_train_epochs=1, gradient_accumulation_steps=1))
+        train(flags(small_folder, output, data, num_train_epochs=1, gradient_accumulation_steps=1))
     with looking_back(output) as seen:
         for step, packs in recorded(output).items():
             found = seen(step=step)

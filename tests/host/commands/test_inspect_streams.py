@@ -20,26 +20,20 @@ FAMILY = "qwen2_5_vl"
 OPTIONS = {"VLPACK_PACKING_BUFFER": "4", "VLPACK_PACKING_STRATEGY": "best_fit", "VLPACK_PACKING_VERIFY": "false"}
 
 
-@pytest.fixture(scope="session")
-def tiny_folder(small_folder):
-    """Training in this process is quicker with a small vocabulary."""
-    return small_folder
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     return write_jsonl(folder / "train.jsonl", mixed_rows(folder / "images", 20, largest=100))
 
 
-def flags(tiny_folder, output, data):
+def flags(small_folder, output, data):
     return packed_argv(
-        tiny_folder(FAMILY), FAMILY, output, dataset=data, streaming="true", max_steps=3, gradient_accumulation_steps=2
+        small_folder(FAMILY), FAMILY, output, dataset=data, streaming="true", max_steps=3, gradient_accumulation_steps=2
     )
 
 
 @pytest.fixture(scope="module")
-def run(tiny_folder, data, tmp_path_factory):
+def run(small_folder, data, tmp_path_factory):
     """Three steps of a stream, of which nobody asked for a record; and the packs as they were trained."""
     output = tmp_path_factory.mktemp("run")
     with restored_environment(), pytest.MonkeyPatch.context() as patch:
@@ -47,14 +41,14 @@ def run(tiny_folder, data, tmp_path_factory):
             del os.environ[key]
         os.environ.update(OPTIONS)
         trained = recorded_by_hand(patch, PackingTrainer)
-        train(flags(tiny_folder, output, data))
+        train(flags(small_folder, output, data))
     return output, trained
 
 
-def test_first_packs_of_a_stream_are_those_that_are_trained(tiny_folder, run, data, tmp_path):
+def test_first_packs_of_a_stream_are_those_that_are_trained(small_folder, run, data, tmp_path):
     """SEE-1: and what would need a plan says what works."""
     batches = [row for record, row in run[1] if record.sample_ids]
-    with looking(flags(tiny_folder, tmp_path, data), environ=OPTIONS) as seen:
+    with looking(flags(small_folder, tmp_path, data), environ=OPTIONS) as seen:
         packs = [seen(pack=number)["packs"][0] for number in (0, 3)] + seen(step=2)["packs"]
         assert [pack["row"] for pack in packs] == [batches[0], batches[3], batches[2], batches[3]]
         assert [pack["step"] for pack in packs] == [1, 2, 2, 2]
@@ -78,10 +72,10 @@ def data_lines(data):
     return [json.loads(line) for line in Path(data).read_text().splitlines()]
 
 
-def test_steps_of_a_stream_lead_to_the_packs_on_record(run, data, tiny_folder, tmp_path):
+def test_steps_of_a_stream_lead_to_the_packs_on_record(run, data, small_folder, tmp_path):
     """SEE-5 SEE-3: with the lines of the file; which it keeps by itself; a run without one says what to set."""
     output, trained = run
-    tokenizer = AutoTokenizer.from_pretrained(tiny_folder(FAMILY))
+    tokenizer = AutoTokenizer.from_pretrained(small_folder(FAMILY))
     losses = [line["loss"] for line in log_lines(output) if "loss" in line]
     with looking_back(output) as seen:
         for step in (1, 2, 3):

@@ -15,12 +15,6 @@ FAMILY = "qwen2_5_vl"
 NUM_ROWS = 6
 
 
-@pytest.fixture(scope="session")
-def tiny_folder(small_folder):
-    """Training in this process is quicker with a small vocabulary."""
-    return small_folder
-
-
 def page(folder, number, num_images, num_words):
     images = [photo(folder, f"{number}_{k}", 84, 56 + 28 * k, seed=k) for k in range(num_images)]
     text = "<image>".join("the small red house " * num_words for _ in range(num_images + 1))
@@ -55,7 +49,7 @@ def trained_ids(output, epoch=0):
 
 
 @pytest.fixture(scope="module")
-def run(tiny_folder, data, tmp_path_factory):
+def run(small_folder, data, tmp_path_factory):
     """Planned by the command, and trained for two epochs with an evaluation on the same pages."""
     out = tmp_path_factory.mktemp("run")
     with restored_environment():
@@ -64,9 +58,12 @@ def run(tiny_folder, data, tmp_path_factory):
             packing_overflow="split", packing_stride="4", packing_min_len="3",
         )  # fmt: skip
         planned = training_report(
-            flags(tiny_folder(FAMILY), out / "never", data), num_ranks=1, failures_file=out / "left.jsonl", command="pt"
-        )
-        result = train(flags(tiny_folder(FAMILY), out, data, val_dataset=data, eval_strategy="epoch"), "pt")
+            flags(small_folder(FAMILY), out / "never", data),
+            num_ranks=1,
+            failures_file=out / "left.jsonl",
+            command="pt",
+        )  # fmt: skip
+        result = train(flags(small_folder(FAMILY), out, data, val_dataset=data, eval_strategy="epoch"), "pt")
     return out, planned, result
 
 
@@ -93,7 +90,7 @@ def test_plan_is_the_run(run):
     assert line["error"].endswith("of its row, 1 image")
 
 
-def test_every_part_is_trained_once_and_a_resume_goes_on_between_parts(run, tiny_folder, data):
+def test_every_part_is_trained_once_and_a_resume_goes_on_between_parts(run, small_folder, data):
     """CUT-11: through ms-swift's own resume."""
     out, planned, _ = run
     once = trained_ids(out)
@@ -106,7 +103,7 @@ def test_every_part_is_trained_once_and_a_resume_goes_on_between_parts(run, tiny
     done = [key for ids in packs[:step] for key in ids]
     (out / "vlpack" / "packs_rank0.jsonl").unlink()
     checkpoint = out / f"checkpoint-{step}"
-    train(flags(tiny_folder(FAMILY), out, data, val_dataset=data, resume_from_checkpoint=checkpoint), "pt")
+    train(flags(small_folder(FAMILY), out, data, val_dataset=data, resume_from_checkpoint=checkpoint), "pt")
     assert sorted([*done, *trained_ids(out)]) == sorted(once)
 
 
@@ -114,26 +111,26 @@ def rows_of(packs):
     return {key.partition("/")[0] for ids in packs for key in ids}
 
 
-def test_evaluation_is_that_of_a_run_that_cuts_nothing(tiny_folder, data, tmp_path, monkeypatch):
+def test_evaluation_is_that_of_a_run_that_cuts_nothing(small_folder, data, tmp_path, monkeypatch):
     """CUT-15: the template that evaluates has its max_length, and rows beyond it are left out there as ever."""
     packing_options(packing_strategy="exact", packing_drop_last="false", packing_verify="false")
     options = {"val_dataset": data, "eval_strategy": "epoch", "learning_rate": 0, "num_train_epochs": 1}
     losses = []
     for overflow in ("keep", "split"):
         monkeypatch.setenv("VLPACK_PACKING_OVERFLOW", overflow)
-        made = train(flags(tiny_folder(FAMILY), tmp_path / overflow, data, **options, save_strategy="no"), "pt")
+        made = train(flags(small_folder(FAMILY), tmp_path / overflow, data, **options, save_strategy="no"), "pt")
         losses += [line["eval_loss"] for line in made["log_history"] if "eval_loss" in line]
     assert len(losses) >= 2
     assert len(set(losses)) == 1
 
 
-def test_ms_swifts_split_is_ours(run, tiny_folder, data, tmp_path, monkeypatch):
+def test_ms_swifts_split_is_ours(run, small_folder, data, tmp_path, monkeypatch):
     """CUT-15: for sft and pt, with images; left and right, which are another rule for the same rows, are refused."""
     _, planned, _ = run
     monkeypatch.delenv("VLPACK_PACKING_OVERFLOW")
 
     def report(**options):
-        made = flags(tiny_folder(FAMILY), tmp_path / "never", data, **options)
+        made = flags(small_folder(FAMILY), tmp_path / "never", data, **options)
         return training_report(made, num_ranks=1, failures_file=tmp_path / "f.jsonl", command="pt")
 
     asked = report(truncation_strategy="split")
@@ -146,7 +143,7 @@ def test_ms_swifts_split_is_ours(run, tiny_folder, data, tmp_path, monkeypatch):
         report(truncation_strategy="left")
 
 
-def test_parts_are_remembered_with_the_lengths(run, tiny_folder, data, tmp_path, monkeypatch):
+def test_parts_are_remembered_with_the_lengths(run, small_folder, data, tmp_path, monkeypatch):
     """CUT-16: nothing is encoded again under the same options; under another pack length what is longer."""
     from swift_vlpack.data.lengths import rows_work
 
@@ -158,7 +155,7 @@ def test_parts_are_remembered_with_the_lengths(run, tiny_folder, data, tmp_path,
 
     def report(**options):
         measured.clear()
-        made = flags(tiny_folder(FAMILY), tmp_path / "never", data, dataset_num_proc=1, **options)
+        made = flags(small_folder(FAMILY), tmp_path / "never", data, dataset_num_proc=1, **options)
         found = training_report(made, num_ranks=1, failures_file=tmp_path / "f.jsonl", command="pt")
         return found, set(measured)
 
@@ -171,11 +168,11 @@ def test_parts_are_remembered_with_the_lengths(run, tiny_folder, data, tmp_path,
 
 
 @pytest.mark.parametrize("overflow", ["truncate", "drop"])
-def test_rows_that_are_truncated_or_dropped_are_counted(overflow, tiny_folder, data, tmp_path):
+def test_rows_that_are_truncated_or_dropped_are_counted(overflow, small_folder, data, tmp_path):
     """CUT-5 CUT-13"""
     packing_options(packing_strategy="exact", packing_drop_last="false", packing_overflow=overflow)
     made = training_report(
-        flags(tiny_folder(FAMILY), tmp_path / "never", data),
+        flags(small_folder(FAMILY), tmp_path / "never", data),
         num_ranks=1,
         failures_file=tmp_path / "f.jsonl",
         command="pt",
@@ -189,11 +186,11 @@ def test_rows_that_are_truncated_or_dropped_are_counted(overflow, tiny_folder, d
     assert counts["num_packed"] == (NUM_ROWS if overflow == "truncate" else NUM_ROWS - lost[reason]["num_parts"])
 
 
-def test_a_stream_is_cut_by_the_same_rule(run, tiny_folder, data, tmp_path):
+def test_a_stream_is_cut_by_the_same_rule(run, small_folder, data, tmp_path):
     """CUT-12"""
     _, planned, _ = run
     steps = planned["num_packs"] + 2
-    train(flags(tiny_folder(FAMILY), tmp_path, data, streaming="true", max_steps=steps, save_strategy="no"), "pt")
+    train(flags(small_folder(FAMILY), tmp_path, data, streaming="true", max_steps=steps, save_strategy="no"), "pt")
     trained = trained_ids(tmp_path)
     assert len(trained) == len(set(trained)) == planned["num_samples"]
     report = epoch_report(tmp_path)

@@ -16,12 +16,6 @@ LENGTH = 96
 OPTIONS = {"packing_strategy": "window", "packing_drop_last": "false", "record_packs": "true"}
 
 
-@pytest.fixture(scope="session")
-def tiny_folder(small_folder):
-    """Training in this process is quicker with a small vocabulary."""
-    return small_folder
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
@@ -44,15 +38,18 @@ def flags(folder, output, data, **options):
 
 
 @pytest.fixture(scope="module")
-def run(tiny_folder, data, tmp_path_factory):
+def run(small_folder, data, tmp_path_factory):
     """Planned by the command, proved, and trained."""
     out = tmp_path_factory.mktemp("run")
     with restored_environment():
         packing_options(**OPTIONS)
         planned = training_report(
-            flags(tiny_folder(FAMILY), out / "never", data), num_ranks=1, failures_file=out / "left.jsonl", command="pt"
-        )
-        return out, planned, train(flags(tiny_folder(FAMILY), out, data), "pt")
+            flags(small_folder(FAMILY), out / "never", data),
+            num_ranks=1,
+            failures_file=out / "left.jsonl",
+            command="pt",
+        )  # fmt: skip
+        return out, planned, train(flags(small_folder(FAMILY), out, data), "pt")
 
 
 def test_plan_is_the_run(run):
@@ -75,7 +72,7 @@ def test_plan_is_the_run(run):
     assert [key.partition("/")[0] for key in once].count("pages:5") > 3
 
 
-def test_resume_goes_on_inside_of_a_page(run, tiny_folder, data):
+def test_resume_goes_on_inside_of_a_page(run, small_folder, data):
     """WIN-4: with the losses that the uninterrupted run had."""
     packing_options(**OPTIONS, packing_verify="false")
     out, _, result = run
@@ -83,20 +80,20 @@ def test_resume_goes_on_inside_of_a_page(run, tiny_folder, data):
     packs = [json.loads(line)["ids"] for line in (out / "vlpack" / "packs_rank0.jsonl").read_text().splitlines()]
     step = next(n for n in range(2, len(packs)) if packs[n][0].split("/")[0] == packs[n - 1][-1].split("/")[0])
     (out / "vlpack" / "packs_rank0.jsonl").unlink()
-    rest = train(flags(tiny_folder(FAMILY), out, data, resume_from_checkpoint=out / f"checkpoint-{step}"), "pt")
+    rest = train(flags(small_folder(FAMILY), out, data, resume_from_checkpoint=out / f"checkpoint-{step}"), "pt")
     assert trained_ids(out) == [key for ids in packs[step:] for key in ids]
     again = [line["loss"] for line in rest["log_history"] if "loss" in line]
     assert again[-len(losses) + step :] == pytest.approx(losses[step:], rel=1e-6)
 
 
-def test_streamed_pages_are_windows_too(tiny_folder, data, tmp_path, caplog):
+def test_streamed_pages_are_windows_too(small_folder, data, tmp_path, caplog):
     """WIN-1 WIN-6: and whoever lays conversations end to end is told."""
     packing_options(**OPTIONS, packing_verify="false")
-    train(flags(tiny_folder(FAMILY), tmp_path, data, streaming="true", max_steps=5, save_strategy="no"), "pt")
+    train(flags(small_folder(FAMILY), tmp_path, data, streaming="true", max_steps=5, save_strategy="no"), "pt")
     assert "cuts conversations" not in caplog.text
     report = epoch_report(tmp_path)
     assert report["fill_p50"] >= 99
     assert report["num_samples"] > report["num_packs"]
     rows = write_jsonl(tmp_path / "chat.jsonl", [text_row(f"question {n}", "word " * 40) for n in range(6)])
-    train(flags(tiny_folder(FAMILY), tmp_path / "chat", rows, max_steps=1, save_strategy="no"))
+    train(flags(small_folder(FAMILY), tmp_path / "chat", rows, max_steps=1, save_strategy="no"))
     assert "packing_strategy=window cuts conversations" in caplog.text

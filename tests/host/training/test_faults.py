@@ -21,12 +21,6 @@ from tests.rows import image_row, text_row, write_jsonl
 FAMILY = "qwen2_5_vl"
 
 
-@pytest.fixture(scope="session")
-def tiny_folder(small_folder):
-    """Training in this process is quicker with a small vocabulary."""
-    return small_folder
-
-
 @pytest.fixture(autouse=True)
 def environment():
     """By hand: the data sets library replaces `os.environ`, so that what pytest restores is not what is in use."""
@@ -61,18 +55,18 @@ def texts(tmp_path):
     return write_jsonl(tmp_path / "rows.jsonl", [text_row(f"question {n}") for n in range(16)])
 
 
-def flags(tiny_folder, output, dataset, **options):
-    return packed_argv(tiny_folder(FAMILY), FAMILY, output, dataset=dataset, **{"num_train_epochs": 1, **options})
+def flags(small_folder, output, dataset, **options):
+    return packed_argv(small_folder(FAMILY), FAMILY, output, dataset=dataset, **{"num_train_epochs": 1, **options})
 
 
 @pytest.mark.slow
 @pytest.mark.telling
-def test_killed_worker_is_named(tiny_folder, tmp_path):
+def test_killed_worker_is_named(small_folder, tmp_path):
     """RANKS-6: kill -9, as the out-of-memory killer does it; in a process of its own, as it upsets all of it."""
     dataset = write_jsonl(tmp_path / "rows.jsonl", [text_row(f"question {n}") for n in range(200)])
     output = tmp_path / "out"
     options = {"packing_max_samples": 1, "packing_strategy": "exact", "record_packs": "true"}
-    few = argv(tiny_folder(FAMILY), FAMILY, output, dataset=dataset, num_train_epochs=9, dataloader_num_workers=1)
+    few = argv(small_folder(FAMILY), FAMILY, output, dataset=dataset, num_train_epochs=9, dataloader_num_workers=1)
     run = Run(few, tmp_path / "log.txt", num_ranks=1, **options)
     run.until(lambda: len(trained(output)) > 2)
     pid = run.kill_worker()
@@ -81,7 +75,7 @@ def test_killed_worker_is_named(tiny_folder, tmp_path):
     assert re.search(told, run.output[-1500:], re.IGNORECASE), run.output[-3000:]
 
 
-def test_worker_that_raises_brings_its_traceback(tiny_folder, texts, tmp_path, monkeypatch):
+def test_worker_that_raises_brings_its_traceback(small_folder, texts, tmp_path, monkeypatch):
     """RANKS-6"""
     from swift_vlpack.data.rows.fusion import FusionCaptionDataset
 
@@ -94,7 +88,7 @@ def test_worker_that_raises_brings_its_traceback(tiny_folder, texts, tmp_path, m
 
     monkeypatch.setattr(FusionCaptionDataset, "encode", broken_reader)
     with pytest.raises(ZeroDivisionError, match="a mistake in a reader") as stopped:
-        train(flags(tiny_folder, tmp_path / "out", texts, dataloader_num_workers=1))
+        train(flags(small_folder, tmp_path / "out", texts, dataloader_num_workers=1))
     assert "in DataLoader worker process 0" in str(stopped.value)
     assert "in broken_reader" in str(stopped.value)
 
@@ -107,11 +101,11 @@ def pictures(tmp_path):
     return folder, write_jsonl(tmp_path / "rows.jsonl", rows)
 
 
-def test_images_that_disappear_are_counted(tiny_folder, pictures, tmp_path, after_step):
+def test_images_that_disappear_are_counted(small_folder, pictures, tmp_path, after_step):
     """DATA-7 DATA-10: the steps stay, the account closes."""
     folder, dataset = pictures
     after_step(2, lambda: shutil.rmtree(folder))
-    result = train(flags(tiny_folder, tmp_path / "out", dataset))
+    result = train(flags(small_folder, tmp_path / "out", dataset))
     assert max(line.get("step", 0) for line in result["log_history"]) == 12
     report = epoch_report(tmp_path / "out")
     assert report["num_samples"] + report["num_dropped"]["file_missing"] == 12
@@ -119,21 +113,21 @@ def test_images_that_disappear_are_counted(tiny_folder, pictures, tmp_path, afte
     assert report["is_closed"]
 
 
-def test_too_many_that_disappear_stop_the_run(tiny_folder, pictures, tmp_path, after_step):
+def test_too_many_that_disappear_stop_the_run(small_folder, pictures, tmp_path, after_step):
     """DATA-7"""
     folder, dataset = pictures
     os.environ["VLPACK_PACKING_MAX_FAILURES"] = "3"
     after_step(2, lambda: shutil.rmtree(folder))
     with pytest.raises(TooManyFailures, match=r"4 rows in a row could not be encoded, the last is rows:\d+"):
-        train(flags(tiny_folder, tmp_path / "out", dataset))
+        train(flags(small_folder, tmp_path / "out", dataset))
 
 
-def test_state_that_cannot_be_written_stops_training_and_the_one_before_it_is_whole(tiny_folder, texts, tmp_path):
+def test_state_that_cannot_be_written_stops_training_and_the_one_before_it_is_whole(small_folder, texts, tmp_path):
     """RESUME-9"""
     output = tmp_path / "out"
     (output / "checkpoint-2" / f".{FILE}.partial").mkdir(parents=True)  # where the new file would be written
     with pytest.raises(StateNotSaved, match=rf"checkpoint-2/{FILE} cannot be written.*resume from an earlier one"):
-        train(flags(tiny_folder, output, texts, save_strategy="steps", save_steps=1))
+        train(flags(small_folder, output, texts, save_strategy="steps", save_steps=1))
     assert json.loads((output / "checkpoint-1" / FILE).read_text())["state"]["cuts"] == [[1, 16, 1]]
     assert not (output / "checkpoint-2" / FILE).exists()
     assert not (output / "checkpoint-3").exists()
@@ -159,7 +153,7 @@ def lines_of(output):
     return [json.loads(line) for line in (output / "vlpack" / "left_out.jsonl").read_text().splitlines()]
 
 
-def test_every_row_that_is_left_out_is_listed(tiny_folder, tmp_path, after_step):
+def test_every_row_that_is_left_out_is_listed(small_folder, tmp_path, after_step):
     """DATA-16: deleted by the loader, never there, too long, gone meanwhile; in one epoch and the next."""
     os.environ |= {"VLPACK_PACKING_ALLOW_SINGLE_LONG": "false", "VLPACK_PACKING_LENGTH": "100"}
     picture = photo(tmp_path, "gone", 60, 60)
@@ -170,7 +164,7 @@ def test_every_row_that_is_left_out_is_listed(tiny_folder, tmp_path, after_step)
     always = {"rows:7": ("file_missing", {0, 1}), "rows:8": ("oversize", {0, 1})}
     output = tmp_path / "out"
     after_step(6, lambda: os.unlink(picture))  # it is loaded again in the second epoch only
-    train(flags(tiny_folder, output, dataset, num_train_epochs=2, save_strategy="epoch", tuner_type="lora"))
+    train(flags(small_folder, output, dataset, num_train_epochs=2, save_strategy="epoch", tuner_type="lora"))
     found = {}
     for line in lines_of(output):
         found.setdefault(line["id"], (line["reason"], set()))[1].add(line["epoch"])
@@ -182,7 +176,7 @@ def test_every_row_that_is_left_out_is_listed(tiny_folder, tmp_path, after_step)
     photo(tmp_path, "gone", 60, 60)
     train(
         flags(
-            tiny_folder, output, dataset, num_train_epochs=2, tuner_type="lora", add_version="false",
+            small_folder, output, dataset, num_train_epochs=2, tuner_type="lora", add_version="false",
             resume_from_checkpoint=output / "checkpoint-6",
         )
     )  # fmt: skip
@@ -190,7 +184,7 @@ def test_every_row_that_is_left_out_is_listed(tiny_folder, tmp_path, after_step)
 
 
 @pytest.mark.parametrize("mode", ["plan", "buffer"])
-def test_share_of_images_that_disappear_stops_the_run(mode, tiny_folder, tmp_path, after_step, caplog):
+def test_share_of_images_that_disappear_stops_the_run(mode, small_folder, tmp_path, after_step, caplog):
     """DATA-17: never many in a row, and still a quarter of all."""
     os.environ |= {"VLPACK_PACKING_MODE": mode, "VLPACK_PACKING_MAX_SAMPLES": "6", "VLPACK_PACKING_BUFFER": "12"}
     lasting = photo(tmp_path, "lasting", 40, 40)
@@ -201,19 +195,19 @@ def test_share_of_images_that_disappear_stops_the_run(mode, tiny_folder, tmp_pat
     with pytest.raises(
         TooManyFailures, match=r"of the last 1\d\d rows could not be read \(file_missing \d+\).*left_out"
     ):
-        train(flags(tiny_folder, tmp_path / "out", dataset, max_steps=60))
+        train(flags(small_folder, tmp_path / "out", dataset, max_steps=60))
     assert len(lines_of(tmp_path / "out")) > 20
 
 
 @pytest.mark.slow
-def test_training_goes_on_where_shared_memory_is_short(tiny_folder, tmp_path):
+def test_training_goes_on_where_shared_memory_is_short(small_folder, tmp_path):
     """RANKS-9: packs of 3 MB and an evaluation through workers, and 2 MB of shared memory."""
     if reason := why_no_namespace():
         pytest.skip(reason)
     rows = [image_row([photo(tmp_path, f"picture_{n}", 400, 300, seed=n)]) for n in range(4)]
     dataset = write_jsonl(tmp_path / "rows.jsonl", rows)
     few = argv(
-        tiny_folder(FAMILY), FAMILY, tmp_path / "out", dataset=dataset, val_dataset=dataset, num_train_epochs=1,
+        small_folder(FAMILY), FAMILY, tmp_path / "out", dataset=dataset, val_dataset=dataset, num_train_epochs=1,
         dataloader_num_workers=2, eval_strategy="epoch",
     )  # fmt: skip
     done = with_shared_memory_of("2m", "-m", "swift_vlpack.cli", "sft", *few, timeout_seconds=400)

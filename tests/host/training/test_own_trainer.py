@@ -38,15 +38,9 @@ def loaded(folder):
 
 
 @pytest.fixture(scope="module")
-def tiny_folder(small_folder):
-    """The proof and the loops are quicker with a small vocabulary."""
-    return small_folder
-
-
-@pytest.fixture(scope="module")
-def fresh(tiny_folder):
+def fresh(small_folder):
     """The same weights again and again, in a model nobody has touched."""
-    return lambda: loaded(tiny_folder(FAMILY))
+    return lambda: loaded(small_folder(FAMILY))
 
 
 @pytest.fixture(scope="module")
@@ -398,7 +392,7 @@ def test_stream_comes_through_accelerate_or_not_at_all(door):
 # -- the example ------------------------------------------------------------------------------------------------------
 
 
-def test_example_of_the_page_runs(tiny_folder, rows, tmp_path, monkeypatch, capsys):
+def test_example_of_the_page_runs(small_folder, rows, tmp_path, monkeypatch, capsys):
     """OWN-7: as it is written, but with short packs."""
     (example,) = (
         block
@@ -406,7 +400,7 @@ def test_example_of_the_page_runs(tiny_folder, rows, tmp_path, monkeypatch, caps
         if "prepare_model" in block
     )
     name = re.search(r'"(Qwen/[\w.-]+)"', example)[1]
-    shutil.copytree(tiny_folder(FAMILY), tmp_path / name)
+    shutil.copytree(small_folder(FAMILY), tmp_path / name)
     (tmp_path / "data").mkdir()
     write_jsonl(tmp_path / "data" / "captions.jsonl", rows)
     monkeypatch.chdir(tmp_path)

@@ -35,12 +35,6 @@ def environment():
     packing_options(packing_strategy="exact", packing_drop_last="false", record_packs="true")
 
 
-@pytest.fixture(scope="session")
-def tiny_folder(small_folder):
-    """Training in this process is quicker with a small vocabulary."""
-    return small_folder
-
-
 @pytest.fixture
 def gradients(monkeypatch):
     """What a step is taken with, by name of parameter."""
@@ -56,16 +50,16 @@ def gradients(monkeypatch):
     return found
 
 
-def test_loss_and_gradients_are_those_of_ms_swifts_unpacked_pt(tiny_folder, data, tmp_path, gradients, caplog):
+def test_loss_and_gradients_are_those_of_ms_swifts_unpacked_pt(small_folder, data, tmp_path, gradients, caplog):
     """TRAIN-27: a step over all documents, with and without images, one batch of them against packs."""
     common = {
         "dataset": data, "num_train_epochs": 1, "per_device_train_batch_size": NUM_ROWS, "callbacks": "gradients",
         "max_grad_norm": 0, "max_length": 128,
     }  # fmt: skip
-    packed = train(packed_argv(tiny_folder(FAMILY), FAMILY, tmp_path / "packed", **common), "pt")["log_history"][0]
+    packed = train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path / "packed", **common), "pt")["log_history"][0]
     of_packs = dict(gradients)
     gradients.clear()
-    plain = train(argv(tiny_folder(FAMILY), FAMILY, tmp_path / "plain", **common), "pt")["log_history"][0]
+    plain = train(argv(small_folder(FAMILY), FAMILY, tmp_path / "plain", **common), "pt")["log_history"][0]
     assert packed["loss"] == pytest.approx(plain["loss"], rel=1e-5)
     assert of_packs.keys() == gradients.keys()
     largest = max(float(gradient.abs().max()) for gradient in gradients.values())
@@ -86,10 +80,10 @@ def losses(history):
     return [line["loss"] for line in history["log_history"] if "loss" in line]
 
 
-def test_plan_is_the_run_and_a_resume_is_its_rest(tiny_folder, data, tmp_path):
+def test_plan_is_the_run_and_a_resume_is_its_rest(small_folder, data, tmp_path):
     """TRAIN-27 CLI-8: `vlpack plan pt`, two epochs, and from the second step on again."""
     packing_options(packing_strategy="exact", packing_drop_last="false", packing_verify="false")
-    folder, out = tiny_folder(FAMILY), tmp_path / "out"
+    folder, out = small_folder(FAMILY), tmp_path / "out"
     planned, of_sft = (
         training_report(
             flags(folder, tmp_path / "never", data), num_ranks=1, failures_file=tmp_path / "f.jsonl", command=command
@@ -105,9 +99,9 @@ def test_plan_is_the_run_and_a_resume_is_its_rest(tiny_folder, data, tmp_path):
     assert losses(rest)[-len(whole) + 2 :] == pytest.approx(whole[2:], rel=1e-6)
 
 
-def test_streamed_documents_are_packed(tiny_folder, data, tmp_path):
+def test_streamed_documents_are_packed(small_folder, data, tmp_path):
     """TRAIN-27"""
-    result = train(flags(tiny_folder(FAMILY), tmp_path, data, streaming="true", max_steps=2), "pt")
+    result = train(flags(small_folder(FAMILY), tmp_path, data, streaming="true", max_steps=2), "pt")
     steps = [line for line in result["log_history"] if "loss" in line]
     assert len(steps) == 2
     assert max(line["pack/samples"] for line in steps) > 1

@@ -27,12 +27,6 @@ CAPACITY, BATCH_SIZE, ACCUMULATION = 256, 2, 1
 NUM_CAPTIONS, NUM_SCANS = 15, 8
 
 
-@pytest.fixture(scope="session")
-def tiny_folder(small_folder):
-    """Training in this process is quicker with a small vocabulary."""
-    return small_folder
-
-
 def set_environment(options):
     """By hand: the data sets library replaces `os.environ`, so that what pytest restores is not what is in use."""
     for key in [key for key in os.environ if key.startswith("VLPACK_")]:
@@ -57,7 +51,7 @@ class Run(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def run(tiny_folder, tmp_path_factory):
+def run(small_folder, tmp_path_factory):
     from swift_vlpack.host.training.callback import PackingCallback
 
     folder = tmp_path_factory.mktemp("report")
@@ -88,13 +82,13 @@ def run(tiny_folder, tmp_path_factory):
         patch.setattr(PackingCallback, "on_optimizer_step", on_optimizer_step)
         set_environment({**OPTIONS, "VLPACK_FUSION_CONFIG": str(folder / "mix.yaml")})
         with pytest.raises(Stopped):
-            train(flags(tiny_folder, output))
+            train(flags(small_folder, output))
         stopped = Path(shutil.copytree(output, folder / "stopped"))
         with (stopped / "vlpack" / "run.jsonl").open("a") as file:
             file.write('{"event": "steps", "when": "20')
         stop_at[:] = []
         checkpoint = output / f"checkpoint-{3 * ((max(listed) - 2) // 3)}"
-        train(flags(tiny_folder, output, resume_from_checkpoint=checkpoint, dataloader_num_workers=0))
+        train(flags(small_folder, output, resume_from_checkpoint=checkpoint, dataloader_num_workers=0))
     set_environment({})
     gone = {f"scans:{n}" for n in range(NUM_SCANS - 1)}
     return Run(rows, stopped, output, listed, gone)
@@ -104,9 +98,9 @@ def steps_of_epoch(trainer):
     return -(-len(trainer.feed.epoch_plan) // trainer.args.gradient_accumulation_steps)
 
 
-def flags(tiny_folder, output, **options):
+def flags(small_folder, output, **options):
     return packed_argv(
-        tiny_folder(FAMILY), FAMILY, output,
+        small_folder(FAMILY), FAMILY, output,
         **{"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 3, "logging_steps": 2, "max_length": 1024,
            "packing_length": CAPACITY, "per_device_train_batch_size": BATCH_SIZE, "split_dataset_ratio": 0,
            "gradient_accumulation_steps": ACCUMULATION, "dataloader_num_workers": 2, **options},
@@ -130,14 +124,14 @@ class Size(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def sizes(run, tiny_folder):
+def sizes(run, small_folder):
     """Tokens, tokens of vision and images of every row, by the template alone; pictures that went are made again."""
     from swift.model import get_processor
     from swift.template import get_template
 
     for n in range(NUM_SCANS - 1):
         photo(run.whole.parent, f"scan_{n}", 90, 60, seed=n)
-    template = get_template(get_processor(str(tiny_folder(FAMILY)), model_type=FAMILY), template_type=FAMILY)
+    template = get_template(get_processor(str(small_folder(FAMILY)), model_type=FAMILY), template_type=FAMILY)
     template.set_mode("train")
     found = {}
     for name, row in run.rows.items():

@@ -30,12 +30,6 @@ from tests.rows import image_row, mixed_rows, text_row, write_jsonl
 FAMILY = "qwen2_5_vl"
 
 
-@pytest.fixture(scope="session")
-def tiny_folder(small_folder):
-    """Training in this process is quicker with a small vocabulary."""
-    return small_folder
-
-
 NUM_ROWS = 36
 
 
@@ -72,21 +66,21 @@ def dataset(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tiny_folder, dataset, tmp_path_factory):
+def uninterrupted(small_folder, dataset, tmp_path_factory):
     """Two epochs under ms-swift's defaults, adapters with dropout and one persistent worker; a checkpoint a step."""
     set_environment(OPTIONS)
     output = tmp_path_factory.mktemp("uninterrupted")
     options = {"save_strategy": "steps", "save_steps": 1, **workers_like(1, True)}
-    return output, losses(train(flags(tiny_folder, output, dataset, **options)))
+    return output, losses(train(flags(small_folder, output, dataset, **options)))
 
 
 def workers_like(number, persistent):
     return {"dataloader_num_workers": number, "dataloader_persistent_workers": "true" if persistent else "false"}
 
 
-def flags(tiny_folder, output, dataset, **options):
+def flags(small_folder, output, dataset, **options):
     return packed_argv(
-        tiny_folder(FAMILY), FAMILY, output, dataset=dataset,
+        small_folder(FAMILY), FAMILY, output, dataset=dataset,
         **{"num_train_epochs": 2, "tuner_type": "lora", "save_strategy": "no",
            "gradient_accumulation_steps": 2, "split_dataset_ratio": 0, **options},
     )  # fmt: skip
@@ -134,13 +128,13 @@ def checkpoint_at(output, where):
     ],
 )
 def test_resumed_run_is_the_rest_of_the_uninterrupted_one(
-    where, workers, tiny_folder, dataset, uninterrupted, tmp_path
+    where, workers, small_folder, dataset, uninterrupted, tmp_path
 ):
     """RESUME-2 RESUME-3 RESUME-8 RAND-5: in the first epoch, on its end, in the second; workers make no difference."""
     whole, expected = uninterrupted
     checkpoint = checkpoint_at(whole, where)
     step = int(checkpoint.name.split("-")[1])
-    result = train(flags(tiny_folder, tmp_path, dataset, resume_from_checkpoint=checkpoint, **workers_like(*workers)))
+    result = train(flags(small_folder, tmp_path, dataset, resume_from_checkpoint=checkpoint, **workers_like(*workers)))
     assert trained(tmp_path) == [pack for pack in trained(whole) if pack[0] > step]
     seen = {at: loss for at, loss in losses(result).items() if at > step}
     assert seen == {at: loss for at, loss in expected.items() if at > step}, "exactly, on a CPU in fp32"
@@ -152,24 +146,24 @@ def test_resumed_run_is_the_rest_of_the_uninterrupted_one(
         assert report["num_samples"] == NUM_ROWS
 
 
-def test_losses_and_evaluations_do_not_depend_on_workers(tiny_folder, dataset, uninterrupted, tmp_path):
+def test_losses_and_evaluations_do_not_depend_on_workers(small_folder, dataset, uninterrupted, tmp_path):
     """RAND-1 RAND-2: nor does it matter that evaluations lie between the steps."""
     _, expected = uninterrupted
     evaluated = {"val_dataset": dataset + "#3", "eval_strategy": "steps", "eval_steps": 2}
-    result = train(flags(tiny_folder, tmp_path, dataset, **workers_like(0, False), **evaluated))
+    result = train(flags(small_folder, tmp_path, dataset, **workers_like(0, False), **evaluated))
     assert losses(result) == expected
 
 
 @pytest.mark.parametrize(("accumulation", "where"), [(1, -3), pytest.param(3, -2, marks=pytest.mark.slow), (3, 2)])
 def test_other_accumulation_trains_what_is_left_once(
-    accumulation, where, tiny_folder, dataset, uninterrupted, tmp_path
+    accumulation, where, small_folder, dataset, uninterrupted, tmp_path
 ):
     """RESUME-4"""
     whole, _ = uninterrupted
     checkpoint = checkpoint_at(whole, where)
     step = int(checkpoint.name.split("-")[1])
     flagged = flags(
-        tiny_folder, tmp_path, dataset, resume_from_checkpoint=checkpoint, gradient_accumulation_steps=accumulation
+        small_folder, tmp_path, dataset, resume_from_checkpoint=checkpoint, gradient_accumulation_steps=accumulation
     )
     result = train(flagged)
     before = [pack for pack in trained(whole) if pack[0] <= step]
@@ -183,7 +177,7 @@ def test_other_accumulation_trains_what_is_left_once(
     assert max(losses(result)) == step + num_steps
 
 
-def test_nothing_that_is_skipped_is_encoded(tiny_folder, dataset, uninterrupted, tmp_path, monkeypatch):
+def test_nothing_that_is_skipped_is_encoded(small_folder, dataset, uninterrupted, tmp_path, monkeypatch):
     """RESUME-2"""
     from swift_vlpack.data.feeds.reader import PackReader
 
@@ -191,17 +185,17 @@ def test_nothing_that_is_skipped_is_encoded(tiny_folder, dataset, uninterrupted,
     monkeypatch.setattr(PackReader, "__getitem__", lambda self, at: loaded.append(at) or load(self, at))
     whole, _ = uninterrupted
     checkpoint = checkpoint_at(whole, 2)
-    train(flags(tiny_folder, tmp_path, dataset, resume_from_checkpoint=checkpoint))
+    train(flags(small_folder, tmp_path, dataset, resume_from_checkpoint=checkpoint))
     left = [pack for pack in trained(whole) if pack[0] > int(checkpoint.name.split("-")[1])]
     assert [address.epoch for address in loaded] == [1] * len(left)
     assert len(loaded) == len(left)
 
 
-def test_only_trained_packs_are_consumed(tiny_folder, dataset, tmp_path):
+def test_only_trained_packs_are_consumed(small_folder, dataset, tmp_path):
     """RESUME-2: three workers are ahead of the one step that was trained."""
     train(
         flags(
-            tiny_folder, tmp_path, dataset, max_steps=1, dataloader_num_workers=3, save_strategy="steps", save_steps=1
+            small_folder, tmp_path, dataset, max_steps=1, dataloader_num_workers=3, save_strategy="steps", save_steps=1
         )
     )
     state = json.loads((tmp_path / "checkpoint-1" / FILE).read_text())["state"]
@@ -214,35 +208,35 @@ def test_only_trained_packs_are_consumed(tiny_folder, dataset, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.telling
-def test_max_steps_bounds_all_runs_together(tiny_folder, dataset, uninterrupted, tmp_path):
+def test_max_steps_bounds_all_runs_together(small_folder, dataset, uninterrupted, tmp_path):
     """RESUME-5"""
     whole, _ = uninterrupted
     checkpoint = checkpoint_at(whole, -2)
     step = int(checkpoint.name.split("-")[1])
-    train(flags(tiny_folder, tmp_path, dataset, resume_from_checkpoint=checkpoint, max_steps=step + 3))
+    train(flags(small_folder, tmp_path, dataset, resume_from_checkpoint=checkpoint, max_steps=step + 3))
     assert [at for at, _, _ in trained(tmp_path)][-1] == step + 3
     assert trained(tmp_path) == [pack for pack in trained(whole) if step < pack[0] <= step + 3]
 
 
-def test_finished_run_trains_no_more(tiny_folder, dataset, uninterrupted, tmp_path):
+def test_finished_run_trains_no_more(small_folder, dataset, uninterrupted, tmp_path):
     """RESUME-5"""
     whole, _ = uninterrupted
     last = whole / f"checkpoint-{trained(whole)[-1][0]}"
-    train(flags(tiny_folder, tmp_path, dataset, resume_from_checkpoint=last))
+    train(flags(small_folder, tmp_path, dataset, resume_from_checkpoint=last))
     assert trained(tmp_path) == []
     assert epoch_report(tmp_path, 1) == epoch_report(whole, 1), "its last report is written if it was not"
 
 
 @pytest.mark.slow
-def test_checkpoints_of_epochs_resume(tiny_folder, dataset, uninterrupted, tmp_path):
+def test_checkpoints_of_epochs_resume(small_folder, dataset, uninterrupted, tmp_path):
     """RESUME-3: the epoch's account is closed before such a checkpoint is written."""
     whole, _ = uninterrupted
     first = flags(
-        tiny_folder, tmp_path / "first", dataset, save_strategy="epoch", max_steps=steps_per_epoch(trained(whole))
+        small_folder, tmp_path / "first", dataset, save_strategy="epoch", max_steps=steps_per_epoch(trained(whole))
     )
     train(first)
     [checkpoint] = (tmp_path / "first").glob("checkpoint-*")
-    train(flags(tiny_folder, tmp_path / "second", dataset, resume_from_checkpoint=checkpoint))
+    train(flags(small_folder, tmp_path / "second", dataset, resume_from_checkpoint=checkpoint))
     assert trained(tmp_path / "first") + trained(tmp_path / "second") == trained(whole)
 
 
@@ -282,27 +276,27 @@ def changed(dataset, folder, change):
         ),
     ],
 )
-def test_other_data_is_refused(change, fields, told, tiny_folder, dataset, uninterrupted, tmp_path):  # noqa: PLR0913
+def test_other_data_is_refused(change, fields, told, small_folder, dataset, uninterrupted, tmp_path):  # noqa: PLR0913
     """RESUME-6 RESUME-11"""
     other = changed(dataset, tmp_path, change)
     assert other.read_text() != Path(dataset).read_text()
     checkpoint = checkpoint_at(uninterrupted[0], -2)
     with pytest.raises(StateMismatch) as refused:
-        train(flags(tiny_folder, tmp_path / "out", other, resume_from_checkpoint=checkpoint))
+        train(flags(small_folder, tmp_path / "out", other, resume_from_checkpoint=checkpoint))
     for field in fields:
         assert f"{field} (" in str(refused.value)
     assert re.search(told, str(refused.value))
     assert "VLPACK_RESUME_DATA=restart" in str(refused.value)
 
 
-def test_other_options_and_lengths_are_refused(tiny_folder, dataset, uninterrupted, tmp_path, monkeypatch):
+def test_other_options_and_lengths_are_refused(small_folder, dataset, uninterrupted, tmp_path, monkeypatch):
     """RESUME-6"""
     checkpoint = checkpoint_at(uninterrupted[0], -2)
     monkeypatch.setenv("VLPACK_PACKING_BUFFER", "9")
     with pytest.raises(StateMismatch, match=r"packing_buffer \(512, now 9\)") as refused:
         train(
             flags(
-                tiny_folder, tmp_path, dataset, resume_from_checkpoint=checkpoint, max_pixels=6000, seed=7, data_seed=7
+                small_folder, tmp_path, dataset, resume_from_checkpoint=checkpoint, max_pixels=6000, seed=7, data_seed=7
             )
         )
     assert re.search(r"lengths \(train:\d+ .*files: [^)]*\.jpg\) has \d+ tokens.*, then \d+ tokens", str(refused.value))
@@ -311,7 +305,7 @@ def test_other_options_and_lengths_are_refused(tiny_folder, dataset, uninterrupt
 
 
 def test_checkpoint_without_a_state_is_refused_unless_the_data_shall_restart(
-    tiny_folder, dataset, uninterrupted, tmp_path, monkeypatch, caplog
+    small_folder, dataset, uninterrupted, tmp_path, monkeypatch, caplog
 ):
     """RESUME-7"""
     whole, _ = uninterrupted
@@ -321,9 +315,9 @@ def test_checkpoint_without_a_state_is_refused_unless_the_data_shall_restart(
     (checkpoint / FILE).unlink()
     step = int(original.name.split("-")[1])
     with pytest.raises(StateMismatch, match=rf"has no {FILE}.*VLPACK_RESUME_DATA=restart"):
-        train(flags(tiny_folder, tmp_path / "out", dataset, resume_from_checkpoint=checkpoint))
+        train(flags(small_folder, tmp_path / "out", dataset, resume_from_checkpoint=checkpoint))
     monkeypatch.setenv("VLPACK_RESUME_DATA", "restart")
-    train(flags(tiny_folder, tmp_path / "out", dataset, resume_from_checkpoint=checkpoint))
+    train(flags(small_folder, tmp_path / "out", dataset, resume_from_checkpoint=checkpoint))
     assert [pack[1:] for pack in trained(tmp_path / "out")] == [pack[1:] for pack in trained(whole)]
     assert trained(tmp_path / "out")[0][0] == step + 1, "the steps go on"
     assert trained(tmp_path / "out")[-1][0] == step + trained(whole)[-1][0]
@@ -363,7 +357,7 @@ def test_state_that_cannot_be_written_leaves_the_old_one(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
 
-def test_first_batch_after_a_resume_comes_at_once(tiny_folder, tmp_path):
+def test_first_batch_after_a_resume_comes_at_once(small_folder, tmp_path):
     """RESUME-2: 1,999 of 2,000 packs are behind, and nothing of them is read again."""
     from swift_vlpack.host.training.loader import PackLoader
     from tests.feeds import OneRank, planned_feed, resumed
@@ -388,7 +382,7 @@ def test_first_batch_after_a_resume_comes_at_once(tiny_folder, tmp_path):
     assert num_encoded == num_measured + 1
 
 
-def test_run_goes_on_with_the_lengths_it_planned_although_one_was_wrong(tiny_folder, tmp_path, monkeypatch):
+def test_run_goes_on_with_the_lengths_it_planned_although_one_was_wrong(small_folder, tmp_path, monkeypatch):
     """RESUME-6 LEN-13: what loading finds to be longer is for the next run, not for the one that is resumed."""
     from swift_vlpack.host import pipeline
 
@@ -407,20 +401,20 @@ def test_run_goes_on_with_the_lengths_it_planned_although_one_was_wrong(tiny_fol
     monkeypatch.setattr(pipeline, "with_lengths", with_one_too_short)
     set_environment({**OPTIONS, "VLPACK_PACKING_CACHE_DIR": str(tmp_path / "cache")})
     options = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 1, "gradient_accumulation_steps": 1}
-    train(flags(tiny_folder, tmp_path / "whole", data, **options))
+    train(flags(small_folder, tmp_path / "whole", data, **options))
     whole = trained(tmp_path / "whole")
     assert list((tmp_path / "cache").glob("*.notes"))
     checkpoint = tmp_path / "whole" / "checkpoint-1"
-    train(flags(tiny_folder, tmp_path / "rest", data, **options, resume_from_checkpoint=checkpoint))
+    train(flags(small_folder, tmp_path / "rest", data, **options, resume_from_checkpoint=checkpoint))
     assert trained(tmp_path / "rest") == [pack for pack in whole if pack[0] > 1]
     monkeypatch.setattr(pipeline, "with_lengths", with_lengths)
-    train(flags(tiny_folder, tmp_path / "new", data, **options))
+    train(flags(small_folder, tmp_path / "new", data, **options))
     assert not list((tmp_path / "cache").glob("*.notes"))
     assert epoch_report(tmp_path / "rest") == epoch_report(tmp_path / "whole")
     assert epoch_report(tmp_path / "new")["num_samples"] == len(rows)
 
 
-def test_run_keeps_its_plan_when_files_go_and_come_back(tiny_folder, tmp_path, caplog):
+def test_run_keeps_its_plan_when_files_go_and_come_back(small_folder, tmp_path, caplog):
     """RESUME-10: one image is lost after the start, one that was missing is there again; then it is resumed twice."""
     paths = [photo(tmp_path, f"photo{n}", 150 + 10 * n, 100, seed=n) for n in range(8)]
     hidden = tmp_path / "hidden"
@@ -428,7 +422,7 @@ def test_run_keeps_its_plan_when_files_go_and_come_back(tiny_folder, tmp_path, c
     rows = [image_row([path], answer="word " * (5 * n + 3)) for n, path in enumerate(paths)]
     data = write_jsonl(tmp_path / "rows.jsonl", [*rows, *[text_row(f"question {n}", "answer " * 20) for n in range(8)]])
     options = {"save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 1, "max_length": 256}
-    train(flags(tiny_folder, tmp_path / "whole", data, **options))
+    train(flags(small_folder, tmp_path / "whole", data, **options))
     whole = trained(tmp_path / "whole")
     first = next(step for step, _, _ in whole if step > 1)
     lost = next(int(key.split(":")[1]) for _, epoch, inside in whole[first:] if not epoch for key in inside
@@ -438,7 +432,7 @@ def test_run_keeps_its_plan_when_files_go_and_come_back(tiny_folder, tmp_path, c
     Path(paths[lost]).unlink()
     caplog.clear()
     begin = {**options, "resume_from_checkpoint": tmp_path / "whole" / f"checkpoint-{first}"}
-    train(flags(tiny_folder, tmp_path / "rest", data, **begin))
+    train(flags(small_folder, tmp_path / "rest", data, **begin))
     expected = [(step, epoch, [key for key in inside if key != f"rows:{lost}"]) for step, epoch, inside in whole]
     assert trained(tmp_path / "rest") == [pack for pack in expected if pack[0] > first]
     assert re.search(rf"1 rows that were planned cannot be read .*rows:{lost} .*has file_missing, then", caplog.text)
@@ -449,22 +443,22 @@ def test_run_keeps_its_plan_when_files_go_and_come_back(tiny_folder, tmp_path, c
         assert report["num_dropped"] == {"file_missing": 2}
         assert report["num_packs"] == epoch_report(tmp_path / "whole", epoch)["num_packs"]
     again = {**options, "resume_from_checkpoint": tmp_path / "rest" / f"checkpoint-{first + 1}"}
-    train(flags(tiny_folder, tmp_path / "again", data, **again))
+    train(flags(small_folder, tmp_path / "again", data, **again))
     assert trained(tmp_path / "again") == [pack for pack in expected if pack[0] > first + 1]
-    train(flags(tiny_folder, tmp_path / "new", data, **{**options, "max_steps": 1}))
+    train(flags(small_folder, tmp_path / "new", data, **{**options, "max_steps": 1}))
     left_out = json.loads((tmp_path / "new" / "checkpoint-1" / FILE).read_text())["fingerprint"]
     assert left_out["lengths"] != json.loads((tmp_path / "again" / f"checkpoint-{whole[-1][0]}" / FILE).read_text())[
         "fingerprint"]["lengths"], "a new run plans anew"  # fmt: skip
 
 
-def test_second_epoch_of_fewer_trainable_rows_trains(tiny_folder, tmp_path):
+def test_second_epoch_of_fewer_trainable_rows_trains(small_folder, tmp_path):
     """PLAN-12: half of the rows are longer than max_length, half of all are drawn, and no two share a pack."""
     rows = [text_row(f"question {n}", "word " * (90 if n % 2 else 500)) for n in range(40)]
     data = write_jsonl(tmp_path / "rows.jsonl", rows)
     (tmp_path / "mix.yaml").write_text(f"sources:\n  - {{dataset: {data}, ratio: 0.5}}\n")
     set_environment({**OPTIONS, "VLPACK_FUSION_CONFIG": str(tmp_path / "mix.yaml")})
     given = {"max_length": 130, "gradient_accumulation_steps": 1, "num_train_epochs": 6, "save_strategy": "steps"}
-    packs = flags(tiny_folder, tmp_path / "out", data, **given, save_steps=25)
+    packs = flags(small_folder, tmp_path / "out", data, **given, save_steps=25)
     del packs[packs.index("--dataset") : packs.index("--dataset") + 2]
     train(packs)
     assert [sum(epoch == number for _, epoch, _ in trained(tmp_path / "out")) for number in range(6)] == [10] * 6

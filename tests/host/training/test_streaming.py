@@ -15,12 +15,6 @@ from tests.rows import mixed_rows, text_row, write_jsonl
 FAMILY = "qwen2_5_vl"
 
 
-@pytest.fixture(scope="session")
-def tiny_folder(small_folder):
-    """Training in this process is quicker with a small vocabulary."""
-    return small_folder
-
-
 @pytest.fixture(autouse=True)
 def options(monkeypatch):
     """`options(packing_buffer=4)` sets a packing option for the run; packs come fast and the proof is left out."""
@@ -65,11 +59,11 @@ def losses(result):
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
-def test_every_row_of_a_stream_is_trained_once_an_epoch(workers, tiny_folder, files, tmp_path, trained):
+def test_every_row_of_a_stream_is_trained_once_an_epoch(workers, small_folder, files, tmp_path, trained):
     """STREAM-7 STREAM-3: ms-swift would allow one worker; persistent ones see the next epoch."""
     train(
         packed_argv(
-            tiny_folder(FAMILY), FAMILY, tmp_path, dataset=files, streaming="true", max_steps=12,
+            small_folder(FAMILY), FAMILY, tmp_path, dataset=files, streaming="true", max_steps=12,
             dataloader_num_workers=workers, dataloader_persistent_workers="true" if workers else "false",
         )
     )  # fmt: skip
@@ -82,18 +76,18 @@ def test_every_row_of_a_stream_is_trained_once_an_epoch(workers, tiny_folder, fi
 
 
 def test_incomplete_accumulation_at_the_end_of_an_epoch_is_completed_without_loss(
-    tiny_folder, files, tmp_path, trained
+    small_folder, files, tmp_path, trained
 ):
     """STREAM-4: its step has the loss of the packs that it has, and the next epoch begins with a step of its own."""
     common = {"dataset": files[0], "streaming": "true", "learning_rate": 0, "dataset_shuffle": "false"}
-    one = train(packed_argv(tiny_folder(FAMILY), FAMILY, tmp_path / "one", max_steps=8, **common))
+    one = train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path / "one", max_steps=8, **common))
     num_packs = sum(record.epoch == 0 for _, record in trained)
     accumulation = num_packs - 1
     assert accumulation > 1
     trained.clear()
     grouped = train(
         packed_argv(
-            tiny_folder(FAMILY), FAMILY, tmp_path / "grouped", max_steps=4, gradient_accumulation_steps=accumulation,
+            small_folder(FAMILY), FAMILY, tmp_path / "grouped", max_steps=4, gradient_accumulation_steps=accumulation,
             **common,
         )
     )  # fmt: skip
@@ -103,10 +97,10 @@ def test_incomplete_accumulation_at_the_end_of_an_epoch_is_completed_without_los
     assert min(losses(one)[: num_packs - 1]) < losses(grouped)[0] < max(losses(one)[: num_packs - 1])
 
 
-def test_sized_data_is_buffered_when_asked(tiny_folder, files, tmp_path, trained, options):
+def test_sized_data_is_buffered_when_asked(small_folder, files, tmp_path, trained, options):
     """STREAM-7 DATA-5: mixed anew in every epoch, carried over inside one, ids are rows of the file."""
     options(packing_mode="buffer")
-    train(packed_argv(tiny_folder(FAMILY), FAMILY, tmp_path, dataset=files, max_steps=12))
+    train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path, dataset=files, max_steps=12))
     orders = [[r.sample_ids for _, r in trained if r.epoch == epoch] for epoch in (0, 1)]
     for order in orders:
         assert sorted(str(i) for ids in order for i in ids) == sorted(
@@ -115,7 +109,7 @@ def test_sized_data_is_buffered_when_asked(tiny_folder, files, tmp_path, trained
     assert orders[0] != orders[1]
 
 
-def test_share_in_which_nothing_can_be_read_costs_no_step(tiny_folder, tmp_path, trained):
+def test_share_in_which_nothing_can_be_read_costs_no_step(small_folder, tmp_path, trained):
     """STREAM-3 TRAIN-8: what it left out is told by another pack, and counted."""
     rows = [
         text_row(f"row {n}", "word " * 40) if n % 2 else {**text_row(f"<image>{n}"), "images": ["/no.jpg"]}
@@ -123,7 +117,7 @@ def test_share_in_which_nothing_can_be_read_costs_no_step(tiny_folder, tmp_path,
     ]
     train(
         packed_argv(
-            tiny_folder(FAMILY), FAMILY, tmp_path / "out", dataset=write_jsonl(tmp_path / "rows.jsonl", rows),
+            small_folder(FAMILY), FAMILY, tmp_path / "out", dataset=write_jsonl(tmp_path / "rows.jsonl", rows),
             streaming="true", max_steps=3, dataset_shuffle="false", dataloader_num_workers=2,
         )
     )  # fmt: skip
@@ -161,7 +155,7 @@ def test_too_few_shards_are_said_with_the_way_out(tiny, files, caplog):
     ],
 )
 def test_what_a_stream_cannot_have_is_refused_with_the_ways_out(  # noqa: PLR0913
-    flags, variables, messages, tiny_folder, files, tmp_path, options
+    flags, variables, messages, small_folder, files, tmp_path, options
 ):
     """STREAM-6"""
     (tmp_path / "mix.yaml").write_text(f"sources:\n  - dataset: {files[0]}\n")
@@ -171,7 +165,7 @@ def test_what_a_stream_cannot_have_is_refused_with_the_ways_out(  # noqa: PLR091
         flags = {**flags, "dataset": files}
     options(**variables)
     with pytest.raises(ConfigError) as caught:
-        train(packed_argv(tiny_folder(FAMILY), FAMILY, tmp_path, **flags))
+        train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path, **flags))
     assert all(message in str(caught.value) for message in messages)
 
 
@@ -185,7 +179,7 @@ def notes(output, rank=0):
 
 
 @pytest.fixture
-def resumable(tiny_folder, files, options, monkeypatch):
+def resumable(small_folder, files, options, monkeypatch):
     """`resumable(output, ...)` trains two epochs and more, with a checkpoint at every step; packs are on record."""
     monkeypatch.setenv("VLPACK_RECORD_PACKS", "true")
     options(packing_drop_last="true")
@@ -195,7 +189,7 @@ def resumable(tiny_folder, files, options, monkeypatch):
             "dataset": files, "streaming": "true", "max_steps": 7, "gradient_accumulation_steps": 2,
             "save_strategy": "steps", "save_steps": 1, "tuner_type": "lora", **more,
         }  # fmt: skip
-        history = train(packed_argv(tiny_folder(FAMILY), FAMILY, output, **flags))["log_history"]
+        history = train(packed_argv(small_folder(FAMILY), FAMILY, output, **flags))["log_history"]
         return {line["step"]: line["loss"] for line in history if "loss" in line}
 
     return run
@@ -250,11 +244,11 @@ def test_state_that_does_not_fit_is_refused_with_the_remedy(resumable, options, 
     refused("has no vlpack_state_rank0.json: every rank writes one")
 
 
-def test_stream_is_evaluated_on_the_validation_rows(tiny_folder, files, tmp_path):
+def test_stream_is_evaluated_on_the_validation_rows(small_folder, files, tmp_path):
     """STREAM-11"""
     result = train(
         packed_argv(
-            tiny_folder(FAMILY), FAMILY, tmp_path, dataset=files[0], val_dataset=files[1], streaming="true",
+            small_folder(FAMILY), FAMILY, tmp_path, dataset=files[0], val_dataset=files[1], streaming="true",
             max_steps=2, eval_strategy="steps", eval_steps=1, dataloader_persistent_workers="false",
         )
     )  # fmt: skip
@@ -262,7 +256,7 @@ def test_stream_is_evaluated_on_the_validation_rows(tiny_folder, files, tmp_path
 
 
 @pytest.mark.parametrize("verify", ["true", "false"])
-def test_stream_of_which_nothing_can_be_read_is_one_clear_error(verify, tiny_folder, tmp_path, options):
+def test_stream_of_which_nothing_can_be_read_is_one_clear_error(verify, small_folder, tmp_path, options):
     """STREAM-12"""
     rows = [{**text_row("<image>what?"), "images": [str(tmp_path / f"gone{n}.jpg")]} for n in range(4)]
     options(packing_verify=verify)
@@ -272,7 +266,7 @@ def test_stream_of_which_nothing_can_be_read_is_one_clear_error(verify, tiny_fol
     ):
         train(
             packed_argv(
-                tiny_folder(FAMILY), FAMILY, tmp_path, dataset=write_jsonl(tmp_path / "rows.jsonl", rows),
+                small_folder(FAMILY), FAMILY, tmp_path, dataset=write_jsonl(tmp_path / "rows.jsonl", rows),
                 streaming="true", max_steps=2,
             )
         )  # fmt: skip

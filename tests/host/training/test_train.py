@@ -15,12 +15,6 @@ from tests.rows import image_row, mixed_rows, text_row, write_jsonl
 FAMILY = "qwen2_5_vl"
 
 
-@pytest.fixture(scope="session")
-def tiny_folder(small_folder):
-    """Training in this process is quicker with a small vocabulary."""
-    return small_folder
-
-
 @pytest.fixture(autouse=True)
 def options(monkeypatch):
     """`options(packing_strategy="exact")` sets a packing option for the run."""
@@ -45,13 +39,13 @@ def data(tmp_path_factory):
     }
 
 
-def test_packed_run_logs_reports_and_closes_its_account(tiny_folder, data, tmp_path, options, caplog):
+def test_packed_run_logs_reports_and_closes_its_account(small_folder, data, tmp_path, options, caplog):
     """TRAIN-7 TRAIN-8 TRAIN-9 TRAIN-21 DATA-6 ISO-5 STAT-5"""
     options(packing_strategy="exact", packing_drop_last="false")
     with caplog.at_level(logging.INFO):
         result = train(
             packed_argv(
-                tiny_folder(FAMILY), FAMILY, tmp_path, dataset=data["train"], num_train_epochs=2, split_dataset_ratio=0
+                small_folder(FAMILY), FAMILY, tmp_path, dataset=data["train"], num_train_epochs=2, split_dataset_ratio=0
             )
         )
     steps = [line for line in result["log_history"] if "loss" in line]
@@ -79,12 +73,12 @@ def test_packed_run_logs_reports_and_closes_its_account(tiny_folder, data, tmp_p
     assert "\none step     1 pack with about " in caplog.text, "TRAIN-21"
 
 
-def test_losses_fall_over_packed_epochs(tiny_folder, data, tmp_path, options):
+def test_losses_fall_over_packed_epochs(small_folder, data, tmp_path, options):
     """TRAIN-9"""
     options(packing_strategy="exact", packing_verify="false")
     result = train(
         packed_argv(
-            tiny_folder(FAMILY), FAMILY, tmp_path, dataset=data["train"], num_train_epochs=4, learning_rate=1e-2
+            small_folder(FAMILY), FAMILY, tmp_path, dataset=data["train"], num_train_epochs=4, learning_rate=1e-2
         )
     )
     losses = [line["loss"] for line in result["log_history"] if "loss" in line]
@@ -97,7 +91,7 @@ def eval_loss(flags):
 
 
 @pytest.mark.parametrize("family", [FAMILY, "qwen3_vl"])
-def test_eval_is_padded_and_equals_an_unpacked_run(family, tiny_folder, data, tmp_path, options):
+def test_eval_is_padded_and_equals_an_unpacked_run(family, small_folder, data, tmp_path, options):
     """TRAIN-6 DATA-11 DATA-13: evaluated on the first weights, before a step, with batches of 3."""
     options(packing_verify="true")
     split = {"dataset": [f"{data['train']}#12", data["val"]], "split_dataset_ratio": 0.3, "data_seed": 7}
@@ -110,8 +104,8 @@ def test_eval_is_padded_and_equals_an_unpacked_run(family, tiny_folder, data, tm
         "per_device_eval_batch_size": 3,
         "learning_rate": 0,
     }
-    packed = eval_loss(packed_argv(tiny_folder(family), family, tmp_path / "packed", **common))
-    plain = eval_loss(argv(tiny_folder(family), family, tmp_path / "plain", **common))
+    packed = eval_loss(packed_argv(small_folder(family), family, tmp_path / "packed", **common))
+    plain = eval_loss(argv(small_folder(family), family, tmp_path / "plain", **common))
     assert packed == pytest.approx(plain, abs=1e-6)
     if family == FAMILY:
         saved = [(tmp_path / run / "val_dataset.jsonl").read_bytes() for run in ("packed", "plain")]
@@ -119,12 +113,12 @@ def test_eval_is_padded_and_equals_an_unpacked_run(family, tiny_folder, data, tm
         assert saved[0].count(b"\n") == 5, "3 of the 12 drawn, 2 of the 7"
 
 
-def test_eval_is_packed_when_asked(tiny_folder, data, tmp_path, options):
+def test_eval_is_packed_when_asked(small_folder, data, tmp_path, options):
     """TRAIN-6"""
     options(eval_packing="true", packing_strategy="exact")
     result = train(
         packed_argv(
-            tiny_folder(FAMILY), FAMILY, tmp_path, dataset=data["train"], val_dataset=data["val"],
+            small_folder(FAMILY), FAMILY, tmp_path, dataset=data["train"], val_dataset=data["val"],
             max_steps=1, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=2,
         )
     )  # fmt: skip
@@ -134,14 +128,14 @@ def test_eval_is_packed_when_asked(tiny_folder, data, tmp_path, options):
     assert round(line["eval_runtime"] * line["eval_steps_per_second"]) == 2
 
 
-def test_unreadable_and_long_rows_are_left_out_with_reasons(tiny_folder, tmp_path, options, caplog):
+def test_unreadable_and_long_rows_are_left_out_with_reasons(small_folder, tmp_path, options, caplog):
     """DATA-7 DATA-8 TRAIN-8 STAT-5: every odd image, one answer over max_length."""
     good, broken = make(tmp_path / "good", GOOD), make(tmp_path / "broken", BROKEN)
     rows = [image_row([path], question=f"what is {name}?") for name, path in {**good, **broken}.items()]
     rows += [text_row(answer="word " * 3000), *[text_row(f"question {n}", "answer " * 60) for n in range(20)]]
     dataset = write_jsonl(tmp_path / "rows.jsonl", rows)
     options(packing_strategy="exact", packing_drop_last="false", packing_verify="false")
-    train(packed_argv(tiny_folder(FAMILY), FAMILY, tmp_path / "out", dataset=dataset, num_train_epochs=1))
+    train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path / "out", dataset=dataset, num_train_epochs=1))
     report = epoch_report(tmp_path / "out")
     assert report["is_closed"]
     assert report["num_samples"] == len(GOOD) + 20
@@ -152,15 +146,15 @@ def test_unreadable_and_long_rows_are_left_out_with_reasons(tiny_folder, tmp_pat
     assert "over_max_length 1 (raise max_length, or cut them off with truncation_strategy" in caplog.text
 
 
-def test_strict_stops_at_the_first_unreadable_row_and_names_it(tiny_folder, tmp_path, options):
+def test_strict_stops_at_the_first_unreadable_row_and_names_it(small_folder, tmp_path, options):
     """DATA-7"""
     rows = [text_row("one"), text_row("two"), image_row([str(tmp_path / "missing.jpg")])]
     dataset = write_jsonl(tmp_path / "rows.jsonl", rows)
     with pytest.raises(Exception, match=r"rows:2: file_missing: no such file: .*missing\.jpg"):
-        train(packed_argv(tiny_folder(FAMILY), FAMILY, tmp_path / "out", dataset=dataset, strict="true"))
+        train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path / "out", dataset=dataset, strict="true"))
 
 
-def test_row_that_breaks_after_the_length_pass_is_left_out(tiny_folder, data, tmp_path, options, monkeypatch):
+def test_row_that_breaks_after_the_length_pass_is_left_out(small_folder, data, tmp_path, options, monkeypatch):
     """DATA-7 DATA-10: its pack goes on without it; a pack that loses all its rows trains without loss."""
     from swift_vlpack.data.rows import fusion
 
@@ -177,7 +171,7 @@ def test_row_that_breaks_after_the_length_pass_is_left_out(tiny_folder, data, tm
 
     monkeypatch.setattr(fusion, "encode_row", breaking)
     options(packing_length=140, packing_strategy="greedy", packing_drop_last="false", packing_verify="false")
-    result = train(packed_argv(tiny_folder(FAMILY), FAMILY, tmp_path / "out", dataset=dataset, num_train_epochs=1))
+    result = train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path / "out", dataset=dataset, num_train_epochs=1))
     report = epoch_report(tmp_path / "out")
     assert report["num_samples"] == 4
     assert report["num_dropped"] == {"file_missing": len(GOOD) - 1}
@@ -188,11 +182,11 @@ def test_row_that_breaks_after_the_length_pass_is_left_out(tiny_folder, data, tm
     assert 0.0 in losses
 
 
-def test_batch_size_becomes_accumulation(tiny_folder, data, tmp_path, options, caplog):
+def test_batch_size_becomes_accumulation(small_folder, data, tmp_path, options, caplog):
     """TRAIN-4"""
     options(packing_verify="false")
     flags = packed_argv(
-        tiny_folder(FAMILY), FAMILY, tmp_path, dataset=data["train"], max_steps=1,
+        small_folder(FAMILY), FAMILY, tmp_path, dataset=data["train"], max_steps=1,
         per_device_train_batch_size=4, gradient_accumulation_steps=2,
     )  # fmt: skip
     train(flags)
@@ -201,12 +195,12 @@ def test_batch_size_becomes_accumulation(tiny_folder, data, tmp_path, options, c
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_buffer_mode_trains_with_max_steps(workers, tiny_folder, data, tmp_path, options):
+def test_buffer_mode_trains_with_max_steps(workers, small_folder, data, tmp_path, options):
     """DATA-5 DATA-9 TRAIN-8"""
     options(packing_mode="buffer", packing_strategy="exact", packing_buffer=8)
     train(
         packed_argv(
-            tiny_folder(FAMILY), FAMILY, tmp_path, dataset=data["train"], max_steps=16, dataloader_num_workers=workers,
+            small_folder(FAMILY), FAMILY, tmp_path, dataset=data["train"], max_steps=16, dataloader_num_workers=workers,
             dataloader_persistent_workers="true" if workers else "false",
         )
     )  # fmt: skip
@@ -216,15 +210,15 @@ def test_buffer_mode_trains_with_max_steps(workers, tiny_folder, data, tmp_path,
     assert epoch_report(tmp_path, 1)["num_read"] == 16
 
 
-def test_streaming_trains_with_max_steps(tiny_folder, data, tmp_path, options):
+def test_streaming_trains_with_max_steps(small_folder, data, tmp_path, options):
     """DATA-5"""
     options(packing_buffer=8)
-    flags = packed_argv(tiny_folder(FAMILY), FAMILY, tmp_path, dataset=data["train"], streaming="true", max_steps=3)
+    flags = packed_argv(small_folder(FAMILY), FAMILY, tmp_path, dataset=data["train"], streaming="true", max_steps=3)
     result = train(flags)
     assert len([line for line in result["log_history"] if "loss" in line]) == 3
 
 
-def test_wrong_attention_is_stopped_by_the_proof(tiny_folder, data, tmp_path, options, monkeypatch):
+def test_wrong_attention_is_stopped_by_the_proof(small_folder, data, tmp_path, options, monkeypatch):
     """ISO-5: with plain sdpa samples see each other, and training stops before step 1."""
     from swift_vlpack.host.training.trainer import PackingTrainer
 
@@ -235,16 +229,16 @@ def test_wrong_attention_is_stopped_by_the_proof(tiny_folder, data, tmp_path, op
     original = PackingTrainer.train
     monkeypatch.setattr(PackingTrainer, "train", train_with_sdpa)
     with pytest.raises(IsolationError, match="attention sdpa: attention sdpa knows no boundaries"):
-        train(packed_argv(tiny_folder(FAMILY), FAMILY, tmp_path, dataset=data["train"], max_steps=1))
+        train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path, dataset=data["train"], max_steps=1))
     assert not [line for line in log_lines(tmp_path) if "loss" in line]
 
 
 @pytest.mark.parametrize("attn_impl", ["sdpa", "eager"])
-def test_attention_that_knows_no_boundaries_is_replaced(attn_impl, tiny_folder, data, tmp_path, options, caplog):
+def test_attention_that_knows_no_boundaries_is_replaced(attn_impl, small_folder, data, tmp_path, options, caplog):
     """ISO-1 TRAIN-10"""
     options(packing_verify="true")
     flags = packed_argv(
-        tiny_folder(FAMILY), FAMILY, tmp_path, dataset=data["train"], max_steps=1, attn_impl=attn_impl,
+        small_folder(FAMILY), FAMILY, tmp_path, dataset=data["train"], max_steps=1, attn_impl=attn_impl,
         save_strategy="steps", save_steps=1,
     )  # fmt: skip
     train(flags)
@@ -253,33 +247,38 @@ def test_attention_that_knows_no_boundaries_is_replaced(attn_impl, tiny_folder, 
     assert "vlpack" not in saved
 
 
-def test_flash_attention_that_is_not_installed_is_an_error_not_a_fallback(tiny_folder, data, tmp_path, options):
+def test_flash_attention_that_is_not_installed_is_an_error_not_a_fallback(small_folder, data, tmp_path, options):
     """ISO-1"""
     with pytest.raises(Exception, match=r"[Ff]lash"):
         train(
             packed_argv(
-                tiny_folder(FAMILY), FAMILY, tmp_path, dataset=data["train"], max_steps=1, attn_impl="flash_attention_2"
+                small_folder(FAMILY),
+                FAMILY,
+                tmp_path,
+                dataset=data["train"],
+                max_steps=1,
+                attn_impl="flash_attention_2",
             )
         )
 
 
-def test_adapters_train_packed(tiny_folder, data, tmp_path, options):
+def test_adapters_train_packed(small_folder, data, tmp_path, options):
     """ISO-5: the proof runs on the model with its adapters."""
     options(packing_strategy="exact")
     result = train(
-        packed_argv(tiny_folder(FAMILY), FAMILY, tmp_path, dataset=data["train"], max_steps=2, tuner_type="lora")
+        packed_argv(small_folder(FAMILY), FAMILY, tmp_path, dataset=data["train"], max_steps=2, tuner_type="lora")
     )
     assert len([line for line in result["log_history"] if "loss" in line]) == 2
 
 
-def test_fusion_config_mixes_sources(tiny_folder, data, tmp_path, options):
+def test_fusion_config_mixes_sources(small_folder, data, tmp_path, options):
     """DATA-3 TRAIN-3"""
     (tmp_path / "mix.yaml").write_text(
         f"sources:\n  - dataset: {data['train']}\n    ratio: 0.5\n"
         f"  - dataset: {data['val']}\n    name: extra\n    ratio: 2\n"
     )
     options(fusion_config=tmp_path / "mix.yaml", packing_strategy="exact", packing_drop_last="false")
-    train(packed_argv(tiny_folder(FAMILY), FAMILY, tmp_path / "out", num_train_epochs=1))
+    train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path / "out", num_train_epochs=1))
     sources = epoch_report(tmp_path / "out")["sources"]
     assert {name: counts["num_read"] for name, counts in sources.items()} == {"train": 8, "extra": 14}
 
@@ -303,24 +302,24 @@ def test_fusion_config_mixes_sources(tiny_folder, data, tmp_path, options):
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_loaded(  # noqa: PLR0913
-    flags, variables, message, tiny_folder, data, tmp_path, options
+    flags, variables, message, small_folder, data, tmp_path, options
 ):
     """TRAIN-5 TRAIN-3 RANKS-7"""
     options(**variables)
     with pytest.raises(ConfigError, match=message):
-        train(packed_argv(tiny_folder(FAMILY), FAMILY, tmp_path, dataset=data["train"], **flags))
+        train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path, dataset=data["train"], **flags))
 
 
-def test_without_packing_the_plugin_changes_nothing(tiny_folder, data, tmp_path, options):
+def test_without_packing_the_plugin_changes_nothing(small_folder, data, tmp_path, options):
     """TRAIN-2: same losses with and without the plugin, and ms-swift's own trainer."""
     from swift.trainers import TrainerFactory
 
     from swift_vlpack.launch import plugin_path
 
     common = {"dataset": data["train"], "max_steps": 2, "per_device_train_batch_size": 2}
-    plain = train(argv(tiny_folder(FAMILY), FAMILY, tmp_path / "plain", **common))
-    train(packed_argv(tiny_folder(FAMILY), FAMILY, tmp_path / "packed", **common))
-    loaded = train(argv(tiny_folder(FAMILY), FAMILY, tmp_path / "loaded", external_plugins=plugin_path(), **common))
+    plain = train(argv(small_folder(FAMILY), FAMILY, tmp_path / "plain", **common))
+    train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path / "packed", **common))
+    loaded = train(argv(small_folder(FAMILY), FAMILY, tmp_path / "loaded", external_plugins=plugin_path(), **common))
     losses = [[line["loss"] for line in result["log_history"] if "loss" in line] for result in (plain, loaded)]
     assert losses[0] == losses[1]
     assert TrainerFactory.TRAINER_MAPPING["causal_lm"] == "swift.trainers.Seq2SeqTrainer"
