@@ -157,7 +157,7 @@ def test_mistake_in_an_option_stops_before_a_model_is_looked_for(name, value, me
         sft_main(["--model", "no/such-model", "--external_plugins", str(plugin_path()), "--packing", "true"])
 
 
-def test_a_flag_wins_in_a_real_run(tiny_folder, tmp_path, monkeypatch):
+def test_a_flag_wins_in_a_real_run(small_folder, tmp_path, monkeypatch):
     """CONF-9 CONF-10: `--packing_length` and `--packing_strategy` of plain `swift sft` over their variables."""
     rows = [text_row(f"question {number}", "word " * 20) for number in range(12)]
     monkeypatch.setenv("VLPACK_PACKING_LENGTH", "64")
@@ -165,7 +165,7 @@ def test_a_flag_wins_in_a_real_run(tiny_folder, tmp_path, monkeypatch):
     monkeypatch.setenv("VLPACK_PACKING_DROP_LAST", "false")
     monkeypatch.setenv("VLPACK_RECORD_PACKS", "yes")
     flags = packed_argv(
-        tiny_folder("qwen2_5_vl"), "qwen2_5_vl", tmp_path / "out", dataset=write_jsonl(tmp_path / "rows.jsonl", rows),
+        small_folder("qwen2_5_vl"), "qwen2_5_vl", tmp_path / "out", dataset=write_jsonl(tmp_path / "rows.jsonl", rows),
         max_steps=2, packing_length=256, packing_strategy="sequential", split_dataset_ratio=0,
     )  # fmt: skip
     train(flags)

@@ -39,17 +39,17 @@ def options(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def bare_folder(tiny_folder, tmp_path_factory):
+def bare_folder(small_folder, tmp_path_factory):
     """The tiny model without its weights."""
     folder = tmp_path_factory.mktemp("bare") / "model"
-    shutil.copytree(tiny_folder(FAMILY), folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    shutil.copytree(small_folder(FAMILY), folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     return folder
 
 
 @pytest.fixture
-def folders(tiny_folder, bare_folder):
+def folders(small_folder, bare_folder):
     """The model with and without its weights."""
-    return {"whole": tiny_folder(FAMILY), "bare": bare_folder}
+    return {"whole": small_folder(FAMILY), "bare": bare_folder}
 
 
 @pytest.fixture(scope="module")
@@ -345,15 +345,16 @@ def test_errors_of_the_network_are_told_from_others(error, is_of_network):
     assert _is_of_network(wrapped) is is_of_network
 
 
-def test_step_is_said_packed_and_as_the_same_options_would_make_it_unpacked(bare_folder, tiny, mix, tmp_path, options):
+def test_step_is_said_packed_and_as_the_same_options_would_make_it_unpacked(tiny, mix, tmp_path, options):
     """TRAIN-21: against labels by ms-swift's own template."""
     options(packing_strategy="exact", packing_cache_dir=tmp_path / "lengths")
     data = mix / "photos.jsonl"
+    model = tiny(FAMILY)
     report = planned(
-        bare_folder, tmp_path, dataset=data, per_device_train_batch_size=4, gradient_accumulation_steps=2, num_ranks=2
+        model.folder, tmp_path, dataset=data, per_device_train_batch_size=4, gradient_accumulation_steps=2, num_ranks=2
     )
     rows = [json.loads(line) for line in data.read_text().splitlines()]
-    labels = [label for row in rows for label in tiny(FAMILY).template.encode(row)["labels"]]
+    labels = [label for row in rows for label in model.template.encode(row)["labels"]]
     num_supervised = sum(label != -100 for label in labels)
     step = report["step"]
     assert (step["num_packs"], step["num_samples_unpacked"]) == (16, 16)

@@ -113,16 +113,16 @@ def test_training_counts_every_bad_row_once(small_folder, tmp_path, options, cap
     assert set(named.values()) == {1}
 
 
-def test_strict_training_stops_at_the_first_bad_row(tiny_folder, tmp_path, options):
+def test_strict_training_stops_at_the_first_bad_row(small_folder, tmp_path, options):
     """LEN-11"""
     path = write_jsonl(tmp_path / "rows.jsonl", [*texts(5), image_row([str(tmp_path / "gone.jpg")])])
-    flags = packed_argv(tiny_folder(FAMILY), FAMILY, tmp_path / "out", dataset=path, strict="true")
+    flags = packed_argv(small_folder(FAMILY), FAMILY, tmp_path / "out", dataset=path, strict="true")
     with pytest.raises(Exception, match=r"rows:5: file_missing: .*gone\.jpg"):
         train(flags)
 
 
-def test_training_on_nothing_is_one_clear_error(tiny_folder, tmp_path, options):
+def test_training_on_nothing_is_one_clear_error(small_folder, tmp_path, options):
     """LEN-11"""
     path = write_jsonl(tmp_path / "rows.jsonl", [image_row([str(tmp_path / f"gone{n}.jpg")]) for n in range(3)])
     with pytest.raises(DataError, match="none of the 3 rows can be packed; the log has the reasons"):
-        train(packed_argv(tiny_folder(FAMILY), FAMILY, tmp_path / "out", dataset=path))
+        train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path / "out", dataset=path))

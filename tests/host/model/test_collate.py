@@ -268,8 +268,8 @@ def test_no_sample_gets_a_loss_scale_where_none_has_one(template, rows):
 
 
 @pytest.fixture(scope="module")
-def text_template(tiny_folder):
-    processor = get_processor(str(tiny_folder(FAMILY)), model_type="qwen2", use_hf=True)
+def text_template(small_folder):
+    processor = get_processor(str(small_folder(FAMILY)), model_type="qwen2", use_hf=True)
     made = get_template(processor.tokenizer, template_type="qwen2_5", max_length=512)
     made.set_mode("train")
     return made

@@ -58,9 +58,9 @@ def texts(tmp_path_factory):
     return write_jsonl(tmp_path_factory.mktemp("data") / "rows.jsonl", rows)
 
 
-def flags(tiny_folder, output, dataset, **options):
+def flags(folder_of, output, dataset, **options):
     usual = {"save_strategy": "steps", "save_steps": 1, "split_dataset_ratio": 0, "num_train_epochs": 1}
-    return packed_argv(tiny_folder(FAMILY), FAMILY, output, dataset=dataset, **{**usual, **options})
+    return packed_argv(folder_of(FAMILY), FAMILY, output, dataset=dataset, **{**usual, **options})
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ class Killed(BaseException):
     """Like a kill: nothing of ours catches it."""
 
 
-def test_kill_before_the_state_is_written_leaves_the_checkpoint_before(tiny_folder, texts, tmp_path, monkeypatch):
+def test_kill_before_the_state_is_written_leaves_the_checkpoint_before(small_folder, texts, tmp_path, monkeypatch):
     """RESUME-13: under `--save_total_limit 1`, with the run going on from what is left."""
     from swift_vlpack.host.training import trainer
 
@@ -118,18 +118,20 @@ def test_kill_before_the_state_is_written_leaves_the_checkpoint_before(tiny_fold
     monkeypatch.setenv("VLPACK_RECORD_PACKS", "true")
     few = {"save_total_limit": 1, "tuner_type": "lora"}
     with pytest.raises(Killed):
-        train(flags(tiny_folder, output, texts, **few))
+        train(flags(small_folder, output, texts, **few))
     assert checkpoints(output) == {2: True, 3: False}
     assert (output / "last-checkpoint").resolve() == output / "checkpoint-2"
     monkeypatch.setattr(trainer, "save_state", save_state)
-    train(flags(tiny_folder, output, texts, **few, add_version="false", resume_from_checkpoint=output / "checkpoint-2"))
+    train(
+        flags(small_folder, output, texts, **few, add_version="false", resume_from_checkpoint=output / "checkpoint-2")
+    )
     assert checkpoints(output) == {8: True}
     lines = (output / "vlpack" / "packs_rank0.jsonl").read_text().splitlines()
     trained = [json.loads(line) for line in lines]
     assert sorted(pack["ids"][0] for pack in trained[:2] + trained[3:]) == sorted(f"rows:{n}" for n in range(8))
 
 
-def test_state_that_cannot_be_written_costs_no_checkpoint(tiny_folder, texts, tmp_path, monkeypatch):
+def test_state_that_cannot_be_written_costs_no_checkpoint(small_folder, texts, tmp_path, monkeypatch):
     """RESUME-9 RESUME-13"""
     from swift_vlpack.host.training import trainer
 
@@ -140,13 +142,13 @@ def test_state_that_cannot_be_written_costs_no_checkpoint(tiny_folder, texts, tm
 
     monkeypatch.setattr(trainer, "save_state", blocked_at_two)
     with pytest.raises(StateNotSaved, match=rf"checkpoint-2/{FILE} cannot be written"):
-        train(flags(tiny_folder, tmp_path, texts, save_total_limit=1, tuner_type="lora"))
+        train(flags(small_folder, tmp_path, texts, save_total_limit=1, tuner_type="lora"))
     assert checkpoints(tmp_path) == {1: True, 2: False}
 
 
 @pytest.mark.slow
 @pytest.mark.telling
-def test_everything_is_on_the_disk_before_an_older_checkpoint_goes(tiny_folder, texts, tmp_path, monkeypatch):
+def test_everything_is_on_the_disk_before_an_older_checkpoint_goes(small_folder, texts, tmp_path, monkeypatch):
     """RESUME-13: the best one stays as without packing, and what is saved does not show how it was kept."""
     events = []
     fsync, rmtree = os.fsync, shutil.rmtree
@@ -154,7 +156,7 @@ def test_everything_is_on_the_disk_before_an_older_checkpoint_goes(tiny_folder, 
     monkeypatch.setattr(shutil, "rmtree", lambda path, **keys: events.append(str(path)) or rmtree(path, **keys))
     train(
         flags(
-            tiny_folder, tmp_path, texts, max_steps=3, save_total_limit=1, tuner_type="lora", val_dataset=texts,
+            small_folder, tmp_path, texts, max_steps=3, save_total_limit=1, tuner_type="lora", val_dataset=texts,
             eval_strategy="steps", eval_steps=1, load_best_model_at_end="true", metric_for_best_model="loss",
             greater_is_better="true", learning_rate=1e-2,
         )

@@ -28,7 +28,7 @@ def environment():
 
 
 @pytest.fixture
-def step(tiny_folder, data, tmp_path, monkeypatch):
+def step(small_folder, data, tmp_path, monkeypatch):
     """`step(packed=True, ...)` trains all rows in one step: its loss, and the gradients behind it."""
     from swift.callbacks import TrainerCallback, callbacks_map
 
@@ -45,7 +45,7 @@ def step(tiny_folder, data, tmp_path, monkeypatch):
         make = packed_argv if packed else argv
         history = train(
             make(
-                folder or tiny_folder(FAMILY), flags.pop("family", FAMILY), tmp_path / str(packed), dataset=data,
+                folder or small_folder(FAMILY), flags.pop("family", FAMILY), tmp_path / str(packed), dataset=data,
                 **{"max_length": 256, "num_train_epochs": 1, "per_device_train_batch_size": NUM_ROWS,
                    "callbacks": "gradients", "max_grad_norm": 0, "split_dataset_ratio": 0, **flags},
             )

@@ -31,12 +31,12 @@ def dataset(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def model_with(tiny_folder, tmp_path_factory):
+def model_with(small_folder, tmp_path_factory):
     """The folder of a model with other RoPE parameters."""
 
     def make(**rope):
         folder = tmp_path_factory.mktemp("rope") / "model"
-        shutil.copytree(tiny_folder(FAMILY), folder)
+        shutil.copytree(small_folder(FAMILY), folder)
         config = json.loads((folder / "config.json").read_text())
         config["text_config"]["rope_parameters"].update(rope)
         config["text_config"]["max_position_embeddings"] = LIMIT
@@ -94,7 +94,7 @@ def test_limits_are_found_where_models_keep_them():
     assert list(rope_limits(nested)) == [("dynamic", 4096)]
 
 
-def test_noise_shrinks_with_the_length_of_the_sample(tiny_folder, dataset, tmp_path, monkeypatch):
+def test_noise_shrinks_with_the_length_of_the_sample(small_folder, dataset, tmp_path, monkeypatch):
     """LOSS-6: measured behind the embedding of a real run, and gone when it ends."""
     from swift.callbacks import TrainerCallback, callbacks_map
 
@@ -115,7 +115,7 @@ def test_noise_shrinks_with_the_length_of_the_sample(tiny_folder, dataset, tmp_p
 
     monkeypatch.setitem(callbacks_map, "listening", Listening)
     flags = packed_argv(
-        tiny_folder(FAMILY), FAMILY, tmp_path, dataset=dataset, neftune_noise_alpha=alpha, callbacks="listening",
+        small_folder(FAMILY), FAMILY, tmp_path, dataset=dataset, neftune_noise_alpha=alpha, callbacks="listening",
         **{**COMMON, "max_steps": 1, "learning_rate": 0},
     )  # fmt: skip
     train(flags)
