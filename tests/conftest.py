@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
@@ -31,6 +32,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     root = Path(__file__).parent
     rank = {folder: number for number, folder in enumerate(ORDER)}
     items.sort(key=lambda item: rank.get(item.path.relative_to(root).parts[0], len(ORDER)))
+
+
+def pytest_collection_finish() -> None:
+    """What the imports made stays to the end; the collector, which transformers calls often, need not look at it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """At exit torch's bindings would be told to have leaked."""
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

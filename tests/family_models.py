@@ -685,7 +685,7 @@ FAMILIES: dict[str, Family] = {
     "GLM-4.1V": Family(_glm("Glm4vConfig", "Glm4vForConditionalGeneration"), "glm4v", "glm4v", ids=_GLM_IDS),
     "GLM-4.5V": Family(_glm("Glm4vMoeConfig", "Glm4vMoeForConditionalGeneration", **_EXPERTS), "glm4v_moe", "glm4_5v"),
     "LLaVA 1.5 (HF)": Family(_llava, "llava1_5_hf", "llava1_5_hf"),
-    "LLaVA-NeXT (HF)": Family(_llava_next, "llava1_6_mistral_hf", "llava1_6_mistral_hf", is_cheap=True),
+    "LLaVA-NeXT (HF)": Family(_llava_next, "llava1_6_mistral_hf", "llava1_6_mistral_hf"),
     "Gemma 3": Family(_gemma3, "gemma3_vision", "gemma3_vision", ids=(("boi_token_id", "<start_of_image>"),)),
     "GLM-4.6V-Flash": Family(_glm("Glm4vConfig", "Glm4vForConditionalGeneration"), "glm4v", "glm4_5v"),
     "GLM-OCR": Family(_glm("GlmOcrConfig", "GlmOcrForConditionalGeneration"), "glm_ocr", "glm_ocr", ids=_GLM_IDS[:2]),

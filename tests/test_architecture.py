@@ -5,9 +5,12 @@ import importlib.metadata
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.parsed import nodes_of, tree_of
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "swift_vlpack"
@@ -23,9 +26,10 @@ FORBIDDEN = {
 CLAUSE = re.compile(r"\b([A-Z]+-\d+)\b")
 
 
+@cache
 def imported(path: Path) -> set[str]:
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -65,6 +69,7 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@cache
 def imports(path: Path) -> list[tuple[str, bool]]:
     """Everything a file imports, modules and what is taken from them; and whether that stands inside a function."""
     found = []
@@ -78,7 +83,7 @@ def imports(path: Path) -> list[tuple[str, bool]]:
                 found.extend((f"{child.module}.{alias.name}", is_inside) for alias in child.names)
             walk(child, is_inside or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)))
 
-    walk(ast.parse(path.read_text()), False)
+    walk(tree_of(path), False)
     return found
 
 
@@ -110,8 +115,7 @@ def test_trainer_knows_no_mode():
 
 def code_of(path: Path) -> str:
     """Without comments, texts and docstrings."""
-    tree = ast.parse(path.read_text())
-    return " ".join(node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    return " ".join(node.attr for node in nodes_of(path) if isinstance(node, ast.Attribute))
 
 
 HEAVY = ("swift", "torch", "transformers", "accelerate", "pyarrow", "yaml", "rich")
@@ -162,10 +166,9 @@ def test_tests_of_a_layer_need_no_more_than_the_layer(layer):
     foreign = (*foreign, *FORBIDDEN[layer])
     found = []
     for path in (ROOT / "tests" / layer).rglob("*.py"):
-        tree = ast.parse(path.read_text())
         found += [(path.name, name) for name in imported(path) for package in foreign if is_below(name, package)]
         arguments = [
-            argument.arg for node in ast.walk(tree) if isinstance(node, ast.arguments) for argument in node.args
+            argument.arg for node in nodes_of(path) if isinstance(node, ast.arguments) for argument in node.args
         ]
         found += [(path.name, name) for name in arguments if name in ("tiny", "tiny_folder", "small_folder")]
     assert {name for _, name in found} <= {"swift.dataset.packing"}, found
@@ -195,10 +198,11 @@ def clauses_defined() -> list[str]:
 
 
 def functions_of_tests() -> list[ast.FunctionDef]:
-    trees = [ast.parse(path.read_text()) for path in (ROOT / "tests").rglob("*.py")]
-    return [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    paths = (ROOT / "tests").rglob("*.py")
+    return [node for path in paths for node in nodes_of(path) if isinstance(node, ast.FunctionDef)]
 
 
+@cache
 def names_called(function: ast.FunctionDef) -> set[str]:
     calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
     return {getattr(call, "attr", getattr(call, "id", "")) for call in calls}

@@ -25,6 +25,7 @@ from swift_vlpack.core.packing.strategies import STRATEGIES
 from swift_vlpack.swift_flags import flag_names
 from tests.doc_blocks import PAGES, ROOT, all_blocks, blocks, commands
 from tests.doc_tables import TABLES, with_tables
+from tests.parsed import nodes_of
 
 CORE = [
     module.name
@@ -224,7 +225,7 @@ def classes_of_errors():
     """Every class of the package that is a VLPackError, read from source, which imports nothing heavy."""
     bases = {}
     for path in (ROOT / "swift_vlpack").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 bases[node.name] = [base.id for base in node.bases if isinstance(base, ast.Name)]
 

@@ -10,6 +10,7 @@ import pytest
 from swift_vlpack import PackingConfig, plan
 from swift_vlpack.core.config import checked, option_names
 from swift_vlpack.core.errors import ConfigError
+from tests.parsed import nodes_of
 
 PACKAGE = Path(__file__).parents[2] / "swift_vlpack"
 DESIGN_OPTIONS = {
@@ -233,7 +234,7 @@ def test_every_option_is_read_where_it_acts(name):
         node.attr
         for path in PACKAGE.rglob("*.py")
         if path != PACKAGE / "core" / "config.py"
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and not is_of(node, "args", "template")
     }
     assert name in read

@@ -11,6 +11,7 @@ from swift_vlpack.data.rows.streams import StreamedRows
 from swift_vlpack.data.seam import places, video_readers
 from swift_vlpack.data.seam.places import Place, SeamMoved, check_worker, found, no_worker, replaced
 from tests.data.plain_template import PlainTemplate
+from tests.parsed import nodes_of
 
 PACKAGE = Path(swift_vlpack.__file__).parent
 
@@ -19,7 +20,7 @@ def test_no_mock_and_no_private_torch_elsewhere():
     """ARCH-7"""
     wrong = []
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else []
             names += [node.attr] if isinstance(node, ast.Attribute) else []

@@ -20,6 +20,7 @@ from tests.e2e.ranks import ROOT, Run, free_port, ids, last_complete, step_of, t
 from tests.host.commands.test_inspect import looking_back
 from tests.host.runs import SMALL_VOCABULARY, argv, epoch_report, packed_argv, train
 from tests.images import photo
+from tests.marks import telling
 from tests.rows import image_row, text_row, write_jsonl
 
 FAMILY = "qwen3_vl"
@@ -69,6 +70,8 @@ def killed(small_folder, dataset, tmp_path_factory):
     return output, code, run.output
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_rank_that_is_killed_ends_the_run(killed):
     """RANKS-5"""
     output, code, text = killed
@@ -77,6 +80,8 @@ def test_rank_that_is_killed_ends_the_run(killed):
     assert last_complete(output)
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_ranks_with_and_without_an_image_train_side_by_side(killed):
     """RANKS-4: Qwen3-VL, vision tower trained, gradient checkpointing: DDP must not wait for the tower."""
     output, _, text = killed
@@ -89,6 +94,8 @@ def test_ranks_with_and_without_an_image_train_side_by_side(killed):
     assert step_of(last_complete(output)) >= min(mixed)
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_killed_terminated_and_resumed_by_one_rank_every_sample_is_trained_once(
     killed, small_folder, dataset, tmp_path, monkeypatch
 ):
@@ -198,8 +205,8 @@ TOLD = (
 @pytest.mark.parametrize(
     ("word", "others", "told"),
     [
-        pytest.param("answer", {}, ["content: "], id="data", marks=[pytest.mark.slow, pytest.mark.telling]),
-        pytest.param("question", OTHER_OPTIONS, TOLD, id="options", marks=[pytest.mark.slow, pytest.mark.telling]),
+        telling("answer", {}, ["content: "], id="data"),
+        telling("question", OTHER_OPTIONS, TOLD, id="options"),
     ],
 )
 def test_ranks_with_different_files_or_options_are_stopped_at_the_start(

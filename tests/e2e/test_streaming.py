@@ -78,6 +78,8 @@ def test_ranks_with_unequal_shards_take_equal_steps_and_train_every_row_once(two
     assert {step for rank in both for step, _, inside in rank if inside} == {1, 2, 3, 4, 5}, "all are dry in a step"
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_step_of_a_dry_rank_has_loss_and_gradient_of_the_other(two_ranks, small_folder, files, tmp_path, monkeypatch):
     """STREAM-4: rank 0 alone, on its shard, gives the same steps where rank 1 is dry."""
     for key, value in OPTIONS.items():

@@ -11,6 +11,7 @@ import pytest
 from swift_vlpack.core.account.reasons import REASONS, Kind, Reason, about, is_failure
 from swift_vlpack.core.account.remedies import warning_of_left_out
 from swift_vlpack.core.account.telemetry import Telemetry
+from tests.parsed import nodes_of
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "swift_vlpack"
@@ -19,8 +20,8 @@ TAKES_A_REASON = {"LeftOut": 1, "Fault": 0, "SampleError": 1, "_with_files": 0, 
 """Calls, and which of their arguments is the reason."""
 
 
-def trees():
-    return [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py") if path != REGISTRY]
+def nodes_beside_the_registry():
+    return [node for path in PACKAGE.rglob("*.py") if path != REGISTRY for node in nodes_of(path)]
 
 
 def test_numbers_in_files_of_lengths_never_change():
@@ -50,8 +51,7 @@ def test_every_reason_is_given_somewhere():
     """STAT-7"""
     used = {
         node.attr
-        for tree in trees()
-        for node in ast.walk(tree)
+        for node in nodes_beside_the_registry()
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "Reason"
     }
     assert used == {reason.name for reason in Reason}
@@ -60,15 +60,14 @@ def test_every_reason_is_given_somewhere():
 def test_no_reason_is_a_literal():
     """STAT-7: a word beside the registry would be the beginning of a second one."""
     found = []
-    for tree in trees():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and node.value in set(Reason):
-                found.append(node.value)
-            if isinstance(node, ast.Call):
-                name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-                given = node.args[TAKES_A_REASON[name] :][:1] if name in TAKES_A_REASON else []
-                given += [keyword.value for keyword in node.keywords if keyword.arg == "reason"]
-                found += [arg.value for arg in given if isinstance(arg, ast.Constant)]
+    for node in nodes_beside_the_registry():
+        if isinstance(node, ast.Constant) and node.value in set(Reason):
+            found.append(node.value)
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            given = node.args[TAKES_A_REASON[name] :][:1] if name in TAKES_A_REASON else []
+            given += [keyword.value for keyword in node.keywords if keyword.arg == "reason"]
+            found += [arg.value for arg in given if isinstance(arg, ast.Constant)]
     assert found == []
 
 

@@ -20,6 +20,7 @@ from swift_vlpack.host.commands.run import _is_of_network
 from swift_vlpack.host.ranks import counted_as
 from tests.host.runs import epoch_report, log_lines, packed_argv, train
 from tests.images import BROKEN, REASON_OF, make, photo
+from tests.marks import telling
 from tests.rows import image_row, mixed_rows, text_row, write_jsonl
 
 FAMILY = "qwen2_5_vl"
@@ -86,7 +87,7 @@ def state_of(output):
     "length",
     [
         {"num_train_epochs": 2},
-        pytest.param({"max_steps": 7}, marks=[pytest.mark.slow, pytest.mark.telling]),
+        telling({"max_steps": 7}),
         pytest.param({"num_train_epochs": 1.5}, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -14,6 +14,7 @@ from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
 from swift_vlpack.data.rows.samples import SampleId
 from swift_vlpack.data.rows.streams import StreamedRows
 from tests.images import photo
+from tests.marks import telling
 from tests.rows import image_row, sentence, text_row
 
 FAMILY = "qwen2_5_vl"
@@ -205,8 +206,8 @@ def test_ranks_and_workers_read_every_row_once_an_epoch(template, form, num_rank
     [
         (True, "fork"),
         (False, "fork"),
-        pytest.param(True, "spawn", marks=[pytest.mark.slow, pytest.mark.telling]),
-        pytest.param(False, "forkserver", marks=[pytest.mark.slow, pytest.mark.telling]),
+        telling(True, "spawn"),
+        telling(False, "forkserver"),
     ],
 )
 def test_workers_of_every_kind_see_every_epoch(template, persistent, context):

@@ -22,6 +22,7 @@ from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
 from swift_vlpack.data.rows.samples import Address, SampleId, TooManyFailures
 from tests.feeds import loader_over, planned_feed, streamed_feed
 from tests.images import BROKEN, GOOD, REASON_OF, make, photo
+from tests.marks import telling
 from tests.rows import image_row, mixed_rows, text_row
 
 FAMILY = "qwen2_5_vl"
@@ -617,7 +618,7 @@ def test_pickled_packs_are_the_same_packs(template, rows, form):
     "context",
     [
         pytest.param("spawn", marks=pytest.mark.slow),
-        pytest.param("forkserver", marks=[pytest.mark.slow, pytest.mark.telling]),
+        telling("forkserver"),
     ],
 )
 def test_spawned_workers_deliver_the_same_packs(template, rows, loader_of, context):

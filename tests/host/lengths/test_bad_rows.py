@@ -84,6 +84,8 @@ def _form(row):
     return type(images or []).__name__, inner, type(row.get("messages") or []).__name__
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_training_counts_every_bad_row_once(small_folder, tmp_path, options, caplog, monkeypatch):
     """LEN-11: what ms-swift's loader deletes is counted too, so that the account closes.
 

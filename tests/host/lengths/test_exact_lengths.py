@@ -7,8 +7,11 @@ from swift_vlpack.host.lengths.headers import HeaderImage, NoPixels, pixel_free
 from swift_vlpack.host.lengths.length_pass import with_lengths
 from tests.host.lengths.support import ARGS, FAMILY, dataset, odd_rows, outcome, source, texts, unchecked, variant
 from tests.images import KINDS, photo, wild
+from tests.marks import quick_only
 from tests.rows import image_row, text_row
 from tests.tiny import FAMILIES
+
+QUICK = ("qwen2_5_vl", "qwen3_vl")
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +36,7 @@ def assert_headers_equal_encoding(template, paths):
     assert len({one.length for one in outcomes if not isinstance(one, str)}) > 20
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", quick_only(QUICK, FAMILIES))
 def test_headers_give_the_length_that_encoding_gives(family, tiny, few_images):
     """LEN-1"""
     assert_headers_equal_encoding(variant(tiny, family, max_length=20_000), few_images)
@@ -70,7 +73,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", quick_only(QUICK, FAMILIES))
 def test_headers_agree_on_odd_rows_under_every_setting(family, tiny, tmp_path):
     """LEN-1 LEN-4: chat template, system prompt, tools, thinking, truncation, limits, forms of images."""
     rows = odd_rows(tmp_path)

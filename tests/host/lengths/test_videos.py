@@ -11,7 +11,9 @@ from swift_vlpack.host.lengths.headers import pixel_free
 from swift_vlpack.host.lengths.length_pass import with_lengths
 from tests.host.lengths.support import warnings_of
 from tests.images import photo
+from tests.marks import quick_only
 from tests.rows import text_row
+from tests.tiny import FAMILIES
 from tests.videos import video
 
 decord = pytest.importorskip("decord", reason="has no wheel for this platform")
@@ -28,7 +30,7 @@ def video_row(*paths, **more):
     return {**text_row("<video>" * len(paths) + "what happens?"), "videos": list(paths), **more}
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("family", quick_only(("qwen2_5_vl", "qwen3_vl"), FAMILIES))
 def test_containers_give_the_length_that_encoding_gives(family, tiny, paths, tmp_path):
     """LEN-1 LEN-2: one video, several, beside an image, as a list of frames."""
     template = tiny(family).template

@@ -13,12 +13,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning"),  # of ms-swift's InternVL
     pytest.mark.filterwarnings("ignore:'(aifc|audioop|sunau)' is deprecated:DeprecationWarning"),  # of audioread
 ]
-TELLING = ("Gemma 3", "GLM-4.5V", "gpt-oss")
+TELLING = ("LLaVA-NeXT (HF)", "Gemma 3", "GLM-4.5V", "gpt-oss")
 NUM_IMAGES = 60
 
 
 def marks(name):
-    """The cheap ones are tried by every run of the suite, three more by CI."""
+    """The cheap ones are tried by every run of the suite, four more by CI."""
     if FAMILIES[name].is_cheap:
         return ()
     return (pytest.mark.slow, pytest.mark.telling) if name in TELLING else (pytest.mark.slow,)

@@ -111,6 +111,8 @@ def rows_of(packs):
     return {key.partition("/")[0] for ids in packs for key in ids}
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_evaluation_is_that_of_a_run_that_cuts_nothing(small_folder, data, tmp_path, monkeypatch):
     """CUT-15: the template that evaluates has its max_length, and rows beyond it are left out there as ever."""
     packing_options(packing_strategy="exact", packing_drop_last="false", packing_verify="false")

@@ -14,6 +14,7 @@ from swift_vlpack.host.lengths.headers import pixel_free
 from swift_vlpack.host.lengths.length_pass import with_lengths
 from tests.families import FAMILIES, load_template
 from tests.images import photo
+from tests.marks import quick_only
 from tests.rows import image_row, text_row
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")  # of ms-swift's InternVL
@@ -58,7 +59,7 @@ def sizes(template, rows):
     return [(sample["length"], sample["contents"]) for sample in samples]
 
 
-@pytest.mark.parametrize("family", PATCHES)
+@pytest.mark.parametrize("family", quick_only([name for name in PATCHES if name != "llava_onevision_hf"], PATCHES))
 def test_images_and_patches_are_counted_in_every_family(template_of, rows, family):
     """DATA-18: from the pixels, and from headers alone, where the processor can do without pixels."""
     template = template_of(family)

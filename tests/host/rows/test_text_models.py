@@ -28,6 +28,8 @@ def text_folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_text_model_trains_packed_and_evaluates_the_rows_that_plain_ms_swift_evaluates(
     text_folder, tmp_path, monkeypatch
 ):

@@ -9,6 +9,7 @@ import torch.multiprocessing as mp
 
 from swift_vlpack.data.feeds.agreement import AnotherRankFailed, Vote, in_step
 from swift_vlpack.host.training.voting import Ranks
+from tests.marks import telling
 
 
 def run(function, num_ranks, folder, *args):
@@ -42,7 +43,7 @@ def steps_of(rank, epochs):
     "epochs",
     [
         [(3, 3), (5, 2), (0, 4), (0, 0), (1, 0)],
-        pytest.param([(1, 6, 3), (0, 0, 1)], marks=[pytest.mark.slow, pytest.mark.telling]),
+        telling([(1, 6, 3), (0, 0, 1)]),
     ],
 )
 def test_ranks_take_equally_many_steps_and_nobody_loses_a_pack(tmp_path, epochs):

@@ -15,6 +15,7 @@ from swift_vlpack.launch import plugin_path, train_launch
 from tests.e2e.ranks import free_port
 from tests.host.runs import SMALL_VOCABULARY, epoch_report, log_lines, train
 from tests.images import photo
+from tests.marks import telling
 from tests.rows import image_row, mixed_rows, text_row, write_jsonl
 from tests.videos import video
 
@@ -117,11 +118,7 @@ def run(name, workplace, model, output, monkeypatch, **more):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name in QUICK else pytest.param(name, marks=[pytest.mark.slow, pytest.mark.telling])
-        for name in RUNS
-        if name != "two_nodes.yaml"
-    ],
+    [name if name in QUICK else telling(name) for name in RUNS if name != "two_nodes.yaml"],
 )
 def test_every_ready_config_trains_packed(name, workplace, small_model, tmp_path, monkeypatch, caplog):
     """DOC-4 TRAIN-3 CONF-2 DATA-3 ISO-5: proved, two steps, and an account that closes."""

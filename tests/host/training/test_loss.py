@@ -9,6 +9,7 @@ from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.host.training.losses import LossNotAdditive
 from tests.environment import packing_options
 from tests.host.runs import argv, packed_argv, train
+from tests.marks import telling
 from tests.rows import mixed_rows, write_jsonl
 
 FAMILY = "qwen2_5_vl"
@@ -102,7 +103,7 @@ def own_losses(monkeypatch):
     "flags",
     [
         {"label_smoothing_factor": 0.1, "use_logits_to_keep": "true"},
-        {"loss_type": "focal_mean"},
+        telling({"loss_type": "focal_mean"}),
         {
             "enable_dft_loss": "true",
             "enable_channel_loss": "true",

@@ -48,6 +48,8 @@ def test_rows_of_an_epoch_have_one_shape_and_the_losses_without_padding(small_fo
     assert f"{report['num_padding']} tokens by packing_pad_to=length, " in plan_text(planned)
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_streamed_rows_have_one_shape_over_epochs(small_folder, data, tmp_path, caplog):
     """PAD-1: those of a stream, one that is longer than a pack, and one without a sample at the end of an epoch."""
     packing_options(**OPTIONS, packing_pad_to="length")

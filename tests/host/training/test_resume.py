@@ -25,6 +25,7 @@ from swift_vlpack.host.training.state import (
 )
 from tests.host.runs import epoch_report, packed_argv, train
 from tests.images import photo
+from tests.marks import telling
 from tests.rows import image_row, mixed_rows, text_row, write_jsonl
 
 FAMILY = "qwen2_5_vl"
@@ -117,8 +118,8 @@ def checkpoint_at(output, where):
     ("where", "workers"),
     [
         (-3, (1, True)),
-        (-1, (3, False)),
-        (0, (0, False)),
+        telling(-1, (3, False)),
+        telling(0, (0, False)),
         (1, (1, True)),
         *(
             pytest.param(where, workers, marks=pytest.mark.slow)
@@ -146,6 +147,8 @@ def test_resumed_run_is_the_rest_of_the_uninterrupted_one(
         assert report["num_samples"] == NUM_ROWS
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_losses_and_evaluations_do_not_depend_on_workers(small_folder, dataset, uninterrupted, tmp_path):
     """RAND-1 RAND-2: nor does it matter that evaluations lie between the steps."""
     _, expected = uninterrupted
@@ -414,6 +417,8 @@ def test_run_goes_on_with_the_lengths_it_planned_although_one_was_wrong(small_fo
     assert epoch_report(tmp_path / "new")["num_samples"] == len(rows)
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_run_keeps_its_plan_when_files_go_and_come_back(small_folder, tmp_path, caplog):
     """RESUME-10: one image is lost after the start, one that was missing is there again; then it is resumed twice."""
     paths = [photo(tmp_path, f"photo{n}", 150 + 10 * n, 100, seed=n) for n in range(8)]
@@ -451,6 +456,8 @@ def test_run_keeps_its_plan_when_files_go_and_come_back(small_folder, tmp_path, 
         "fingerprint"]["lengths"], "a new run plans anew"  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_second_epoch_of_fewer_trainable_rows_trains(small_folder, tmp_path):
     """PLAN-12: half of the rows are longer than max_length, half of all are drawn, and no two share a pack."""
     rows = [text_row(f"question {n}", "word " * (90 if n % 2 else 500)) for n in range(40)]

@@ -10,6 +10,7 @@ from swift_vlpack.core.envelope import signed
 from swift_vlpack.core.errors import ConfigError, DataError, StateMismatch
 from swift_vlpack.host.training.state import FILE, RANK_FILE
 from tests.host.runs import epoch_report, packed_argv, train
+from tests.marks import telling
 from tests.rows import mixed_rows, text_row, write_jsonl
 
 FAMILY = "qwen2_5_vl"
@@ -195,9 +196,7 @@ def resumable(small_folder, files, options, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize(
-    ("form", "workers"), [pytest.param("stream", 2, marks=[pytest.mark.slow, pytest.mark.telling]), ("sized", 0)]
-)
+@pytest.mark.parametrize(("form", "workers"), [telling("stream", 2), telling("sized", 0)])
 def test_resumed_run_is_the_rest_of_the_uninterrupted_one(form, workers, resumable, options, tmp_path):
     """STREAM-9 STREAM-8: inside the first epoch, at its end, in the second; packs, losses and reports are the same."""
     more = {"dataloader_num_workers": workers}

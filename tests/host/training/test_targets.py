@@ -116,6 +116,8 @@ def first(history, name):
     return next(line[name] for line in history if name in line)
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_losses_of_training_and_evaluation_are_without_eos(small_folder, data, tmp_path, monkeypatch):
     """LOSS-8: those of plain ms-swift with a template from which EOS is taken by hand; a resume must say the same."""
     folder, out = small_folder(FAMILY), tmp_path / "out"
