@@ -50,7 +50,6 @@ class Family:
     """Then it needs qwen_omni_utils."""
     note: str = ""
     """What docs/families.md says of it."""
-    is_cheap: bool = False
     """Tried by `make test`, not only by `make families`."""
     run_dtype: str = "float32"
     """Of its whole run; some processors give bfloat16 whatever the model has."""
@@ -680,7 +679,7 @@ def _text_model(config_class: str, model_class: str, **more: Any) -> Callable[[P
 _TUPLE = "ms-swift's code fails, un-packed too: it takes a tensor where transformers 5.19 has a tuple"
 
 FAMILIES: dict[str, Family] = {
-    "InternVL (HF)": Family(_internvl, "internvl", "internvl_hf", is_cheap=True),
+    "InternVL (HF)": Family(_internvl, "internvl", "internvl_hf"),
     "Qwen3-VL-MoE": Family(_qwen3_vl_moe, "qwen3_vl_moe", "qwen3_vl"),
     "GLM-4.1V": Family(_glm("Glm4vConfig", "Glm4vForConditionalGeneration"), "glm4v", "glm4v", ids=_GLM_IDS),
     "GLM-4.5V": Family(_glm("Glm4vMoeConfig", "Glm4vMoeForConditionalGeneration", **_EXPERTS), "glm4v_moe", "glm4_5v"),

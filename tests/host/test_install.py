@@ -221,6 +221,8 @@ def test_pipelines_of_other_commands_prepare_data_as_before():
     deactivate()
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_plugin_file_is_alone_in_its_folder_and_light_in_a_worker():
     """TRAIN-2: a spawned worker replays it without loading ms-swift's pipelines."""
     assert [path.name for path in plugin_path().parent.glob("*.py")] == ["vlpack.py"]

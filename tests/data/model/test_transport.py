@@ -56,6 +56,8 @@ def namespaces():
 
 
 @pytest.mark.usefixtures("namespaces")
+@pytest.mark.slow
+@pytest.mark.telling
 def test_batches_arrive_where_shared_memory_is_short():
     """RANKS-9: one batch fits, all that are fetched ahead do not."""
     done = with_shared_memory_of("2m", "-m", "tests.data.model.test_transport")

@@ -11,7 +11,7 @@ from tests.marks import quick_only
 from tests.rows import image_row, text_row
 from tests.tiny import FAMILIES
 
-QUICK = ("qwen2_5_vl", "qwen3_vl")
+QUICK = ("qwen2_5_vl",)
 
 
 @pytest.fixture(scope="session")

@@ -7,24 +7,23 @@ from tests.family_models import FAMILIES
 from tests.host.model.family_checks import Checked
 from tests.host.model.family_table import DOCS, page, results_of, saved
 from tests.host.proof.subjects import template_subject
+from tests.marks import telling
 from tests.sounds import sound
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning"),  # of ms-swift's InternVL
     pytest.mark.filterwarnings("ignore:'(aifc|audioop|sunau)' is deprecated:DeprecationWarning"),  # of audioread
 ]
-TELLING = ("LLaVA-NeXT (HF)", "Gemma 3", "GLM-4.5V", "gpt-oss")
+BY_CI = ("InternVL (HF)", "LLaVA-NeXT (HF)", "Gemma 3", "GLM-4.5V", "gpt-oss")
 NUM_IMAGES = 60
 
 
-def marks(name):
-    """The cheap ones are tried by every run of the suite, four more by CI."""
-    if FAMILIES[name].is_cheap:
-        return ()
-    return (pytest.mark.slow, pytest.mark.telling) if name in TELLING else (pytest.mark.slow,)
+def case(name):
+    """Some are tried by CI, the others when somebody asks."""
+    return telling(name) if name in BY_CI else pytest.param(name, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in FAMILIES])
+@pytest.mark.parametrize("name", [case(name) for name in FAMILIES])
 def test_family_is_what_its_row_in_the_docs_says(name, small_folder, tmp_path):
     """FAM-3: lengths, gradients, evaluation, proof, sabotages and a run."""
     if FAMILIES[name].has_sounds:

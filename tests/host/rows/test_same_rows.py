@@ -12,6 +12,7 @@ from swift.dataset import DATASET_MAPPING, AutoPreprocessor, DatasetMeta, Respon
 from swift_vlpack import PackingConfig
 from swift_vlpack.core.errors import DataError
 from swift_vlpack.host.rows.sources import load_sources, load_stream
+from tests.marks import quick_only
 from tests.rows import text_row, write_jsonl
 
 NUM_ROWS = {"a": 20, "b": 7, "c": 13}
@@ -93,7 +94,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+LONG = ("split of several", "another seed", "validation shuffled", "validation and split", "processes")
+
+
+@pytest.mark.parametrize("case", quick_only([case for case in CASES if case not in LONG], CASES))
 def test_rows_are_those_of_plain_ms_swift(case, files):
     """DATA-13 DATA-2"""
     datasets, options = CASES[case]

@@ -42,7 +42,7 @@ def steps_of(rank, epochs):
 @pytest.mark.parametrize(
     "epochs",
     [
-        [(3, 3), (5, 2), (0, 4), (0, 0), (1, 0)],
+        telling([(3, 3), (5, 2), (0, 4), (0, 0), (1, 0)]),
         telling([(1, 6, 3), (0, 0, 1)]),
     ],
 )

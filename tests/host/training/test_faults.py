@@ -16,6 +16,7 @@ from swift_vlpack.host.training.state import FILE, StateNotSaved, save_state
 from tests.e2e.ranks import Run, trained, why_no_namespace, with_shared_memory_of
 from tests.host.runs import argv, epoch_report, log_lines, packed_argv, train
 from tests.images import photo
+from tests.marks import telling
 from tests.rows import image_row, text_row, write_jsonl
 
 FAMILY = "qwen2_5_vl"
@@ -101,6 +102,8 @@ def pictures(tmp_path):
     return folder, write_jsonl(tmp_path / "rows.jsonl", rows)
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_images_that_disappear_are_counted(small_folder, pictures, tmp_path, after_step):
     """DATA-7 DATA-10: the steps stay, the account closes."""
     folder, dataset = pictures
@@ -183,7 +186,7 @@ def test_every_row_that_is_left_out_is_listed(small_folder, tmp_path, after_step
     assert lines_of(output) == before, "a resume into the same folder lists nothing twice"
 
 
-@pytest.mark.parametrize("mode", ["plan", "buffer"])
+@pytest.mark.parametrize("mode", ["plan", telling("buffer")])
 def test_share_of_images_that_disappear_stops_the_run(mode, small_folder, tmp_path, after_step, caplog):
     """DATA-17: never many in a row, and still a quarter of all."""
     os.environ |= {"VLPACK_PACKING_MODE": mode, "VLPACK_PACKING_MAX_SAMPLES": "6", "VLPACK_PACKING_BUFFER": "12"}

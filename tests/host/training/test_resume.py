@@ -157,7 +157,9 @@ def test_losses_and_evaluations_do_not_depend_on_workers(small_folder, dataset, 
     assert losses(result) == expected
 
 
-@pytest.mark.parametrize(("accumulation", "where"), [(1, -3), pytest.param(3, -2, marks=pytest.mark.slow), (3, 2)])
+@pytest.mark.parametrize(
+    ("accumulation", "where"), [telling(1, -3), pytest.param(3, -2, marks=pytest.mark.slow), (3, 2)]
+)
 def test_other_accumulation_trains_what_is_left_once(
     accumulation, where, small_folder, dataset, uninterrupted, tmp_path
 ):
@@ -221,6 +223,8 @@ def test_max_steps_bounds_all_runs_together(small_folder, dataset, uninterrupted
     assert trained(tmp_path) == [pack for pack in trained(whole) if step < pack[0] <= step + 3]
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_finished_run_trains_no_more(small_folder, dataset, uninterrupted, tmp_path):
     """RESUME-5"""
     whole, _ = uninterrupted
@@ -307,6 +311,8 @@ def test_other_options_and_lengths_are_refused(small_folder, dataset, uninterrup
     assert "packing_min_fill_ratio" not in str(refused.value)
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_checkpoint_without_a_state_is_refused_unless_the_data_shall_restart(
     small_folder, dataset, uninterrupted, tmp_path, monkeypatch, caplog
 ):
@@ -385,6 +391,8 @@ def test_first_batch_after_a_resume_comes_at_once(small_folder, tmp_path):
     assert num_encoded == num_measured + 1
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_run_goes_on_with_the_lengths_it_planned_although_one_was_wrong(small_folder, tmp_path, monkeypatch):
     """RESUME-6 LEN-13: what loading finds to be longer is for the next run, not for the one that is resumed."""
     from swift_vlpack.host import pipeline

@@ -59,7 +59,7 @@ def losses(result):
     return [line["loss"] for line in result["log_history"] if "loss" in line]
 
 
-@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("workers", [0, 1, telling(3)])
 def test_every_row_of_a_stream_is_trained_once_an_epoch(workers, small_folder, files, tmp_path, trained):
     """STREAM-7 STREAM-3: ms-swift would allow one worker; persistent ones see the next epoch."""
     train(
@@ -218,6 +218,8 @@ def test_resumed_run_is_the_rest_of_the_uninterrupted_one(form, workers, resumab
                 assert epoch_report(output, epoch) == epoch_report(tmp_path / "whole", epoch)
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_state_that_does_not_fit_is_refused_with_the_remedy(resumable, options, files, tmp_path):
     """STREAM-10"""
     resumable(tmp_path / "whole", dataloader_num_workers=2, max_steps=2)

@@ -114,6 +114,8 @@ def test_eval_is_padded_and_equals_an_unpacked_run(family, small_folder, data, t
         assert saved[0].count(b"\n") == 5, "3 of the 12 drawn, 2 of the 7"
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_eval_is_packed_when_asked(small_folder, data, tmp_path, options):
     """TRAIN-6"""
     options(eval_packing="true", packing_strategy="exact", packing_verify="false")
@@ -195,7 +197,7 @@ def test_batch_size_becomes_accumulation(small_folder, data, tmp_path, options, 
     assert (saved["per_device_train_batch_size"], saved["gradient_accumulation_steps"]) == (1, 8)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, telling(2)])
 def test_buffer_mode_trains_with_max_steps(workers, small_folder, data, tmp_path, options):
     """DATA-5 DATA-9 TRAIN-8"""
     options(packing_mode="buffer", packing_strategy="exact", packing_buffer=8, packing_verify="false")
@@ -211,6 +213,8 @@ def test_buffer_mode_trains_with_max_steps(workers, small_folder, data, tmp_path
     assert epoch_report(tmp_path, 1)["num_read"] == 16
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_streaming_trains_with_max_steps(small_folder, data, tmp_path, options):
     """DATA-5"""
     options(packing_buffer=8, packing_verify="false")
