@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import sys
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -87,20 +88,26 @@ def use_ids_of_tokenizer() -> None:
             setattr(template, name, known)
 
 
+@cache
+def _vocabulary(ranks_of: Callable[[], dict[bytes, int]]) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Ordinary tokens with their numbers, and the merges that make them, in order."""
+    ranks, letters = ranks_of(), _byte_alphabet()
+    text = {token: "".join(letters[byte] for byte in token) for token in ranks}
+    merges = []
+    for token, rank in ranks.items():
+        if len(token) > 1:
+            first, second = _merge_of(token, rank, ranks)
+            merges.append((text[first], text[second]))
+    return {text[token]: rank for token, rank in ranks.items()}, merges
+
+
 def build_tokenizer(family: str = "qwen2_5_vl", *, is_small: bool = False) -> Any:
     """Rebuild Qwen's tokenizer from the ranks that PyPI's dashscope ships."""
     from transformers import AddedToken, Qwen2Tokenizer
 
-    ranks, letters = _small_ranks() if is_small else _ranks(), _byte_alphabet()
-    text = {token: "".join(letters[byte] for byte in token) for token in ranks}
-    merges = [
-        tuple(text.get(part) or "".join(letters[byte] for byte in part) for part in _merge_of(token, rank, ranks))
-        for token, rank in ranks.items()
-        if len(token) > 1
-    ]
-    vocab = {text[token]: rank for token, rank in ranks.items()}
+    words, merges = _vocabulary(_small_ranks if is_small else _ranks)
     first = first_special_id(family, is_small=is_small)
-    vocab |= {token: first + n for n, token in enumerate(QWEN_SPECIALS)}
+    vocab = words | {token: first + n for n, token in enumerate(QWEN_SPECIALS)}
     tokenizer = Qwen2Tokenizer(vocab=vocab, merges=merges, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     tokenizer.add_special_tokens(
         {"additional_special_tokens": [AddedToken(token, special=True, normalized=False) for token in QWEN_SPECIALS]}

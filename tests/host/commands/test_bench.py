@@ -38,6 +38,8 @@ def measure(small_folder, tmp_path, monkeypatch):
     return measured
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_both_phases_measure_the_same_rows_and_leave_nothing(measure, tmp_path):
     """CLI-22"""
     packed, padded = measure("packed"), measure("padded", per_device_train_batch_size=2)

@@ -346,6 +346,8 @@ def test_errors_of_the_network_are_told_from_others(error, is_of_network):
     assert _is_of_network(wrapped) is is_of_network
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_step_is_said_packed_and_as_the_same_options_would_make_it_unpacked(tiny, mix, tmp_path, options):
     """TRAIN-21: against labels by ms-swift's own template."""
     options(packing_strategy="exact", packing_cache_dir=tmp_path / "lengths")

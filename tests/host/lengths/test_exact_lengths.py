@@ -93,7 +93,7 @@ def test_headers_agree_on_odd_rows_under_every_setting(family, tiny, tmp_path):
         assert seen[changed, kind] != seen["plain", kind], "a setting that changes nothing shows nothing"
 
 
-@pytest.mark.parametrize("family", [FAMILY, "qwen3_vl"])
+@pytest.mark.parametrize("family", quick_only(QUICK, [FAMILY, "qwen3_vl"]))
 def test_headers_follow_the_limits_that_the_environment_set(family, tiny, tmp_path, monkeypatch):
     """LEN-1: ms-swift writes MAX_PIXELS and IMAGE_MAX_TOKEN_NUM into qwen_vl_utils once in a process."""
     from qwen_vl_utils import vision_process

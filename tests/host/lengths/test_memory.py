@@ -11,6 +11,7 @@ from swift_vlpack.host.lengths.context import context_of
 from swift_vlpack.host.lengths.length_pass import with_lengths
 from tests.host.lengths.support import ARGS, FAMILY, dataset, odd_rows, outcome, source, texts, variant
 from tests.images import noise, photo
+from tests.marks import telling
 from tests.rows import image_row, text_row
 
 
@@ -40,7 +41,8 @@ def test_encoding_rows_does_not_change_what_they_are_remembered_under(tiny, tmp_
 @pytest.mark.parametrize(
     "change",
     ["size", "time", "max_length", "truncation", "default_system", "max_pixels", "source system", "source max_pixels",
-     "environment", "constants", "version", "template", "thinking", "agent", "processor", "tokenizer", "tagged file"],
+     "environment", "constants", "version", telling("template"), "thinking", "agent", "processor", "tokenizer",
+     "tagged file"],
 )  # fmt: skip
 def test_what_changes_lengths_computes_them_again(change, tiny, tmp_path, monkeypatch, encoded):
     """LEN-7"""

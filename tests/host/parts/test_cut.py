@@ -19,6 +19,7 @@ from swift_vlpack.host.lengths.headers import pixel_free
 from tests.data.model.one_by_one import gap, gradients
 from tests.families import load_template
 from tests.images import photo
+from tests.marks import quick_only
 from tests.rows import image_row, sentence
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")  # of ms-swift's InternVL
@@ -47,7 +48,7 @@ def parts_and_samples(template, row, **options):
     return sample, [(part, cutter.cut(sample, part.span)) for part in cutter.parts(sample) if part.reason is None]
 
 
-@pytest.mark.parametrize("family", UNIT_OF)
+@pytest.mark.parametrize("family", quick_only(("qwen2_5_vl",), UNIT_OF))
 def test_a_pack_of_parts_has_the_gradients_of_each_part_alone(family, tiny, tmp_path):
     """CUT-8: the model's own positions, loss and gradients, of tokens and images put together by hand, against the
     template's row of what was cut out of the page."""

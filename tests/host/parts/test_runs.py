@@ -90,6 +90,8 @@ def test_plan_is_the_run(run):
     assert line["error"].endswith("of its row, 1 image")
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_every_part_is_trained_once_and_a_resume_goes_on_between_parts(run, small_folder, data):
     """CUT-11: through ms-swift's own resume."""
     out, planned, _ = run

@@ -72,6 +72,8 @@ def test_plan_is_the_run(run):
     assert [key.partition("/")[0] for key in once].count("pages:5") > 3
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_resume_goes_on_inside_of_a_page(run, small_folder, data):
     """WIN-4: with the losses that the uninterrupted run had."""
     packing_options(**OPTIONS, packing_verify="false")
@@ -86,6 +88,8 @@ def test_resume_goes_on_inside_of_a_page(run, small_folder, data):
     assert again[-len(losses) + step :] == pytest.approx(losses[step:], rel=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_streamed_pages_are_windows_too(small_folder, data, tmp_path, caplog):
     """WIN-1 WIN-6: and whoever lays conversations end to end is told."""
     packing_options(**OPTIONS, packing_verify="false")

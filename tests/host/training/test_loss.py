@@ -104,12 +104,14 @@ def own_losses(monkeypatch):
     [
         {"label_smoothing_factor": 0.1, "use_logits_to_keep": "true"},
         telling({"loss_type": "focal_mean"}),
-        {
-            "enable_dft_loss": "true",
-            "enable_channel_loss": "true",
-            "loss_scale": "all",
-            "is_binary_loss_scale": "false",
-        },
+        telling(
+            {
+                "enable_dft_loss": "true",
+                "enable_channel_loss": "true",
+                "loss_scale": "all",
+                "is_binary_loss_scale": "false",
+            }
+        ),
         *(
             pytest.param(flags, marks=pytest.mark.slow)
             for flags in (

@@ -80,6 +80,8 @@ def losses(history):
     return [line["loss"] for line in history["log_history"] if "loss" in line]
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_plan_is_the_run_and_a_resume_is_its_rest(small_folder, data, tmp_path):
     """TRAIN-27 CLI-8: `vlpack plan pt`, two epochs, and from the second step on again."""
     packing_options(packing_strategy="exact", packing_drop_last="false", packing_verify="false")

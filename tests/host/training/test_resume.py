@@ -120,7 +120,7 @@ def checkpoint_at(output, where):
         (-3, (1, True)),
         telling(-1, (3, False)),
         telling(0, (0, False)),
-        (1, (1, True)),
+        telling(1, (1, True)),
         *(
             pytest.param(where, workers, marks=pytest.mark.slow)
             for where in (-2, 0, 2)

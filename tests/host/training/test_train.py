@@ -74,6 +74,8 @@ def test_packed_run_logs_reports_and_closes_its_account(small_folder, data, tmp_
     assert "\none step     1 pack with about " in caplog.text, "TRAIN-21"
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 def test_losses_fall_over_packed_epochs(small_folder, data, tmp_path, options):
     """TRAIN-9"""
     options(packing_strategy="exact", packing_verify="false")
