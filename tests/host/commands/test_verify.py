@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from swift.template import Template
 from swift.template.templates.qwen import Qwen2VLTemplate
+from swift.utils import utils as swift_utils
 
 from swift_vlpack.core.account.verify_text import verify_text
 from swift_vlpack.data.audit.remembered import remembered_in
@@ -39,8 +40,8 @@ def verify(small_folder, data, tmp_path, monkeypatch):
     # The plugin puts its own in place of these, which must not outlive the test.
     for owner, name in ((Qwen2VLTemplate, "packing_row"), (Template, "encode")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
+    monkeypatch.setattr(swift_utils, "_external_files", list(swift_utils._external_files))
     monkeypatch.setenv("VLPACK_PACKING_CACHE_DIR", str(tmp_path / "lengths"))
-
     monkeypatch.setenv("SABOTAGE", str(tmp_path / "sabotage.txt"))
 
     def verified(sabotage="none", **flags):

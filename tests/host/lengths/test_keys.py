@@ -60,6 +60,8 @@ class Runs:
 def runs(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))  # plugins put their folder first
     monkeypatch.setattr(swift_utils, "_external_files", [])  # which dataloader workers import again
+    for name in [name for name in sys.modules if name.startswith("_swift_external_")]:
+        monkeypatch.delitem(sys.modules, name)  # plugins of other tests, back afterwards
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # an edit within a second would not be seen
     for registry in (agent_template_map, loss_scale_map):
         monkeypatch.setitem(registry, "mine", None)
