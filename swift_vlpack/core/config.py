@@ -182,6 +182,11 @@ class PackingConfig:
         return self.packing_overflow != "keep" or self.packing_strategy == WINDOW
 
     @property
+    def what_is_packed(self) -> str:
+        """What an epoch is counted in: a row that is cut is several samples."""
+        return "samples" if self.cuts_rows else "rows"
+
+    @property
     def has_caps(self) -> bool:
         """Whether a pack has a capacity other than tokens."""
         return any(

@@ -153,9 +153,10 @@ def count_rows(counted: Telemetry, plan: EpochPlan, dataset: FusionCaptionDatase
         count_left_out(counted, left_out)
 
 
-def left_out_warning(left_out: Sequence[LeftOut], *, num_rows: int) -> str | None:
-    """What to do about the rows that an epoch leaves out, where they are too many."""
-    return warning_of_left_out(Counter(one.reason for one in left_out), num_rows=num_rows)
+def left_out_warning(plan: EpochPlan, left_out: Sequence[LeftOut], config: PackingConfig) -> str | None:
+    """What to do about what an epoch leaves out, where that is too much."""
+    reasons = Counter(one.reason for one in left_out)
+    return warning_of_left_out(reasons, num_of=len(plan.schedule), what=config.what_is_packed)
 
 
 def names_of(dataset: FusionCaptionDataset) -> NameOfRow:

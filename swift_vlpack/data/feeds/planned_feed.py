@@ -106,7 +106,7 @@ class PlannedFeed:
         return EpochStart(
             must_agree={"digest": self.epoch_plan.digest(), "packs": len(self.epoch_plan)},
             left_out=left_out,
-            warning=left_out_warning(left_out, num_rows=len(self.epoch_plan.schedule)),
+            warning=left_out_warning(self.epoch_plan, left_out, self.config),
         )
 
     def batches_behind(self, accumulation: int) -> int:

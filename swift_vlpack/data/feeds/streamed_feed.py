@@ -148,7 +148,7 @@ class StreamedFeed:
             raise DataError(
                 f"epoch {self.epoch} has no pack; of its rows were left out: {by_reason(counted.num_dropped)}"
             )
-        return warning_of_left_out(counted.num_dropped, num_rows=counted.num_read)
+        return warning_of_left_out(counted.num_dropped, num_of=counted.num_read, what=self.config.what_is_packed)
 
     def state(self) -> dict[str, Any]:
         """The epoch; where the readers are is a matter of each rank."""

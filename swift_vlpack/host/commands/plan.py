@@ -45,7 +45,7 @@ def training_report(
         feed, seconds = feed_of(run)
     epoch = feed.epoch_plan
     num_listed = _write_list(feed, failures_file)
-    if warning := left_out_warning(left_out_by(epoch, feed.dataset), num_rows=len(epoch.schedule)):
+    if warning := left_out_warning(epoch, left_out_by(epoch, feed.dataset), feed.config):
         logger.warning(f"packing: {warning}")
     report = plan_report(epoch.unshared, epoch.packs, num_rows=epoch.num_rows, seconds=time.perf_counter() - start)
     return {

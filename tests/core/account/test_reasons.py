@@ -108,7 +108,7 @@ def test_failures_are_what_an_encoding_finds_but_for_the_length():
 def test_a_warning_has_the_remedy_of_every_reason():
     """STAT-5 STAT-7"""
     for reason in Reason:
-        warning = warning_of_left_out({reason.value: 5}, num_rows=10)
+        warning = warning_of_left_out({reason.value: 5}, num_of=10)
         assert (reason.about.remedy or "mend or remove the rows") in warning
 
 

@@ -1,6 +1,7 @@
 """Runs over pages that are longer than a pack: the plan is the run, each part is trained once, evaluation as ever."""
 
 import json
+import re
 
 import pytest
 
@@ -172,7 +173,7 @@ def test_parts_are_remembered_with_the_lengths(run, small_folder, data, tmp_path
 
 
 @pytest.mark.parametrize("overflow", ["truncate", "drop"])
-def test_rows_that_are_truncated_or_dropped_are_counted(overflow, small_folder, data, tmp_path):
+def test_rows_that_are_truncated_or_dropped_are_counted(overflow, small_folder, data, tmp_path, caplog):
     """CUT-5 CUT-13"""
     packing_options(packing_strategy="exact", packing_drop_last="false", packing_overflow=overflow)
     made = training_report(
@@ -187,7 +188,9 @@ def test_rows_that_are_truncated_or_dropped_are_counted(overflow, small_folder, 
     assert lost[reason]["num_images"] > 0
     assert made["lengths"]["max"] <= 96
     [counts] = made["cut"]["rows"].values()
-    assert counts["num_packed"] == (NUM_ROWS if overflow == "truncate" else NUM_ROWS - lost[reason]["num_parts"])
+    num_lost = lost[reason]["num_parts"]
+    assert counts["num_packed"] == (NUM_ROWS if overflow == "truncate" else NUM_ROWS - num_lost)
+    assert re.search(rf"{num_lost} of \d+ samples of the epoch are left out", caplog.text), "not rows"
 
 
 def test_a_stream_is_cut_by_the_same_rule(run, small_folder, data, tmp_path):
