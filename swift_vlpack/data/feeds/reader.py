@@ -32,6 +32,7 @@ class PackReader(Dataset[PackedSamples]):
         self._num_failed_in_a_row = 0
         self._failed_row: tuple[int, int] | None = None
         self._draws_at_random = False
+        self._kept: tuple[int, Address, Encoded] | None = None  # epoch, and the row that the last pack ended inside of
 
     def __len__(self) -> int:
         """Packs of an epoch, over all ranks; a trainer shows the number."""
@@ -39,7 +40,7 @@ class PackReader(Dataset[PackedSamples]):
 
     def __getstate__(self) -> dict[str, Any]:
         unsized = self.dataset.with_sources([replace(source, sizes=None) for source in self.dataset.sources])
-        return {**self.__dict__, "dataset": unsized}
+        return {**self.__dict__, "dataset": unsized, "_kept": None}
 
     def __getitem__(self, address: PackAddress) -> PackedSamples:
         """Encode the samples of a pack. The true length decides: what does not fit is left out, with a reason."""
@@ -79,28 +80,50 @@ class PackReader(Dataset[PackedSamples]):
         return [sample for (sample, _), is_kept in zip(found, keeps, strict=True) if is_kept], left_out
 
     def _encoded(self, address: PackAddress) -> list[Encoded | SampleError]:
+        """The samples of a pack. A row that is cut is encoded once for all of its parts there.
+
+        The row that a pack ends inside of is kept: of documents laid end to end, the next pack goes on with it.
+        """
+        whole = [where for where in address.samples if where.span is None]
+        cut = list(dict.fromkeys(_row_of(where) for where in address.samples if where.span is not None))
+        known = {row: sample for epoch, row, sample in [self._kept] if epoch == address.epoch} if self._kept else {}
+        missing = [row for row in cut if row not in known]
+        encoded = self._rows(address, missing, whole)
+        rows = {**known, **dict(zip(missing, encoded, strict=False))}
+        samples = iter(encoded[len(missing) :])
+        last = rows.get(cut[-1]) if cut else None
+        self._kept = None if last is None or isinstance(last, SampleError) else (address.epoch, cut[-1], last)
+        return [
+            next(samples) if where.span is None else self.dataset.part_or_error(where, rows[_row_of(where)])
+            for where in address.samples
+        ]
+
+    def _rows(self, address: PackAddress, cut: list[Address], whole: list[Address]) -> list[Encoded | SampleError]:
         """Encode in as many threads as this worker may use: images are decoded and resized outside of Python's lock.
 
         Threads draw random numbers in no order, so a template that draws any encodes one row after the other.
         """
         name = (self.seed, address.epoch, address.number)
-        num_threads = min(len(address.samples), threads_per_worker())
+        num_threads = min(len(cut) + len(whole), threads_per_worker())
         if num_threads > 1 and not self._draws_at_random:
             with RandomStream(*name) as stream, ThreadPoolExecutor(num_threads) as threads:
-                encoded = list(threads.map(self.dataset.sample_or_error, address.samples))
+                encoded = list(threads.map(self.dataset.sample_or_error, cut + whole))
             self._draws_at_random = stream.has_drawn
             if not self._draws_at_random:
                 return encoded
         # Encoded anew where any was drawn: in threads the numbers went to whoever came first.
         with RandomStream(*name):
-            return [self._encoded_alone(where, address.epoch) for where in address.samples]
+            of_cut = [self._row_to_cut(row, address.epoch) for row in cut]
+            return of_cut + [self.dataset.sample_or_error(row) for row in whole]
 
-    def _encoded_alone(self, where: Address, epoch: int) -> Encoded | SampleError:
-        if where.span is None:
-            return self.dataset.sample_or_error(where)
-        # By its row: all parts of it, in whichever packs, have to be of one and the same text.
-        with RandomStream(self.seed, epoch, "parts", *where[:2]):
-            return self.dataset.sample_or_error(where)
+    def _row_to_cut(self, row: Address, epoch: int) -> Encoded | SampleError:
+        """By its own numbers: all parts of it, in whichever packs, have to be of one and the same text."""
+        with RandomStream(self.seed, epoch, "parts", *row[:2]):
+            return self.dataset.sample_or_error(row)
+
+
+def _row_of(where: Address) -> Address:
+    return where._replace(span=None)
 
 
 def threads_per_worker() -> int:

@@ -168,13 +168,11 @@ class FusionCaptionDataset(Dataset[Encoded]):
         source, template = self.sources[address.source], self.templates[address.source]
         row = with_system(source.rows[address.row_index], source.system)
         sample = encode_row(template, row, source.sample_id(address.row_index), strict=self.strict)
-        if address.span is None:
-            return sample
-        cutter = cutter_of(template)
-        assert cutter is not None, "a plan has parts of rows only where they are cut"
-        return self._part(address, sample, cutter)
+        return sample if address.span is None else self._part(address, sample)
 
-    def _part(self, address: Address, row: Encoded, cutter: RowCutter) -> Encoded:
+    def _part(self, address: Address, row: Encoded) -> Encoded:
+        cutter = cutter_of(self.templates[address.source])
+        assert cutter is not None, "a plan has parts of rows only where they are cut"
         assert address.span is not None
         try:
             return cutter.planned(row, address.span)
@@ -186,6 +184,10 @@ class FusionCaptionDataset(Dataset[Encoded]):
     def sample_or_error(self, address: Address) -> Encoded | SampleError:
         """Encode one row, or say why it cannot be."""
         return sample_or_error(self.encode, address)
+
+    def part_or_error(self, address: Address, row: Encoded | SampleError) -> Encoded | SampleError:
+        """The part that an address says of a row that is encoded already, or why there is none."""
+        return row if isinstance(row, SampleError) else sample_or_error(self._part, address, row)
 
     def samples(
         self, epoch: int, share: Share = EVERYTHING, *, start: int = 0, held: Collection[int] = ()

@@ -1,5 +1,6 @@
 """Documents end to end through both kinds of feed: full packs, every token once and in order, however resumed."""
 
+import random
 from collections import Counter
 from itertools import pairwise
 
@@ -30,10 +31,10 @@ def config(**options):
     return test_parts.config(**{"packing_strategy": "window", "packing_overflow": "keep", **options})
 
 
-def in_order(data, **options):
+def in_order(data, template=None):
     """Rows that come in the order of their numbers."""
     source = RowSource(name="data", rows=data)
-    return FusionCaptionDataset([source], Template(), shuffle=False, **options)
+    return FusionCaptionDataset([source], template or Template(), shuffle=False)
 
 
 def check(data, samples, left_out):
@@ -108,6 +109,47 @@ def test_a_text_of_many_packs_is_nothing_but_full_ones():
     ]
     labels = [sample["labels"][0] for n in range(len(packs)) for sample in packs[n]]
     assert labels == [100, 100, -100, -100, -100, 100], "nothing comes before the first token of a part"
+
+
+def test_a_document_is_encoded_once_whatever_packs_it_goes_through(monkeypatch):
+    """WIN-7: by a reader that comes along in order; one that begins in the middle gets the same."""
+    data = [{"messages": [{}], "runs": [20]}, {"messages": [{}], "runs": [215]}, {"messages": [{}], "runs": [40]}]
+    packs = PackingDataset(in_order(data), Template(), config())
+    expected = [[(sample["input_ids"], sample["labels"]) for sample in packs[n]] for n in range(len(packs))]
+    encoded = []
+    encode = Template.encode
+    monkeypatch.setattr(Template, "encode", lambda self, row, **more: encoded.append(row) or encode(self, row, **more))
+    again = PackingDataset(in_order(data), Template(), config())
+    len(again)
+    encoded.clear()
+    assert [[(sample["input_ids"], sample["labels"]) for sample in again[n]] for n in range(len(again))] == expected
+    assert sorted(row["runs"] for row in encoded) == [[20], [40], [215]]
+    encoded.clear()
+    assert [(sample["input_ids"], sample["labels"]) for sample in again[4]] == expected[4]
+    assert [row["runs"] for row in encoded] == [[215]]
+
+
+class Drawing(Template):
+    """A template that augments."""
+
+    def encode(self, row, **more):
+        return {**super().encode(row, **more), "channel": random.random()}
+
+
+def test_parts_of_a_document_are_of_one_text_wherever_reading_begins():
+    """WIN-4 WIN-7: where the template draws, too."""
+    data = [{"messages": [{}], "runs": [10 + 13 * number]} for number in range(14)]
+
+    def fresh():
+        return PackingDataset(in_order(data, Drawing()), Drawing(), config())
+
+    packs, drawn = fresh(), {}
+    for number in range(len(packs)):
+        samples = [(str(sample["sample_id"]), sample["channel"]) for sample in packs[number]]
+        assert samples == [(str(sample["sample_id"]), sample["channel"]) for sample in fresh()[number]]
+        for name, number_drawn in samples:
+            drawn.setdefault(name.partition("/")[0], set()).add(number_drawn)
+    assert len(drawn) == len(set.union(*drawn.values())) == 14
 
 
 def test_planned_run_resumes_at_every_pack_on_other_ranks():
