@@ -1,5 +1,10 @@
-"""What `--external_plugins` loads in processes that train the models of the fixture `small_folder`."""
+"""What `--external_plugins` loads to train a model of `small_folder` in a process of its own, wherever that runs."""
 
-from tests.tiny import use_ids_of_tokenizer
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from tests.tiny import use_ids_of_tokenizer  # noqa: E402
 
 use_ids_of_tokenizer()
