@@ -5,6 +5,6 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-from tests.tiny import use_ids_of_tokenizer  # noqa: E402
+from tests.tiny import use_ids_of_tokenizer
 
 use_ids_of_tokenizer()
