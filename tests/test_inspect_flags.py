@@ -1,6 +1,7 @@
 """`vlpack inspect`: its flags, and the run in an output directory, before any heavy library is loaded."""
 
 import json
+import shutil
 
 import pytest
 
@@ -99,6 +100,21 @@ def test_flags_of_the_command_and_those_of_the_run_are_told_apart(folder, became
     assert became["num_ranks"] == 2
 
 
+def test_newest_version_in_the_output_dir_is_the_run(folder, became, tmp_path_factory, capsys):
+    """SEE-4: ms-swift puts every run into a version of its own; ten of them are more than two."""
+    outer = tmp_path_factory.mktemp("outer")
+    for version in ("v2-20260101-000000", "v10-20260102-000000"):
+        shutil.copytree(folder, outer / version)
+        (outer / version / "vlpack").mkdir()
+    main(["inspect", "--run", str(outer), "--step", "3"])
+    assert became["settings"]["folder"] == str(outer / "v10-20260102-000000")
+    assert f"the newest of 2 runs there: {outer / 'v10-20260102-000000'}" in capsys.readouterr().err
+    main(["inspect", "--run", str(outer / "v2-20260101-000000"), "--step", "3"])
+    assert became["settings"]["folder"] == str(outer / "v2-20260101-000000")
+    assert main(["inspect", "--run", str(folder), "--loss-spikes", "--html", str(outer / "p.html")]) == 2
+    assert "give --step N of one of them" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
@@ -109,6 +125,7 @@ def test_flags_of_the_command_and_those_of_the_run_are_told_apart(folder, became
         (["--loss-spikes"], "name its output_dir with --run"),
         (["--step", "3", "--epoch", "1"], "steps are counted through the whole run"),
         (["--html", "no/such/folder/x.html"], "no such directory"),
+        (["--html", "/"], "--html / is a directory; name a file in it"),
         (["--html", "x.html", "--json"], "leave --json and --examples out"),
         (["--html", "x.html", "--html_mb", "0"], "--html_mb must be above 0"),
     ],

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from swift_vlpack.commands.become import add_run_flags, become_run, run_flags
 from swift_vlpack.commands.command import Command
 from swift_vlpack.commands.packing_flags import add_packing_flags
-from swift_vlpack.commands.run_folder import run_found
+from swift_vlpack.commands.run_folder import run_found, run_meant
 from swift_vlpack.core.errors import ConfigError
 
 _WIDTH_OF_FILES = 120
@@ -40,8 +40,8 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--random", type=int, metavar="K", help="K packs at random, the same ones for the same --seed")
     what.add_argument("--examples", type=int, metavar="K", help="the first K rows by themselves, with their counts")
     what.add_argument(
-        "--loss-spikes",
         "--loss_spikes",
+        "--loss-spikes",
         type=int,
         nargs="?",
         const=_NUM_SPIKES,
@@ -54,7 +54,7 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     form.add_argument(
         "--json", action="store_true", help="one JSON object, with ids, labels and positions of every token"
     )
-    form.add_argument("--html", type=Path, metavar="FILE", help="one page that needs no network, with images in small")
+    form.add_argument("--html", type=Path, metavar="FILE", help="one page that needs no network, with thumbnails")
     form.add_argument(
         "--html_mb",
         type=float,
@@ -82,6 +82,7 @@ def _flags_of_run(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple
     args, others = parser.parse_known_args(argv)
     if args.run is None or args.config is not None:
         return run_flags(parser, argv)
+    args.run = run_meant(args.run)
     found = run_found(args.run)
     for name, value in found.variables.items():
         os.environ.setdefault(name, value)
@@ -104,6 +105,10 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} must be at least {least}, got {value}")
     if args.html is not None and not args.html.absolute().parent.is_dir():
         raise ConfigError(f"--html {args.html}: no such directory; name a file in one that exists")
+    if args.html is not None and args.html.is_dir():
+        raise ConfigError(f"--html {args.html} is a directory; name a file in it")
+    if args.html is not None and args.loss_spikes is not None:
+        raise ConfigError("--html is a page of packs, and --loss-spikes lists steps; give --step N of one of them")
     if args.html is not None and (args.json or args.examples is not None):
         raise ConfigError("--html is a page of packs and steps; leave --json and --examples out")
     if args.html_mb <= 0:

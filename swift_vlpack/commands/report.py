@@ -30,7 +30,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.html is not None:
         _write(args.html, report_page(report))
     if args.json:
-        print(json.dumps(report))
+        print(json.dumps(report, allow_nan=False))
     elif args.html is not None:
         print(f"written: {args.html}")
     else:
@@ -40,7 +40,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise ConfigError(f"--html {path} cannot be written: {error}; name a file that can be") from error
 

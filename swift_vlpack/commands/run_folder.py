@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from swift_vlpack.core.account.run_log import FOLDER
 from swift_vlpack.core.config import option_names
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.core.run_files import ARGS, BEGUN, STATE, checkpoints
+from swift_vlpack.view.report.run_folder import find_run
 
 OF_ROWS = (
     *("model", "model_type", "model_revision", "task_type", "torch_dtype", "new_special_tokens", "max_model_len"),
@@ -35,6 +37,19 @@ class RunFound(NamedTuple):
     flags: list[str]
     variables: dict[str, str]
     num_ranks: int
+
+
+def run_meant(given: Path) -> Path:
+    """The folder that is named, or the newest run in it: ms-swift puts each into a version (`v0-...`) of its own."""
+    if (given / ARGS).is_file() or not given.is_dir():
+        return given
+    try:
+        run = find_run(given)
+    except ConfigError:
+        return given  # which has arguments in its checkpoints alone, or none at all
+    if run.others:
+        print(f"the newest of {len(run.others) + 1} runs there: {run.path}", file=sys.stderr)
+    return run.path
 
 
 def run_found(folder: Path) -> RunFound:

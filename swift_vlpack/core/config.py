@@ -23,7 +23,7 @@ from swift_vlpack.core.packing.strategies import STRATEGIES
 logger = logging.getLogger(__name__)
 
 ENV_PREFIX = "VLPACK_"
-RESUME_DATA = "VLPACK_RESUME_DATA"
+RESUME_DATA, RESTART = "VLPACK_RESUME_DATA", "restart"
 RECORD_PACKS = "VLPACK_RECORD_PACKS"
 NO_OPTIONS = (RESUME_DATA, RECORD_PACKS)
 """Variables with our prefix that are no packing options: about one start of a run, not about its packs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -26,6 +27,19 @@ def parsed(lines: Iterable[bytes]) -> Iterator[Any]:
     for line in lines:
         with suppress(ValueError):
             yield json.loads(line)
+
+
+def with_numbers(value: Any) -> Any:
+    """The same with None in place of what is infinite or no number, which JSON cannot say.
+
+    >>> with_numbers({"loss": [2.5, float("inf")]})
+    {'loss': [2.5, None]}
+    """
+    if isinstance(value, dict):
+        return {name: with_numbers(inside) for name, inside in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [with_numbers(inside) for inside in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def append(path: Path, values: Iterable[Any], *, ensure_ascii: bool = True) -> None:

@@ -14,7 +14,7 @@ from swift_vlpack import PackingConfig
 from swift_vlpack.cli import main
 from swift_vlpack.commands.schema.training import flag_schema, training_schema, versions_comment
 from swift_vlpack.commands.tools.schema import schema_text
-from swift_vlpack.core.config import option_names
+from swift_vlpack.core.config import RECORD_PACKS, RESTART, RESUME_DATA, option_names
 from swift_vlpack.data.rows.fusion_config import SourceSpec
 from swift_vlpack.swift_flags import Flag, flag_names, flags
 
@@ -134,6 +134,13 @@ def test_defaults_and_texts_of_flags_are_read_from_source():
     annotation = ast.parse("Optional[int]", mode="eval").body
     assert "default" not in flag_schema(Flag(annotation, ast.parse("os.cpu_count()", mode="eval").body, ""))
     assert "ms-swift 4." in versions_comment()
+
+
+def test_variables_have_the_values_that_they_take():
+    """CLI-20"""
+    variables = training_schema()["properties"]["ENV"]["properties"]
+    assert variables[RESUME_DATA]["enum"] == [RESTART]
+    assert "false" in variables[RECORD_PACKS]["description"]
 
 
 def test_file_that_cannot_be_written_is_one_line(tmp_path, capsys):

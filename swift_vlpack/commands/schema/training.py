@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 from swift_vlpack.commands.schema import values
 from swift_vlpack.commands.schema.values import Schema
 from swift_vlpack.core.checkup.packages import version_of
-from swift_vlpack.core.config import ENV_PREFIX, NO_OPTIONS, PackingConfig
+from swift_vlpack.core.config import ENV_PREFIX, NO_OPTIONS, RECORD_PACKS, RESTART, RESUME_DATA, PackingConfig
 from swift_vlpack.swift_flags import Flag, flags
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
@@ -32,8 +32,8 @@ _VARIABLES = {
     "FPS_MAX_FRAMES": "most frames of a video",
     "HF_ENDPOINT": "another address of the Hugging Face hub",
     "MODELSCOPE_CACHE": "where ms-swift keeps models and data sets",
-    "VLPACK_RESUME_DATA": "false: let a resumed run begin its data anew",
-    "VLPACK_RECORD_PACKS": "true: list every pack that is trained in vlpack/packs_rankN.jsonl",
+    RESUME_DATA: "let a resumed run begin its data anew",
+    RECORD_PACKS: "true: list every trained pack in vlpack/packs_rankN.jsonl; false: not those of streams either",
 }
 
 
@@ -105,6 +105,7 @@ def _variables() -> dict[str, Schema]:
     for schema in packing.values():
         schema.pop("default", None)
     others = {name: {"description": text} for name, text in _VARIABLES.items()}
+    others[RESUME_DATA]["enum"] = [RESTART]
     assert set(NO_OPTIONS) <= set(others)
     return {**packing, **others}
 

@@ -95,7 +95,7 @@ def _on_length(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             f"packing_length {suggested} is enough (it is {plan['packing_length']}): shorter rows, less memory",
             f"the longest of the rows has {plan['longest']} tokens, the mean {plan['mean_length']:.0f}",
         )
-    if plan["mean_fill"] < 0.9:
+    elif plan["mean_fill"] < 0.9:
         yield (
             "a longer packing_length, or packing_strategy exact, would leave less of a row empty",
             f"packs are {100 * plan['mean_fill']:.1f}% full at packing_length {plan['packing_length']}",
@@ -119,5 +119,5 @@ def _on_memory(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     taken = f"training took {size(peak)} of {size(total)}"
     if peak > FULL * total:
         yield "lower packing_length, or turn gradient checkpointing on: a longer row may not fit", taken
-    elif peak < EMPTY * total:
+    elif peak < EMPTY * total and report["plan"]["packing_length"] <= report["plan"]["suggested_length"]:
         yield f"a packing_length of {2 * report['plan']['packing_length']} may fit, and be quicker", taken

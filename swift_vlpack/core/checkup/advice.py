@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 STOP, WARN, NOTE = "stop", "warn", "note"
 """Training would not start, or not go on; it may fail or be slow; good to know."""
 MB, GB = 2**20, 2**30
-LEAST_SHARED, ENOUGH_SHARED = 128 * MB, 2 * GB
+ENOUGH_SHARED = 2 * GB
 """The batch of one worker with a few large images is some 50 MB, and every worker has two under way."""
 ENOUGH_FILES = 4096
 LEAST_DISK = GB
@@ -69,12 +69,12 @@ def _on_machine(facts: Mapping[str, Any]) -> Iterator[Advice]:
     machine = facts["machine"]
     shared = machine["shared_memory"]
     if shared is not None and shared["free"] < ENOUGH_SHARED:
-        way_out = "give the container more (`docker run --shm-size=16g` or `--ipc=host`), or --dataloader_num_workers 0"
-        is_too_little = shared["free"] < LEAST_SHARED
-        what = "dataloader workers hand over images in it and would wait for ever" if is_too_little else (
-            "dataloader workers hand over images in it, and many large ones may not fit"
-        )  # fmt: skip
-        yield Advice(STOP if is_too_little else WARN, f"/dev/shm has {size(shared['free'])} free: {what}; {way_out}")
+        yield Advice(
+            WARN,
+            f"/dev/shm has {size(shared['free'])} free: dataloader workers hand over images in it, and what does not "
+            "fit goes through pipes, which is slower; give the container more (`docker run --shm-size=16g` or "
+            "`--ipc=host`)",
+        )
     files = machine["open_files"]["soft"]
     if files is not None and files < ENOUGH_FILES:
         yield Advice(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
-from itertools import islice
 
 from swift_vlpack.core.epoch.epoch_plan import EpochPlan
 from swift_vlpack.core.epoch.rest_of_run import num_steps
@@ -54,7 +54,8 @@ class PlannedRun:
         plan = self._plan_of(stretch)
         if wanted.examples is not None:
             addresses = (address for number in range(len(plan)) for address in address_of(plan, number).samples)
-            return Found(examples=map(self._packs.example, islice(addresses, wanted.examples)))
+            first = heapq.nsmallest(wanted.examples, addresses, key=lambda one: (*one[:2], one.span or ()))
+            return Found(examples=map(self._packs.example, first))
         numbers = chosen(plan, self._feed.dataset, wanted.wish)
         if not wanted.wish.is_open:
             return Found(packs=self._of_epoch(plan, stretch, numbers), num_packs=len(numbers))

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from swift_vlpack.core import json_lines
 from swift_vlpack.core.config import is_planned
+from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.data.feeds.streamed_feed import StreamedFeed
 from swift_vlpack.host.args import packing_config
 from swift_vlpack.host.commands.inspect_planned import PlannedRun
@@ -27,7 +30,7 @@ def main(settings: Mapping[str, Any], command: str, options: Sequence[str]) -> i
     wanted = Wanted.of(settings)
     with (
         suppress(BrokenPipeError),  # of a reader that has seen enough; outside, as closing a file writes too
-        open(settings["report"], "w", encoding="utf-8") as file,
+        open(settings["report"], "w", encoding="utf-8", errors="backslashreplace") as file,
         run_of(options, num_ranks=settings["num_ranks"], command=command) as run,
     ):
         for text in told(look(run, wanted), wanted, settings):
@@ -58,14 +61,22 @@ def told(found: Found, wanted: Wanted, settings: Mapping[str, Any]) -> Iterator[
         page, said = browser(
             found.packs, found.overview, found.steps, most_mb=wanted.html_mb, num_packs=found.num_packs
         )
-        wanted.html.write_text(page, encoding="utf-8")
+        _write(wanted.html, page)
         yield f"{wanted.html}: {said}\n"
     elif settings["form"] == "json":
-        yield json.dumps(as_json(found)) + "\n"
+        yield json.dumps(json_lines.with_numbers(as_json(found)), allow_nan=False) + "\n"
     else:
         width, is_colourful = settings["width"], settings["is_colourful"]
         for parts in _parts(found, width):
             yield printed(parts, width=width, is_colourful=is_colourful)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        # A name of a file may have half a character, which UTF-8 has not.
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise ConfigError(f"--html {path} cannot be written: {error}; name a file that can be") from error
 
 
 def as_json(found: Found) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 from swift.utils import get_logger, is_master
 
 from swift_vlpack.core.account import telemetry
-from swift_vlpack.core.config import RESUME_DATA
+from swift_vlpack.core.config import RESTART, RESUME_DATA
 from swift_vlpack.core.envelope import Whole, check_fingerprint, opened, seal, signed
 from swift_vlpack.core.epoch.cuts import CUTS
 from swift_vlpack.core.errors import ConfigError, StateMismatch, VLPackError
@@ -37,7 +37,6 @@ logger = get_logger()
 FILE = STATE
 RANK_FILE = "vlpack_state_rank{}.json"
 ROWS_FILE = ROWS
-RESTART = "restart"
 WAY_OUT = f"Resume with what the checkpoint was written with, or set {RESUME_DATA}={RESTART} to start the data anew"
 _STATE = {"epoch": Whole(), "counted": telemetry.STATE, "rows": str}
 STATES = {PlannedFeed.kind: {**_STATE, "cuts": CUTS, "plan": str}, StreamedFeed.kind: _STATE}

@@ -11,12 +11,13 @@ from typing import Any
 
 from swift_vlpack.core.account.run_log import EPOCH, FOLDER
 from swift_vlpack.core.account.step_counts import share
+from swift_vlpack.core.words import counted
 from swift_vlpack.view.report import files
 from swift_vlpack.view.report.epochs import epochs_of
 from swift_vlpack.view.report.left_out import left_out_report
 from swift_vlpack.view.report.legs import Leg, legs_of, resumed_folder
 from swift_vlpack.view.report.run_folder import RunFolder
-from swift_vlpack.view.report.series import losses_of, series_of, series_of_lines
+from swift_vlpack.view.report.series import losses_of, series_of, series_of_lines, without_number
 from swift_vlpack.view.report.timeline import timeline_of
 from swift_vlpack.view.report.totals import Totals, of_epochs, of_legs
 
@@ -24,6 +25,10 @@ NO_NOTES = (
     "this run kept no notes (vlpack/run.jsonl): it was trained by an earlier version, or they could not be written. "
     "Totals are those of its epoch reports and checkpoints, without time and padding"
 )
+
+
+_MOST_STEPS = 5
+"""That a note names."""
 
 
 def run_report(run: RunFolder) -> dict[str, Any]:
@@ -49,7 +54,7 @@ def run_report(run: RunFolder) -> dict[str, Any]:
         "timeline": timeline_of(legs, checkpoints),
         "checkpoints": [_about_checkpoint(one) for one in checkpoints],
         "series": series_of(legs, losses) if legs else series_of_lines(losses),
-        "notes": _notes(run, legs),
+        "notes": [*_notes(run, legs), *_note_of_losses(without_number(losses))],
     }
 
 
@@ -135,6 +140,17 @@ def _sources(legs: Sequence[Leg], totals: Totals) -> dict[str, dict[str, Any]]:
 
 def _about_checkpoint(one: files.Checkpoint) -> dict[str, Any]:
     return {"step": one.step, "path": str(one.path), "is_complete": one.state is not None}
+
+
+def _note_of_losses(steps: Sequence[int]) -> list[str]:
+    if not steps:
+        return []
+    others = f" and {len(steps) - _MOST_STEPS} more" if len(steps) > _MOST_STEPS else ""
+    shown = ", ".join(map(str, steps[:_MOST_STEPS]))
+    return [
+        f"the logged loss is infinite or no number at {counted(len(steps), 'step')}: {shown}{others} "
+        f"(`vlpack inspect --run ... --step {steps[0]}` shows its rows)"
+    ]
 
 
 def _notes(run: RunFolder, legs: Sequence[Leg]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def series_of(legs: Sequence[Leg], losses: Mapping[int, Mapping[str, Any]]) -> l
             "tokens_per_second": round(share(event["num_tokens"], event["seconds"]), 1),
             "padding_saved": _padding_saved(event),
             "vision_share": _rounded_share(event["num_vision_tokens"], event["num_tokens"]),
-            "loss": losses.get(event["step"], {}).get("loss"),
+            "loss": _number(losses.get(event["step"], {}).get("loss")),
         }
         for number, leg in enumerate(legs)
         for event in leg.steps
@@ -49,9 +50,19 @@ def series_of_lines(losses: Mapping[int, Mapping[str, Any]]) -> list[Point]:
     """The same of a run that kept no notes, as far as its log goes."""
     unknown = dict.fromkeys(("when", "tokens_per_second", "padding_saved", "vision_share"))
     return [
-        {**unknown, "step": step, "leg": 0, "fill": line.get("pack/fill"), "loss": line["loss"]}
+        {**unknown, "step": step, "leg": 0, "fill": line.get("pack/fill"), "loss": _number(line["loss"])}
         for step, line in losses.items()
     ]
+
+
+def without_number(losses: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    """The steps at which a loss was logged that is infinite or no number."""
+    return [step for step, line in sorted(losses.items()) if _number(line["loss"]) is None]
+
+
+def _number(value: Any) -> float | None:
+    """What a curve and JSON have a place for."""
+    return value if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
 def _fill(event: Mapping[str, Any], packing_length: int) -> float | None:

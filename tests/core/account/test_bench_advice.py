@@ -100,6 +100,15 @@ def test_each_advice_names_the_measurement_it_comes_from(path, value, advice, be
     assert any(advice in one["advice"] and because in one["because"] for one in found), found
 
 
+def test_advice_about_length_does_not_contradict_itself(report):
+    """CLI-22: where a shorter pack is enough, a longer one is not proposed for its room or its memory."""
+    made = changed(changed(report, "plan/suggested_length", 4096), "plan/mean_fill", 0.7)
+    found = [one["advice"] for one in advice_on(changed(made, "packed/memory", {"peak": 10 * GB, "total": 80 * GB}))]
+    assert [advice for advice in found if "packing_length" in advice] == [
+        "packing_length 4096 is enough (it is 8192): shorter rows, less memory"
+    ]
+
+
 def test_report_for_a_reader(report):
     """CLI-22"""
     said = bench_text({**report, "advice": advice_on(report)})

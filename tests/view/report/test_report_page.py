@@ -1,8 +1,13 @@
 """The report as a page, and what it takes to make one."""
 
+import json
+import math
 import subprocess
 import sys
 
+import pytest
+
+from swift_vlpack.cli import main
 from swift_vlpack.core import json_lines
 from swift_vlpack.core.account.run_log import RunLog, events
 from swift_vlpack.view.report.report_page import report_page
@@ -65,3 +70,20 @@ def test_report_loads_neither_torch_nor_ms_swift(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
     assert "3 packs, 6 samples, 300 tokens" in done.stdout
+
+
+def test_losses_that_are_no_numbers_are_named_and_not_drawn(tmp_path, capsys):
+    """REPORT-6 REPORT-9: of a run that went wrong, in every form."""
+    train(tmp_path, range(1, 6), 1)
+    losses = [2.0, math.nan, math.inf, 3.0, 2.5]
+    lines = [{"loss": loss, "global_step/max_steps": f"{step}/5"} for step, loss in enumerate(losses, 1)]
+    json_lines.append(tmp_path / "logging.jsonl", lines)
+    made = report(tmp_path)
+    assert [point["loss"] for point in made["series"]] == [2.0, None, None, 3.0, 2.5]
+    said = "the logged loss is infinite or no number at 2 steps: 2, 3 ("
+    assert any(said in note for note in made["notes"])
+    assert said in report_page(made)
+    print_report(made, sys.stdout)
+    assert said in " ".join(capsys.readouterr().out.split())
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["notes"] == made["notes"]
