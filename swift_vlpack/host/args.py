@@ -17,6 +17,7 @@ from swift.utils import get_logger, parse_args
 from swift_vlpack.core.config import ENV_PREFIX, PackingConfig, checked, chosen_options, is_planned
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.core.packing.parts import Cutting
+from swift_vlpack.core.packing.registry import WINDOW
 from swift_vlpack.data.model import attention
 from swift_vlpack.data.rows.fusion_config import read_fusion_config
 from swift_vlpack.host.ranks import num_ranks_of_run
@@ -55,22 +56,31 @@ def settle_options(args: Any) -> None:
     args.packing = _wants_packing(args, given)
     if not is_ours(args):
         return
-    _split_as_ours(args)
     options = chosen_options(os.environ, flags={name: getattr(args, name) for name in given})
     config = checked({**options, "packing": True})
+    _split_as_ours(args, options, config)
     for name in set(options) & {"packing_length", "packing_strategy"}:
         setattr(args, name, getattr(config, name))
 
 
-def _split_as_ours(args: Any) -> None:
+def _split_as_ours(args: Any, options: dict[str, Any], config: PackingConfig) -> None:
     """ms-swift's own way of splitting rows is ours; what it has beside that goes on as without it."""
     if args.truncation_strategy != "split":
         return
-    asked = chosen_options(os.environ).get("packing_overflow", "split")
+    _refuse_truncation_of_windows(args, config)
+    asked = options.get("packing_overflow", "split")
     if asked != "split":
         raise ConfigError(f"--truncation_strategy split and packing_overflow={asked} contradict each other; give one")
     args.truncation_strategy = "delete"
     setattr(args, OVERFLOW, {"packing_overflow": "split"})
+
+
+def _refuse_truncation_of_windows(args: Any, config: PackingConfig) -> None:
+    if config.packing_strategy == WINDOW and args.truncation_strategy in ("split", "left", "right"):
+        raise ConfigError(
+            "packing_strategy=window cuts rows wherever a pack is full, so --truncation_strategy "
+            f"{args.truncation_strategy} cannot be used with it; leave that out, or take another strategy"
+        )
 
 
 def _wants_packing(args: Any, given: set[str]) -> bool:
@@ -180,6 +190,7 @@ def _refuse_what_cannot_be(args: Any, config: PackingConfig) -> None:
     ):
         if is_so:
             raise ConfigError(f"{what} cannot be used with packing: {way_out}")
+    _refuse_truncation_of_windows(args, config)
     cutting = Cutting.of(config)
     if cutting is not None and cutting.how != "drop" and args.truncation_strategy in ("left", "right"):
         raise ConfigError(

@@ -116,23 +116,43 @@ class Cutting:
 def _check(config: PackingConfig) -> None:
     """Not in the options themselves: `packing_overflow` and `packing_length` may still come from ms-swift's flags."""
     how, capacity = config.packing_overflow, config.packing_length
-    if config.packing_strategy == WINDOW and how != "keep":
+    if config.packing_strategy == WINDOW:
+        _check_windows(config)
+    for name, is_default, served in (
+        ("packing_stride", config.packing_stride == 0, ("split",)),
+        ("packing_min_len", config.packing_min_len == 1, ("split", "truncate")),
+    ):
+        if not is_default and how not in served:
+            raise ConfigError(
+                f"{name}={getattr(config, name)} would do nothing under packing_overflow={how}; set packing_overflow "
+                f"to {' or '.join(served)}, or leave it out"
+            )
+    if config.packing_stride >= capacity:
+        raise ConfigError(
+            f"packing_stride={config.packing_stride} leaves no room for a new token in a part of "
+            f"packing_length={capacity}"
+        )
+    if config.packing_min_len > capacity:
+        raise ConfigError(
+            f"packing_min_len={config.packing_min_len} is more than packing_length={capacity}: no part is so long"
+        )
+
+
+def _check_windows(config: PackingConfig) -> None:
+    how = config.packing_overflow
+    if how != "keep":
         raise ConfigError(
             f"packing_strategy=window cuts rows wherever a pack is full, so packing_overflow={how} would do nothing; "
             "leave it out, or take another strategy"
         )
-    for name, default, served in (
-        ("packing_stride", 0, ("split",)),
-        ("packing_min_len", 1, ("split", "truncate")),
+    for name, is_default, why in (
+        ("packing_stride", config.packing_stride == 0, "windows repeat nothing"),
+        ("packing_min_len", config.packing_min_len == 1, "windows have no least length"),
     ):
-        value = getattr(config, name)
-        if value != default and how not in served:
+        if not is_default:
             raise ConfigError(
-                f"{name}={value} would do nothing under packing_overflow={how}; set packing_overflow to "
-                f"{' or '.join(served)}, or leave it out"
+                f"{name}={getattr(config, name)} would do nothing under packing_strategy=window: {why}; leave it out"
             )
-        if value - default >= capacity:
-            raise ConfigError(f"{name}={value} leaves no room for a new token in a part of packing_length={capacity}")
 
 
 def parts_of(runs: Sequence[Run] | None, cutting: Cutting, num_tokens: int | None = None) -> list[Part]:

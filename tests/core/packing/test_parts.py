@@ -134,4 +134,19 @@ def test_options_that_cannot_be_or_would_do_nothing_are_refused():
         PackingConfig(packing_length=8, packing_overflow="split", packing_stride=-1)
     with pytest.raises(ConfigError, match="packing_stride=8 leaves no room"):
         Cutting.of(PackingConfig(packing_length=8, packing_overflow="split", packing_stride=8))
+    with pytest.raises(ConfigError, match="packing_min_len=9 is more than packing_length=8: no part is so long"):
+        Cutting.of(PackingConfig(packing_length=8, packing_overflow="split", packing_min_len=9))
+    assert Cutting.of(PackingConfig(packing_length=8, packing_overflow="split", packing_min_len=8)).min_len == 8
     assert Cutting.of(PackingConfig(packing_length=8)) is None
+
+
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [({"packing_stride": 2}, "windows repeat nothing"), ({"packing_min_len": 2}, "windows have no least length")],
+)
+def test_options_that_do_nothing_for_windows_are_to_be_left_out(option, why):
+    """CUT-7: not to be had by packing_overflow, which windows refuse."""
+    [(name, value)] = option.items()
+    message = f"{name}={value} would do nothing under packing_strategy=window: {why}; leave it out"
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        Cutting.of(PackingConfig(packing_length=8, packing_strategy="window", **option))

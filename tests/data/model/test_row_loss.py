@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from swift_vlpack.core.packing.parts import Span
 from swift_vlpack.data.lengths.sizes import num_supervised
 from swift_vlpack.data.model.collate import batch_of
 from swift_vlpack.data.model.row_loss import (
@@ -17,6 +18,7 @@ from swift_vlpack.data.model.row_loss import (
     weight_of_samples,
     with_fewer_targets,
 )
+from swift_vlpack.data.parts.cut import cut_sample
 from swift_vlpack.data.rows.contents import NO_LABEL
 from swift_vlpack.data.rows.samples import PackRecord, SampleId
 
@@ -93,3 +95,16 @@ def test_weights_are_the_same_however_a_step_is_shared(kind):
                     expected = wanted[number] / max(sum(weights), 1e-9) * (scale or 1.0)
                     assert torch.allclose(own, torch.full_like(own, expected))
                     at += len(labels)
+
+
+def test_a_row_in_parts_weighs_once_for_each_part():
+    """LOSS-9: its parts of six and of three targets weigh twice as much as a row of three in one piece."""
+    row = {"input_ids": list(range(11)), "labels": [NO_LABEL, *[5] * 10]}
+    parts = [cut_sample(row, span, [])["labels"] for span in (Span(0, 0, 7), Span(1, 7, 11))]
+    labels = torch.tensor([[*parts[0], *parts[1], NO_LABEL, 5, 5, 5]])
+    ids = (SampleId("a", 0, part=0), SampleId("a", 0, part=1), SampleId("a", 1))
+    step = batch_of({"labels": labels}, PackRecord(0, 0, ids, (7, 4, 4), 0), {})
+    weigh_samples([step], "sample", lambda numbers: numbers)
+    # Twelve targets are shared out among three samples: four for each, by six targets or by three.
+    of_targets = step["loss_scale"][labels != NO_LABEL]
+    assert torch.allclose(of_targets, torch.tensor([4 / 6] * 6 + [4 / 3] * 6))

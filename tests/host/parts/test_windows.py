@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.host.commands.plan import training_report
 from tests.environment import packing_options, restored_environment
 from tests.host.parts.test_runs import page, trained_ids
@@ -101,3 +102,17 @@ def test_streamed_pages_are_windows_too(small_folder, data, tmp_path, caplog):
     rows = write_jsonl(tmp_path / "chat.jsonl", [text_row(f"question {n}", "word " * 40) for n in range(6)])
     train(flags(small_folder(FAMILY), tmp_path / "chat", rows, max_steps=1, save_strategy="no"))
     assert "packing_strategy=window cuts conversations" in caplog.text
+
+
+@pytest.mark.parametrize("given", ["split", "left", "right"])
+def test_a_truncation_strategy_beside_windows_is_refused_by_name(given, small_folder, data, tmp_path):
+    """CUT-15"""
+    packing_options(**OPTIONS)
+    made = flags(small_folder(FAMILY), tmp_path / "never", data, truncation_strategy=given)
+    with pytest.raises(ConfigError) as refused:
+        training_report(made, num_ranks=1, failures_file=tmp_path / "f.jsonl", command="pt")
+    assert f"packing_strategy=window cuts rows wherever a pack is full, so --truncation_strategy {given}" in str(
+        refused.value
+    )
+    assert "leave that out, or take another strategy" in str(refused.value)
+    assert "packing_overflow" not in str(refused.value)
