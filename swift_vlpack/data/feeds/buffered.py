@@ -233,7 +233,7 @@ class _Buffer:
                     "the data has changed. Give the data of the saved run, or start without --resume_from_checkpoint"
                 )
             if isinstance(row, SampleError):
-                self._waiting |= {item.id: _error_of(row, item) for item in items}
+                self._waiting |= {item.id: row.of_part(_part_of(item)) for item in items}
                 continue
             samples = self._cut_again(number, row, items)
             for item in items:
@@ -311,10 +311,8 @@ def _row_of(key: ItemId) -> int:
     return number
 
 
-def _error_of(row: SampleError, item: Item) -> SampleError:
-    """A row that cannot be encoded any more, for each of its parts that is held."""
-    part = item.id[1] if isinstance(item.id, tuple) else None
-    return SampleError(row.sample_id._replace(part=part), row.reason, row.detail, row.is_lasting, row.files)
+def _part_of(item: Item) -> int | None:
+    return item.id[1] if isinstance(item.id, tuple) else None
 
 
 def _unchanged(sample: Encoded | SampleError | LeftOut | None, row: Encoded, item: Item) -> Encoded:

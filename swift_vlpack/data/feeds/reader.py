@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from swift_vlpack.core.account.reasons import Reason
 from swift_vlpack.core.config import PackingConfig
+from swift_vlpack.core.packing.registry import WINDOW
 from swift_vlpack.data.feeds.packs import counted_failure, packed_samples
 from swift_vlpack.data.lengths.sizes import RowSize
 from swift_vlpack.data.randomness import RandomStream
@@ -82,7 +83,7 @@ class PackReader(Dataset[PackedSamples]):
     def _encoded(self, address: PackAddress) -> list[Encoded | SampleError]:
         """The samples of a pack. A row that is cut is encoded once for all of its parts there.
 
-        The row that a pack ends inside of is kept: of documents laid end to end, the next pack goes on with it.
+        Where documents are laid end to end the row that a pack ends inside of is kept: the next pack goes on with it.
         """
         whole = [where for where in address.samples if where.span is None]
         cut = list(dict.fromkeys(_row_of(where) for where in address.samples if where.span is not None))
@@ -91,7 +92,7 @@ class PackReader(Dataset[PackedSamples]):
         encoded = self._rows(address, missing, whole)
         rows = {**known, **dict(zip(missing, encoded, strict=False))}
         samples = iter(encoded[len(missing) :])
-        last = rows.get(cut[-1]) if cut else None
+        last = rows.get(cut[-1]) if cut and self.config.packing_strategy == WINDOW else None
         self._kept = None if last is None or isinstance(last, SampleError) else (address.epoch, cut[-1], last)
         return [
             next(samples) if where.span is None else self.dataset.part_or_error(where, rows[_row_of(where)])

@@ -31,16 +31,30 @@ Rows that are looked at for media that the lengths do not count."""
 
 
 def chosen_samples(packs: Packs, is_usable: Callable[[Encoded], bool]) -> list[Encoded]:
-    """A few short samples, of every kind there is: an image, several, a video, text. Unusable ones are passed by."""
+    """A few short samples, of every kind there is: an image, several, a video, text. Unusable ones are passed by.
+
+    Beyond one of each, and two in all, only what a pack has room for: there may be no memory for a longer row.
+    """
     kinds = [filter(is_usable, kind) for kind in candidates_from(packs)]
-    chosen: list[Encoded] = []
-    wanted = len(kinds)
-    while kinds and len(chosen) < wanted:
-        found = [next(kind, None) for kind in kinds]
-        kinds = [kind for kind, sample in zip(kinds, found, strict=True) if sample is not None]
-        chosen += [sample for sample in found if sample is not None][: wanted - len(chosen)]
-        wanted = max(FEWEST, len(chosen))
-    return chosen and [chosen[at % len(chosen)] for at in range(max(2, len(chosen)))]
+    chosen = [sample for kind in kinds if (sample := next(kind, None)) is not None]
+    # Each kind of media gets a twin beside it.
+    needed = sum(length_of(sample) * (2 if kinds_of_media(sample) else 1) for sample in chosen)
+    room = packs.config.packing_length - needed
+    for sample in _in_turn(kinds):
+        if len(chosen) >= FEWEST or (len(chosen) > 1 and length_of(sample) > room):
+            break
+        chosen.append(sample)
+        room -= length_of(sample)
+    return chosen * 2 if len(chosen) == 1 else chosen
+
+
+def _in_turn(kinds: Sequence[Iterator[Encoded]]) -> Iterator[Encoded]:
+    """One of each, another one of each, and so on."""
+    left = list(kinds)
+    while left:
+        found = [(kind, next(kind, None)) for kind in left]
+        left = [kind for kind, sample in found if sample is not None]
+        yield from (sample for _, sample in found if sample is not None)
 
 
 def short_samples(packs: Packs) -> list[Encoded]:

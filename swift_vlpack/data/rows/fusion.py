@@ -187,7 +187,10 @@ class FusionCaptionDataset(Dataset[Encoded]):
 
     def part_or_error(self, address: Address, row: Encoded | SampleError) -> Encoded | SampleError:
         """The part that an address says of a row that is encoded already, or why there is none."""
-        return row if isinstance(row, SampleError) else sample_or_error(self._part, address, row)
+        assert address.span is not None
+        if isinstance(row, SampleError):
+            return row.of_part(address.span.number)
+        return sample_or_error(self._part, address, row)
 
     def samples(
         self, epoch: int, share: Share = EVERYTHING, *, start: int = 0, held: Collection[int] = ()

@@ -14,7 +14,7 @@ from swift_vlpack.core.errors import DataError, PlanError
 from swift_vlpack.data.feeds.buffered import BufferedPackingDataset, ReaderProgress
 from swift_vlpack.data.feeds.data_report import data_report, left_out_rows
 from swift_vlpack.data.feeds.feed import count_left_out
-from swift_vlpack.data.feeds.planned import address_of, left_out_by
+from swift_vlpack.data.feeds.planned import address_of, count_rows, left_out_by
 from swift_vlpack.data.feeds.reader import PackReader
 from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
 from swift_vlpack.data.rows.saved_rows import from_bytes
@@ -321,19 +321,41 @@ def test_ratios_are_of_rows_and_epochs_too_unlike_are_refused():
         PackingDataset(source, Template(), config(), num_epochs=6)
 
 
+@pytest.mark.parametrize("how", ["split", "window"])
+def test_row_that_breaks_before_it_is_loaded_is_left_out_part_by_part(how):
+    """CUT-13: one row of the account, whatever packs its parts are in."""
+    data = [{"messages": [{}], "runs": [20]}, {"messages": [{}], "runs": [75]}, {"messages": [{}], "runs": [5]}]
+    end_to_end = {"packing_strategy": "window", "packing_overflow": "keep"} if how == "window" else {}
+    packs = PackingDataset(data, Template(), config(**end_to_end))
+    data[1]["runs"] = None
+    counted = Telemetry(packing_length=30)
+    named = []
+    for pack in (packs[number] for number in range(len(packs))):
+        count_pack(counted, pack.record)
+        named += [str(left_out.sample_id) for left_out in pack.record.left_out]
+    count_rows(counted, packs.epoch_plan, packs.dataset)
+    assert sorted(named) == [f"data:1/{part}" for part in range(len(named))]
+    assert len(named) >= 3
+    assert counted.is_closed
+    account = counted.as_json()["rows"]["data"]
+    assert account == {"num_read": 3, "num_packed": 2, "num_held": 0, "num_dropped": {"encode_failed": 1}}
+
+
+def count_pack(counted, record):
+    samples = [(key.source, length) for key, length in zip(record.sample_ids, record.lengths, strict=True)]
+    if samples:
+        counted.packed(samples, further=[key.source for key in record.sample_ids if key.is_further_part])
+    for left_out in record.left_out:
+        count_left_out(counted, left_out)
+
+
 def test_streamed_feed_counts_parts_and_rows():
     """CUT-13: nobody knows of a row before it is read."""
     data = rows(20)
     feed = streamed_feed(data, Template(), config())
     counted = Telemetry(packing_length=30)
     for pack in feed.packs:
-        record = pack.record
-        samples = [(key.source, length) for key, length in zip(record.sample_ids, record.lengths, strict=True)]
-        further = [key.source for key in record.sample_ids if key.is_further_part]
-        if samples:
-            counted.packed(samples, further=further)
-        for left_out in record.left_out:
-            count_left_out(counted, left_out)
+        count_pack(counted, pack.record)
     feed.count_rows(counted)
     assert counted.is_closed
     assert counted.rows["data"].num_read == 20
