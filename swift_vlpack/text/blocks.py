@@ -54,8 +54,10 @@ class BlockOptions:
             )
         if isinstance(self.packing_strategy, str) and self.packing_strategy != WINDOW:
             strategy_named(self.packing_strategy)  # refuses what cannot be found
-        if self.is_windowed and (self.stride or not self.overflow):
-            raise ConfigError("packing_strategy=window cuts without overlap and truncates nothing: leave stride out")
+        if self.is_windowed and self.stride:
+            raise ConfigError("packing_strategy=window cuts without overlap: leave stride out")
+        if self.is_windowed and not self.overflow:
+            raise ConfigError("packing_strategy=window truncates nothing: leave overflow=False out")
 
     @property
     def is_windowed(self) -> bool:
