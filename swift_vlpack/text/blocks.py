@@ -44,7 +44,7 @@ class BlockOptions:
     def __post_init__(self) -> None:
         check_whole(1, "max_length", "min_len", max_length=self.max_length, min_len=self.min_len, max_len=self.max_len)
         check_whole(0, "stride", stride=self.stride)
-        if self.min_len > self.max_length:
+        if self.min_len > self.max_length and not self.is_windowed:  # windows only leave out whole documents
             raise ConfigError(f"min_len={self.min_len} is more than max_length={self.max_length}: no piece is so long")
         if self.stride >= self.max_length:
             raise ConfigError(f"stride must be from 0 to {self.max_length - 1} (max_length - 1), got {self.stride}")

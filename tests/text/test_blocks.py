@@ -124,6 +124,18 @@ def test_what_is_dropped_is_counted_by_reason(tokenizer):
     assert made["block_counts"][1]["too_short_pieces"] == 0, "what is in no block goes with the first"
 
 
+def test_windows_leave_out_short_documents_and_no_pieces(tokenizer):
+    """TEXT-5: a window is cut wherever it is full, so its pieces have no least length, and documents may be longer."""
+    texts = [text(*range(5)), text(9), text(*range(10, 13))]
+    made = blocks(texts, tokenizer, max_length=4, min_len=3, packing_strategy="window", **BARE)
+    assert documents_in(made) == [(4, 5, 6, 7), (8,), (14, 15, 16)]
+    assert totals(made) == {
+        "documents": 2, "cut_documents": 1, "dropped_documents": 1, "too_short_pieces": 1, "too_short_tokens": 1,
+    }  # fmt: skip
+    longer = blocks(texts, tokenizer, max_length=4, min_len=5, packing_strategy="window", **BARE)
+    assert longer["input_ids"] == [[4, 5, 6, 7], [8]]
+
+
 def test_a_batch_of_which_nothing_is_left_is_told(tokenizer, caplog):
     """TEXT-5"""
     made = blocks([text(1), text(2)], tokenizer, max_length=4, min_len=2, **BARE)
