@@ -138,7 +138,7 @@ def _check(collator: PackedCollator) -> None:
     if padding == "max_length" and max_length is None:
         raise ConfigError("padding='max_length' needs max_length")
     check_whole(1, max_length=max_length)
-    if collator.packed_sequences not in (None, True, False):
+    if collator.packed_sequences is not None and not isinstance(collator.packed_sequences, bool):
         raise ConfigError(f"packed_sequences must be None, True or False, got {collator.packed_sequences!r}")
     if collator.cu_seqlens and collator.packed_sequences is False:
         raise ConfigError("cu_seqlens lays rows end to end, which needs positions; leave packed_sequences out")

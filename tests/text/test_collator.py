@@ -229,6 +229,8 @@ def test_rows_that_come_padded_lose_their_padding(tokenizer):
         ({"max_length": 0}, "max_length must be at least 1"),
         ({"max_length": "8"}, "max_length must be a whole number"),
         ({"packed_sequences": "auto"}, "packed_sequences must be None, True or False"),
+        ({"packed_sequences": 1}, "packed_sequences must be None, True or False, got 1"),
+        ({"packed_sequences": np.True_}, "packed_sequences must be None, True or False"),
         ({"return_tensors": "tf"}, "return_tensors must be"),
         ({"cu_seqlens": True, "packed_sequences": False}, "needs positions"),
     ],
