@@ -243,6 +243,16 @@ def test_impossible_options_are_refused(tokenizer, options, said):
         PackedCollator(tokenizer)([])
 
 
+def test_a_call_says_which_tensors_and_may_not_ask_for_others(tokenizer):
+    """TEXT-11"""
+    collator = PackedCollator(tokenizer)
+    assert isinstance(collator([TWO], return_tensors="np")["input_ids"], np.ndarray)
+    assert isinstance(collator([TWO], return_tensors=None)["input_ids"], torch.Tensor)
+    for kind in ("tf", ""):
+        with pytest.raises(ConfigError, match=f"return_tensors must be 'pt' or 'np', got '{kind}'"):
+            collator([TWO], return_tensors=kind)
+
+
 def test_rows_that_look_packed_without_the_field_are_warned_of_once(tokenizer, caplog):
     """TEXT-12: Trainer drops the column unless it is told not to."""
     collator = PackedCollator(tokenizer)
