@@ -424,7 +424,7 @@ def test_repeating_nothing_ends(stream, source, said):
 
 
 def test_options_that_cannot_be_are_refused(stream):
-    """TEXT-20 TEXT-21"""
+    """TEXT-20 TEXT-21 TEXT-25 TEXT-29"""
     for options, said in (
         ({"seq_len": 0}, "seq_len must be at least 1"),
         ({"packing_mode": "wrapped"}, "packing_mode must be 'sequential' or 'bin'"),
@@ -433,6 +433,12 @@ def test_options_that_cannot_be_are_refused(stream):
         ({"packing_mode": "bin", "packing_strategy": "window"}, "packing_strategy=window is packing_mode='sequential'"),
         ({"packing_buffer_docs": 0}, "packing_buffer_docs must be at least 1"),
         ({"max_retries": -1}, "max_retries must be at least 0"),
+        ({"max_retries": 1.5}, "max_retries must be a whole number, got 1.5"),
+        ({"shuffle_buffer_size": "3"}, "shuffle_buffer_size must be a whole number, got '3'"),
+        ({"shuffle_buffer_size": None}, "shuffle_buffer_size must be a whole number, got None"),
+        ({"retry_delay_sec": "1"}, "retry_delay_sec must be a number of at least 0, got '1'"),
+        ({"retry_delay_sec": -0.5}, "retry_delay_sec must be a number of at least 0, got -0.5"),
+        ({"retry_delay_sec": float("nan")}, "retry_delay_sec must be a number of at least 0, got nan"),
         ({"tokenizer": "bert"}, "tokenizer must be"),
     ):
         with pytest.raises(ConfigError, match=said):
