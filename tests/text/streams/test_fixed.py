@@ -67,6 +67,14 @@ def test_bins_by_hand(stream):
     assert all(set(window.segment_ids.tolist()) <= {0, 1} for window in capped)
 
 
+def test_more_documents_to_choose_from_make_fewer_windows(stream):
+    """TEXT-21: 40 bytes fill four windows of ten, where the packer may pair those that fit."""
+    source = ["x" * size for size in (1, 9, 3, 7, 5, 5, 2, 8)]
+    options = {"tokenizer": "byte", "seq_len": 9, "packing_mode": "bin", **BARE}
+    num_windows = {size: len(list(stream(source, packing_buffer_docs=size, **options))) for size in (1, 4, 128)}
+    assert num_windows == {1: 8, 4: 4, 128: 4}
+
+
 def test_a_batch_by_hand(stream):
     """TEXT-22 TEXT-23"""
     source = [text(0, 1), text(2)]
