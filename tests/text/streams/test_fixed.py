@@ -85,9 +85,13 @@ def test_a_batch_by_hand(stream):
         "attention_mask": [[[True] * 4], [[True, True, False, False]]],
         "segment_ids": [[[1, 1, 1, 1]], [[1, 1, 0, 0]]],
     }
-    options = {"mask_boundary_loss": False, "train_on_eos": False}
-    (other,) = FixedBatches(stream(source, seq_len=4), batch_size=2, **options)
-    assert other["labels"].tolist() == [[[4, 5, -100, BOS], [-100, -100, -100, -100]]]
+    for options, labels in (
+        ({"mask_boundary_loss": False}, [[4, 5, EOS, BOS], [EOS, -100, -100, -100]]),
+        ({"train_on_eos": False}, [[4, 5, -100, -100], [-100, -100, -100, -100]]),
+        ({"mask_boundary_loss": False, "train_on_eos": False}, [[4, 5, -100, BOS], [-100, -100, -100, -100]]),
+    ):
+        (other,) = FixedBatches(stream(source, seq_len=4), batch_size=2, **options)
+        assert other["labels"].tolist() == [labels]
 
 
 @pytest.mark.parametrize("mode", ["sequential", "bin"])
