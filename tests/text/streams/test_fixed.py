@@ -121,6 +121,18 @@ def test_every_batch_has_one_shape_and_the_last_one_is_counted(stream, mode, dro
         assert next(batches, None) is None, "the end stays the end"
 
 
+def test_truncated_documents_by_hand(stream):
+    """TEXT-20 TEXT-23: `max_doc_tokens` is of the text; BOS and EOS are added to what is left of it."""
+    one = stream([text(*range(5)), text(9, 10), text(*range(20, 24))], seq_len=5, max_doc_tokens=2)
+    assert [window.tokens.tolist() for window in one] == [
+        [BOS, 4, 5, EOS, BOS, 13], [14, EOS, BOS, 24, 25, EOS],
+    ]  # fmt: skip
+    assert one.counts == {
+        "documents": 3, "tokens": 12, "windows": 2, "padding_tokens": 0, "truncated_documents": 2,
+        "truncated_tokens": 3 + 2,
+    }  # fmt: skip
+
+
 def test_dropped_tokens_by_hand(stream):
     """TEXT-23"""
     batches = FixedBatches(stream([text(*range(11))], seq_len=3, **BARE), batch_size=2, drop_last=True)
