@@ -340,6 +340,19 @@ def test_a_stream_that_has_changed_is_refused(stream, kind):
         stream(SOURCES[kind](None, source)).load_state_dict(one.state_dict())
 
 
+@pytest.mark.parametrize("mode", ["sequential", "bin"])
+def test_a_held_document_that_has_lost_tokens_is_refused(stream, mode):
+    """TEXT-26: as an empty one has, which was BOS and EOS in states of before."""
+    source = [text(*range(9)), text(*range(5)), text(*range(5)), text(1)]
+    options = {"seq_len": 7, "packing_mode": mode, "packing_buffer_docs": 4}
+    one = stream(source, **options)
+    next(one), next(one)
+    state = json.loads(json.dumps(one.state_dict()))
+    source[1:3] = "", ""
+    with pytest.raises(DataError, match=r"the document at [12] has 0 tokens, and the state holds its first 7"):
+        stream(source, **options).load_state_dict(state)
+
+
 def test_a_state_of_something_else_is_refused_by_name(stream, tokenizer, tmp_path):
     """TEXT-26"""
     path = tmp_path / "a.txt"
