@@ -22,7 +22,7 @@ from swift_vlpack.text.checks import check_whole
 from swift_vlpack.text.counts import COLUMN, left_out, records
 from swift_vlpack.text.cutting import Piece, pieces_of, windows_of
 from swift_vlpack.text.rows import IGNORED
-from swift_vlpack.text.special import edge_tokens, token_ids
+from swift_vlpack.text.special import edge_tokens, edged, token_ids
 from swift_vlpack.text.vocabulary import tokenizer_of
 
 Tokens = NDArray[np.int64]
@@ -44,7 +44,7 @@ class BlockOptions:
     def __post_init__(self) -> None:
         check_whole(1, "max_length", "min_len", max_length=self.max_length, min_len=self.min_len, max_len=self.max_len)
         check_whole(0, "stride", stride=self.stride)
-        if self.min_len > self.max_length:
+        if self.min_len > self.max_length and not self.is_windowed:  # windows only leave out whole documents
             raise ConfigError(f"min_len={self.min_len} is more than max_length={self.max_length}: no piece is so long")
         if self.stride >= self.max_length:
             raise ConfigError(f"stride must be from 0 to {self.max_length - 1} (max_length - 1), got {self.stride}")
@@ -54,8 +54,10 @@ class BlockOptions:
             )
         if isinstance(self.packing_strategy, str) and self.packing_strategy != WINDOW:
             strategy_named(self.packing_strategy)  # refuses what cannot be found
-        if self.is_windowed and (self.stride or not self.overflow):
-            raise ConfigError("packing_strategy=window cuts without overlap and truncates nothing: leave stride out")
+        if self.is_windowed and self.stride:
+            raise ConfigError("packing_strategy=window cuts without overlap: leave stride out")
+        if self.is_windowed and not self.overflow:
+            raise ConfigError("packing_strategy=window truncates nothing: leave overflow=False out")
 
     @property
     def is_windowed(self) -> bool:
@@ -109,7 +111,7 @@ def block_tokenize(  # noqa: PLR0913 - the options of one `functools.partial`, a
 def _documents(
     features: Mapping[str, Sequence[Any]], feature: str, tokenizer: Any, edges: tuple[list[int], list[int]]
 ) -> list[Tokens]:
-    """The tokens of every document, with BOS and EOS; of one that is null, none."""
+    """The tokens of every document, with BOS and EOS; of one that is null, or of no token, none."""
     if feature not in features:
         raise DataError(f"the rows have no {feature!r}; they have {', '.join(features)}: name the text with feature=")
     if isinstance(features[feature], str):
@@ -118,9 +120,8 @@ def _documents(
     for row, text in enumerate(texts):
         if text is not None and not isinstance(text, str):
             raise DataError(f"row {row}: {feature} must be a text, got {type(text).__name__}")
-    before, behind = edges
     tokens = iter(token_ids(tokenizer, [text for text in texts if text is not None]))
-    return [np.array([] if text is None else [*before, *next(tokens), *behind], dtype=np.int64) for text in texts]
+    return [np.array(edged([] if text is None else next(tokens), edges), dtype=np.int64) for text in texts]
 
 
 def _blocks(lengths: list[int], options: BlockOptions, lost: Counter[str]) -> list[list[Piece]]:

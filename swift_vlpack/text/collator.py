@@ -60,6 +60,8 @@ class PackedCollator:
         """A batch of these rows, each field but the boundaries `(num_rows, num_tokens)`, or `(1, num_tokens)`."""
         if not features:
             raise DataError("a batch of no rows cannot be collated")
+        kind = self.return_tensors if return_tensors is None else return_tensors
+        _check_kind(kind)
         is_packed = self._is_packed(features)
         rows = [
             row_of(feature, f"row {number} of the batch", self._specials, by_tokens=self.packed_sequences is True)
@@ -72,7 +74,7 @@ class PackedCollator:
         arrays = {name: np.stack([field[name] for field in fields]) for name in fields[0]}
         if self.cu_seqlens:
             arrays |= _boundaries(lines[0].documents, width)
-        return batch_of(arrays, is_packed=is_packed, return_tensors=return_tensors or self.return_tensors)
+        return batch_of(arrays, is_packed=is_packed, return_tensors=kind)
 
     def _is_packed(self, features: Sequence[Mapping[str, Any]]) -> bool:
         if self.packed_sequences is not None:
@@ -138,12 +140,16 @@ def _check(collator: PackedCollator) -> None:
     if padding == "max_length" and max_length is None:
         raise ConfigError("padding='max_length' needs max_length")
     check_whole(1, max_length=max_length)
-    if collator.packed_sequences not in (None, True, False):
+    if collator.packed_sequences is not None and not isinstance(collator.packed_sequences, bool):
         raise ConfigError(f"packed_sequences must be None, True or False, got {collator.packed_sequences!r}")
     if collator.cu_seqlens and collator.packed_sequences is False:
         raise ConfigError("cu_seqlens lays rows end to end, which needs positions; leave packed_sequences out")
-    if collator.return_tensors not in ("pt", "np"):
-        raise ConfigError(f"return_tensors must be 'pt' or 'np', got {collator.return_tensors!r}")
+    _check_kind(collator.return_tensors)
+
+
+def _check_kind(return_tensors: str) -> None:
+    if return_tensors not in ("pt", "np"):
+        raise ConfigError(f"return_tensors must be 'pt' or 'np', got {return_tensors!r}")
 
 
 def _segments(row: Row, is_packed: bool) -> Boundaries:

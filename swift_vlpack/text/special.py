@@ -19,6 +19,16 @@ def edge_tokens(tokenizer: Any, *, add_bos: bool, add_eos: bool) -> tuple[list[i
     return _edge(tokenizer, "bos", add_bos), _edge(tokenizer, "eos", add_eos)
 
 
+def edged(ids: list[int], edges: tuple[list[int], list[int]]) -> list[int]:
+    """A document between its edges; one without a token has none, or BOS and EOS alone would be trained on.
+
+    >>> edged([5, 6], ([0], [1])), edged([], ([0], [1]))
+    ([0, 5, 6, 1], [])
+    """
+    before, behind = edges
+    return [*before, *ids, *behind] if ids else []
+
+
 def token_id(tokenizer: Any, name: str) -> int | None:
     """The number of the `bos`, `eos` or `pad` token."""
     found = getattr(tokenizer, f"{name}_token_id", None)

@@ -124,6 +124,29 @@ def test_what_is_dropped_is_counted_by_reason(tokenizer):
     assert made["block_counts"][1]["too_short_pieces"] == 0, "what is in no block goes with the first"
 
 
+@pytest.mark.parametrize("strategy", ["greedy", "window"])
+def test_an_empty_document_is_not_its_bos_and_eos(tokenizer, strategy):
+    """TEXT-5: whatever its edges are, nothing is between them; the lengths that limits mean have BOS and EOS."""
+    texts = ["", text(0), None, "  ", text(1, 2)]
+    made = blocks(texts, tokenizer, max_length=8, packing_strategy=strategy)
+    assert made["input_ids"] == [[BOS, 4, EOS, BOS, 5, 6, EOS]]
+    assert totals(made) == {"documents": 2, "dropped_documents": 3, "empty_document_pieces": 3}
+    assert blocks(texts, tokenizer, max_length=8, min_len=4)["input_ids"] == [[BOS, 5, 6, EOS]]
+    assert blocks(texts, tokenizer, max_length=8, max_len=3)["input_ids"] == [[BOS, 4, EOS]]
+
+
+def test_windows_leave_out_short_documents_and_no_pieces(tokenizer):
+    """TEXT-5: a window is cut wherever it is full, so its pieces have no least length, and documents may be longer."""
+    texts = [text(*range(5)), text(9), text(*range(10, 13))]
+    made = blocks(texts, tokenizer, max_length=4, min_len=3, packing_strategy="window", **BARE)
+    assert documents_in(made) == [(4, 5, 6, 7), (8,), (14, 15, 16)]
+    assert totals(made) == {
+        "documents": 2, "cut_documents": 1, "dropped_documents": 1, "too_short_pieces": 1, "too_short_tokens": 1,
+    }  # fmt: skip
+    longer = blocks(texts, tokenizer, max_length=4, min_len=5, packing_strategy="window", **BARE)
+    assert longer["input_ids"] == [[4, 5, 6, 7], [8]]
+
+
 def test_a_batch_of_which_nothing_is_left_is_told(tokenizer, caplog):
     """TEXT-5"""
     made = blocks([text(1), text(2)], tokenizer, max_length=4, min_len=2, **BARE)
@@ -165,7 +188,7 @@ def test_conversations_of_qwen_stay_whole(caplog):
 def test_every_token_of_every_document_is_in_exactly_one_place(tokenizer, name):
     """TEXT-2 TEXT-9"""
     for seed in range(12):
-        texts, max_length = corpus(seed, 40), random.Random(seed).choice((5, 16, 50))
+        texts, max_length = [one for one in corpus(seed, 40) if one], random.Random(seed).choice((5, 16, 50))
         made = blocks(texts, tokenizer, max_length=max_length, packing_strategy=name)
         wanted = Counter(token for one in texts for token in [BOS, *tokenizer(one)["input_ids"], EOS])
         assert Counter(token for ids in made["input_ids"] for token in ids) == wanted
@@ -174,7 +197,7 @@ def test_every_token_of_every_document_is_in_exactly_one_place(tokenizer, name):
             assert starts[0] == 0
             assert starts == sorted(set(starts))
             assert starts[-1] < len(ids)
-        assert sum(counts["documents"] for counts in made["block_counts"]) == 40
+        assert sum(counts["documents"] for counts in made["block_counts"]) == len(texts)
         if name in ("greedy", "window"):
             flat = [token for ids in made["input_ids"] for token in ids]
             assert flat == [token for one in texts for token in [BOS, *tokenizer(one)["input_ids"], EOS]]
@@ -193,9 +216,10 @@ def test_the_account_closes_under_all_options(tokenizer, strategy, stride, overf
         texts = [*corpus(seed, 30), None]
         made = blocks(texts, tokenizer, max_length=11, packing_strategy=strategy, **options)
         counts = totals(made)
-        num_read = sum(len(tokenizer(one)["input_ids"]) + 2 for one in texts if one is not None)
+        num_read = sum(len(tokenizer(one)["input_ids"]) + 2 for one in texts if one)
         num_kept = sum(len(ids) for ids in made["input_ids"]) - counts["repeated_tokens"]
         dropped = sum(counts[f"{reason}_tokens"] for reason in ("too_short", "too_long", "empty_document"))
+        assert counts["empty_document_pieces"] == sum(not one for one in texts) > 1
         assert num_read == num_kept + dropped + counts["truncated_tokens"]
         if stride:
             targets = [token for labels in made["labels"] for token in labels if token != -100]
@@ -260,7 +284,8 @@ def test_a_function_groups_the_pieces_and_is_checked(tokenizer, monkeypatch):
         ({"max_length": 8, "max_len": 0}, "max_len must be at least 1"),
         ({"max_length": 8, "stride": 8}, "stride must be from 0 to 7"),
         ({"max_length": 8, "stride": 2, "overflow": False}, "overflow=False makes none"),
-        ({"max_length": 8, "packing_strategy": "window", "stride": 2}, "packing_strategy=window"),
+        ({"max_length": 8, "packing_strategy": "window", "stride": 2}, "without overlap: leave stride out"),
+        ({"max_length": 8, "packing_strategy": "window", "overflow": False}, "truncates nothing: leave overflow=False"),
         ({"max_length": 8, "packing_strategy": "magic"}, "packing_strategy must be one of"),
         ({"max_length": 8, "packing_strategy": "magic", "packed": False}, "packing_strategy must be one of"),
     ],
@@ -324,8 +349,8 @@ def test_map_in_two_processes_makes_what_one_makes(rows, tokenizer):
         assert report["documents"] + report["dropped_documents"] == 300
         assert report["uncounted_documents"] == 0
         assert report["dropped"]["too_long"] == {"pieces": 1, "tokens": 202}
-        assert report["dropped"]["empty_document"]["pieces"] == 1
-    read = sum(len(tokenizer(one)["input_ids"]) + 2 for one in rows["text"] if one is not None)
+        assert report["dropped"]["empty_document"]["pieces"] == sum(not one for one in rows["text"])
+    read = sum(len(tokenizer(one)["input_ids"]) + 2 for one in rows["text"] if one)
     for made in (one, two):
         report = block_report(made)
         assert "uncounted_documents" not in report

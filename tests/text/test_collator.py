@@ -229,6 +229,8 @@ def test_rows_that_come_padded_lose_their_padding(tokenizer):
         ({"max_length": 0}, "max_length must be at least 1"),
         ({"max_length": "8"}, "max_length must be a whole number"),
         ({"packed_sequences": "auto"}, "packed_sequences must be None, True or False"),
+        ({"packed_sequences": 1}, "packed_sequences must be None, True or False, got 1"),
+        ({"packed_sequences": np.True_}, "packed_sequences must be None, True or False"),
         ({"return_tensors": "tf"}, "return_tensors must be"),
         ({"cu_seqlens": True, "packed_sequences": False}, "needs positions"),
     ],
@@ -239,6 +241,16 @@ def test_impossible_options_are_refused(tokenizer, options, said):
         PackedCollator(tokenizer, **options)
     with pytest.raises(DataError, match="no rows"):
         PackedCollator(tokenizer)([])
+
+
+def test_a_call_says_which_tensors_and_may_not_ask_for_others(tokenizer):
+    """TEXT-11"""
+    collator = PackedCollator(tokenizer)
+    assert isinstance(collator([TWO], return_tensors="np")["input_ids"], np.ndarray)
+    assert isinstance(collator([TWO], return_tensors=None)["input_ids"], torch.Tensor)
+    for kind in ("tf", ""):
+        with pytest.raises(ConfigError, match=f"return_tensors must be 'pt' or 'np', got '{kind}'"):
+            collator([TWO], return_tensors=kind)
 
 
 def test_rows_that_look_packed_without_the_field_are_warned_of_once(tokenizer, caplog):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from typing import Any
 
 from swift_vlpack.core.errors import ConfigError, DataError, SourceError, VLPackError
 from swift_vlpack.core.shuffle import sort_keys
+from swift_vlpack.text.checks import check_whole
 from swift_vlpack.text.streams.sources import Document, Source
 
 logger = logging.getLogger(__name__)
@@ -32,9 +35,11 @@ class ReadOptions:
     """Wait before the first retry; twice as long before each further one."""
 
     def __post_init__(self) -> None:
-        for name in ("shuffle_buffer_size", "max_retries", "retry_delay_sec"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
+        names = ("shuffle_buffer_size", "max_retries")
+        check_whole(0, *names, **{name: getattr(self, name) for name in names})
+        delay = self.retry_delay_sec
+        if not isinstance(delay, Real) or isinstance(delay, bool) or not 0 <= delay < math.inf:
+            raise ConfigError(f"retry_delay_sec must be a number of at least 0, got {delay!r}")
 
 
 class Documents:

@@ -18,7 +18,7 @@ from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.errors import ConfigError, DataError
 from swift_vlpack.core.packing.registry import WINDOW
 from swift_vlpack.text.checks import check_whole
-from swift_vlpack.text.special import edge_tokens, token_id, token_ids
+from swift_vlpack.text.special import edge_tokens, edged, token_id, token_ids
 from swift_vlpack.text.streams.local import LocalText
 from swift_vlpack.text.streams.reading import Documents, ReadOptions
 from swift_vlpack.text.streams.sources import source_of
@@ -208,8 +208,7 @@ class TextStream:
         if longest is not None and len(ids) > longest:
             counts.update(truncated_documents=1, truncated_tokens=len(ids) - longest)
             ids = ids[:longest]
-        before, behind = self._edges
-        return np.array([*before, *ids, *behind], dtype=np.int32)
+        return np.array(edged(ids, self._edges), dtype=np.int32)
 
     def _fetcher(self) -> Fetch:
         """Documents that were counted when they came first; one that is held in many pieces is tokenized once."""

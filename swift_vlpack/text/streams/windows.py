@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.core.config import PackingConfig
+from swift_vlpack.core.errors import DataError
 from swift_vlpack.core.packing.packer import Packer
 from swift_vlpack.core.packing.records import Pack
 from swift_vlpack.text.cutting import pieces_of
@@ -55,7 +56,13 @@ def restored(saved: list[Any], fetch: Fetch) -> Part:
     address, start, end, tokens = saved
     if address is None:
         return Part(np.array(tokens, dtype=np.int32), None, start, end)
-    return Part(fetch(address), address, start, end)
+    found = fetch(address)
+    if len(found) < end:  # in states of before, an empty document was its BOS and EOS
+        raise DataError(
+            f"the document at {address} has {len(found)} tokens, and the state holds its first {end}; the data has "
+            "changed, or an earlier version saved the state: begin anew"
+        )
+    return Part(found, address, start, end)
 
 
 class Windows(Protocol):

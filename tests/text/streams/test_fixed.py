@@ -67,6 +67,14 @@ def test_bins_by_hand(stream):
     assert all(set(window.segment_ids.tolist()) <= {0, 1} for window in capped)
 
 
+def test_more_documents_to_choose_from_make_fewer_windows(stream):
+    """TEXT-21: 40 bytes fill four windows of ten, where the packer may pair those that fit."""
+    source = ["x" * size for size in (1, 9, 3, 7, 5, 5, 2, 8)]
+    options = {"tokenizer": "byte", "seq_len": 9, "packing_mode": "bin", **BARE}
+    num_windows = {size: len(list(stream(source, packing_buffer_docs=size, **options))) for size in (1, 4, 128)}
+    assert num_windows == {1: 8, 4: 4, 128: 4}
+
+
 def test_a_batch_by_hand(stream):
     """TEXT-22 TEXT-23"""
     source = [text(0, 1), text(2)]
@@ -77,9 +85,13 @@ def test_a_batch_by_hand(stream):
         "attention_mask": [[[True] * 4], [[True, True, False, False]]],
         "segment_ids": [[[1, 1, 1, 1]], [[1, 1, 0, 0]]],
     }
-    options = {"mask_boundary_loss": False, "train_on_eos": False}
-    (other,) = FixedBatches(stream(source, seq_len=4), batch_size=2, **options)
-    assert other["labels"].tolist() == [[[4, 5, -100, BOS], [-100, -100, -100, -100]]]
+    for options, labels in (
+        ({"mask_boundary_loss": False}, [[4, 5, EOS, BOS], [EOS, -100, -100, -100]]),
+        ({"train_on_eos": False}, [[4, 5, -100, -100], [-100, -100, -100, -100]]),
+        ({"mask_boundary_loss": False, "train_on_eos": False}, [[4, 5, -100, BOS], [-100, -100, -100, -100]]),
+    ):
+        (other,) = FixedBatches(stream(source, seq_len=4), batch_size=2, **options)
+        assert other["labels"].tolist() == [labels]
 
 
 @pytest.mark.parametrize("mode", ["sequential", "bin"])
@@ -109,6 +121,18 @@ def test_every_batch_has_one_shape_and_the_last_one_is_counted(stream, mode, dro
         assert next(batches, None) is None, "the end stays the end"
 
 
+def test_truncated_documents_by_hand(stream):
+    """TEXT-20 TEXT-23: `max_doc_tokens` is of the text; BOS and EOS are added to what is left of it."""
+    one = stream([text(*range(5)), text(9, 10), text(*range(20, 24))], seq_len=5, max_doc_tokens=2)
+    assert [window.tokens.tolist() for window in one] == [
+        [BOS, 4, 5, EOS, BOS, 13], [14, EOS, BOS, 24, 25, EOS],
+    ]  # fmt: skip
+    assert one.counts == {
+        "documents": 3, "tokens": 12, "windows": 2, "padding_tokens": 0, "truncated_documents": 2,
+        "truncated_tokens": 3 + 2,
+    }  # fmt: skip
+
+
 def test_dropped_tokens_by_hand(stream):
     """TEXT-23"""
     batches = FixedBatches(stream([text(*range(11))], seq_len=3, **BARE), batch_size=2, drop_last=True)
@@ -122,7 +146,7 @@ def test_every_token_is_in_exactly_one_window(stream, tokenizer, mode, shuffle):
     """TEXT-20 TEXT-21 TEXT-29"""
     for seed in range(8):
         source = corpus(seed, 60, longest=30)
-        wanted = [[BOS, *tokenizer(one)["input_ids"], EOS] for one in source]
+        wanted = [[BOS, *tokenizer(one)["input_ids"], EOS] for one in source if one]
         made = stream(source, packing_mode=mode, shuffle_buffer_size=shuffle, seed=seed, packing_buffer_docs=16)
         windows = list(made)
         flat = [token for window in windows for token in window.tokens[window.segment_ids != 0].tolist()]
@@ -316,6 +340,19 @@ def test_a_stream_that_has_changed_is_refused(stream, kind):
         stream(SOURCES[kind](None, source)).load_state_dict(one.state_dict())
 
 
+@pytest.mark.parametrize("mode", ["sequential", "bin"])
+def test_a_held_document_that_has_lost_tokens_is_refused(stream, mode):
+    """TEXT-26: as an empty one has, which was BOS and EOS in states of before."""
+    source = [text(*range(9)), text(*range(5)), text(*range(5)), text(1)]
+    options = {"seq_len": 7, "packing_mode": mode, "packing_buffer_docs": 4}
+    one = stream(source, **options)
+    next(one), next(one)
+    state = json.loads(json.dumps(one.state_dict()))
+    source[1:3] = "", ""
+    with pytest.raises(DataError, match=r"the document at [12] has 0 tokens, and the state holds its first 7"):
+        stream(source, **options).load_state_dict(state)
+
+
 def test_a_state_of_something_else_is_refused_by_name(stream, tokenizer, tmp_path):
     """TEXT-26"""
     path = tmp_path / "a.txt"
@@ -390,9 +427,10 @@ def test_sources_that_cannot_be_are_refused(stream, tmp_path):
 
 def test_text_key_and_rows_without_text(stream):
     """TEXT-24"""
-    one = stream([{"content": text(1)}, {"content": None}, {"content": ""}], text_key="content", add_eos=False)
-    assert [window.tokens.tolist() for window in one] == [[BOS, 5, BOS, PAD, PAD, PAD, PAD, PAD]]
-    assert one.counts["empty_documents"] == 1
+    rows = [{"content": one} for one in (text(1), None, "", "  ", text(2))]
+    one = stream(rows, text_key="content")
+    assert [window.tokens.tolist() for window in one] == [[BOS, 5, EOS, BOS, 6, EOS, PAD, PAD]]
+    assert (one.counts["documents"], one.counts["empty_documents"]) == (2, 3)
     assert list(stream([], seq_len=3)) == []
 
 
@@ -414,9 +452,7 @@ def test_repeat_and_shuffle(stream):
     assert drawn(20, shuffle_buffer_size=1) == list(range(20))
 
 
-@pytest.mark.parametrize(
-    ("source", "said"), [([], "without a document"), ([None, None], "no document of a whole epoch")]
-)
+@pytest.mark.parametrize(("source", "said"), [([], "without a document"), ([None, ""], "no document of a whole epoch")])
 def test_repeating_nothing_ends(stream, source, said):
     """TEXT-29"""
     with pytest.raises(DataError, match=said):
@@ -424,7 +460,7 @@ def test_repeating_nothing_ends(stream, source, said):
 
 
 def test_options_that_cannot_be_are_refused(stream):
-    """TEXT-20 TEXT-21"""
+    """TEXT-20 TEXT-21 TEXT-25 TEXT-29"""
     for options, said in (
         ({"seq_len": 0}, "seq_len must be at least 1"),
         ({"packing_mode": "wrapped"}, "packing_mode must be 'sequential' or 'bin'"),
@@ -433,6 +469,12 @@ def test_options_that_cannot_be_are_refused(stream):
         ({"packing_mode": "bin", "packing_strategy": "window"}, "packing_strategy=window is packing_mode='sequential'"),
         ({"packing_buffer_docs": 0}, "packing_buffer_docs must be at least 1"),
         ({"max_retries": -1}, "max_retries must be at least 0"),
+        ({"max_retries": 1.5}, "max_retries must be a whole number, got 1.5"),
+        ({"shuffle_buffer_size": "3"}, "shuffle_buffer_size must be a whole number, got '3'"),
+        ({"shuffle_buffer_size": None}, "shuffle_buffer_size must be a whole number, got None"),
+        ({"retry_delay_sec": "1"}, "retry_delay_sec must be a number of at least 0, got '1'"),
+        ({"retry_delay_sec": -0.5}, "retry_delay_sec must be a number of at least 0, got -0.5"),
+        ({"retry_delay_sec": float("nan")}, "retry_delay_sec must be a number of at least 0, got nan"),
         ({"tokenizer": "bert"}, "tokenizer must be"),
     ):
         with pytest.raises(ConfigError, match=said):
