@@ -104,7 +104,7 @@ def _variables() -> dict[str, Schema]:
     packing = {ENV_PREFIX + spec.name.upper(): option_schema(spec) for spec in fields(PackingConfig)}
     for schema in packing.values():
         schema.pop("default", None)
-    others = {name: {"description": text} for name, text in _VARIABLES.items()}
+    others: dict[str, Schema] = {name: {"description": text} for name, text in _VARIABLES.items()}
     others[RESUME_DATA]["enum"] = [RESTART]
     assert set(NO_OPTIONS) <= set(others)
     return {**packing, **others}

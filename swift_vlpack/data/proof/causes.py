@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,7 +136,7 @@ def _of_moved(evidence: Evidence) -> str:
     if crossed and len(crossed) < len(boundaries):
         numbers = ", ".join(str(number + 1) for number in sorted(crossed))
         return f"the boundary before sample {numbers} of the row is lost, while others hold (wrong cu_seq_lens)"
-    if any(map(is_stateful, evidence.model_types)):
+    if not evidence.layer_type and any(map(is_stateful, evidence.model_types)):
         return of_linear_attention()
     return (
         "samples behind a changed one moved and none before it, so the mask is causal and has no boundaries: a mask or "
@@ -153,7 +153,7 @@ def _of_differing(evidence: Evidence) -> str:
     is_of_media = evidence.layer == EMBEDDINGS or evidence.given or not is_all_media
     if differing and is_of_media and all(profile.has_media for profile in differing):
         return _of_media(evidence)
-    if evidence.rope_type in ("dynamic", "longrope", "su"):
+    if evidence.rope_type in ("dynamic", "longrope", "su") and _are_shorter(differing, evidence.profiles):
         return (
             f"the model's RoPE is {evidence.rope_type}, which takes its frequencies by the longest sample of the row; "
             "set packing_length to the length up to which it does not"
@@ -165,6 +165,12 @@ def _of_differing(evidence: Evidence) -> str:
     if differing and not evidence.profiles[0].differs:
         return "positions are not restarted at the boundaries, or are those of the whole row: all but the first differ"
     return _of_attention(evidence, differing)
+
+
+def _are_shorter(differing: Sequence[Profile], profiles: Sequence[Profile]) -> bool:
+    """Whether all that differ lie beside a longer one, which does not."""
+    longest = max(profile.num_tokens for profile in profiles)
+    return bool(differing) and all(profile.num_tokens < longest for profile in differing)
 
 
 def _of_media(evidence: Evidence) -> str:

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from swift_vlpack.data.model import transport
 from swift_vlpack.data.model.collate import batch_of
-from tests.e2e.ranks import why_no_namespace, with_shared_memory_of
+from tests.namespaces import why_no_namespace, with_shared_memory_of
 
 NUM = 24
 

@@ -47,7 +47,18 @@ CAUSES = {
     "all from the first token": (seen(WRONG, WRONG), "from their first token on, .*sinks"),
     "all from the second token": (seen(*[Profile(30, False, 1, 29)] * 2), "second token on, .*scaling, soft cap"),
     "behind the window": (seen(Profile(30, False, 16, 29), RIGHT, window=16), "its window is 16 tokens"),
-    "rope": (seen(WRONG, WRONG, rope_type="longrope"), "RoPE is longrope, which takes its frequencies by the longest"),
+    "rope": (
+        seen(Profile(20, False, 1, 19), RIGHT, rope_type="longrope"),
+        "RoPE is longrope, which takes its frequencies by the longest",
+    ),
+    "rope, and the longest too": (seen(WRONG, WRONG, rope_type="longrope"), "first token on, .*sinks"),
+    "all later ones, in a layer without a state": (
+        seen(RIGHT, WRONG, WRONG, moved=LATER, layer_type="full_attention", model_types=("linear_attention",)),
+        "causal and has no boundaries",
+    ),
+    "all later ones, of a model with a state": (
+        seen(RIGHT, WRONG, WRONG, moved=LATER, model_types=("linear_attention",)), "linear attention",
+    ),
     "in training only": (
         seen(RIGHT, WRONG, WRONG, moved=LATER, is_only_in_training=True), "in training mode, not in eval.*, samples",
     ),

@@ -104,6 +104,14 @@ def test_broken_short_rows_do_not_stop_good_data(packs, training, monkeypatch, n
     )
 
 
+def test_more_samples_than_a_pack_has_room_for_are_not_taken(packs, rows):
+    """ISO-12: a row longer than those that are trained might find no memory; two there have to be."""
+    long = [text_row(f"question {n}", "word " * 300) for n in range(6)]
+    chosen = chosen_samples(packs(long), anything)
+    assert [len(chosen), len(chosen_samples(packs(texts(6)), anything))] == [2, 4]
+    assert sum(sample["length"] for sample in chosen) > 400, "of packs with room for one"
+
+
 def test_odd_rows_are_passed_by(packs, rows):
     """ISO-12"""
     chosen = chosen_samples(packs([*texts(8), rows["image"]]), lambda sample: sample["sample_id"].row > 3)

@@ -13,10 +13,11 @@ import pytest
 from swift_vlpack.data.rows.samples import TooManyFailures
 from swift_vlpack.host.training.callback import PackingCallback
 from swift_vlpack.host.training.state import FILE, StateNotSaved, save_state
-from tests.e2e.ranks import Run, trained, why_no_namespace, with_shared_memory_of
+from tests.e2e.ranks import Run, trained
 from tests.host.runs import argv, epoch_report, log_lines, packed_argv, train
 from tests.images import photo
 from tests.marks import telling
+from tests.namespaces import why_no_namespace, with_shared_memory_of
 from tests.rows import image_row, text_row, write_jsonl
 
 FAMILY = "qwen2_5_vl"
