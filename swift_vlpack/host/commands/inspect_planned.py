@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 from swift_vlpack.core.epoch.epoch_plan import EpochPlan
 from swift_vlpack.core.epoch.rest_of_run import num_steps
@@ -15,6 +16,7 @@ from swift_vlpack.core.errors import ConfigError, StateMismatch
 from swift_vlpack.core.loss_log import Loss, loss_at, spikes
 from swift_vlpack.data.feeds.planned import address_of
 from swift_vlpack.data.feeds.planned_feed import PlannedFeed
+from swift_vlpack.data.rows.samples import Address
 from swift_vlpack.data.shown.choice import chosen
 from swift_vlpack.data.shown.epochs import overview_of
 from swift_vlpack.data.shown.packs import Place
@@ -54,13 +56,18 @@ class PlannedRun:
         plan = self._plan_of(stretch)
         if wanted.examples is not None:
             addresses = (address for number in range(len(plan)) for address in address_of(plan, number).samples)
-            first = heapq.nsmallest(wanted.examples, addresses, key=lambda one: (*one[:2], one.span or ()))
+            first = heapq.nsmallest(wanted.examples, addresses, key=self._in_files)
             return Found(examples=map(self._packs.example, first))
         numbers = chosen(plan, self._feed.dataset, wanted.wish)
         if not wanted.wish.is_open:
             return Found(packs=self._of_epoch(plan, stretch, numbers), num_packs=len(numbers))
         shown = numbers if wanted.html else numbers[:1]
         return Found(overview=overview_of(plan), packs=self._of_epoch(plan, stretch, shown), num_packs=len(numbers))
+
+    def _in_files(self, address: Address) -> tuple[Any, ...]:
+        """Where a sample comes in the order of the files, which ms-swift shuffles when it loads them."""
+        source = self._feed.dataset.sources[address.source]
+        return address.source, source.row_number(address.row_index), address.span or ()
 
     # -- packs ------------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,26 @@ def test_steps_of_a_run_lead_to_the_packs_that_were_trained(run, data):
             seen(step=999)
 
 
+def test_jumps_of_the_loss_lead_to_the_packs_behind_them(run, tmp_path):
+    """SEE-4: the largest first, each with the loss before it."""
+    output = Path(shutil.copytree(run[0], tmp_path / "run", ignore=shutil.ignore_patterns("*.safetensors", "*.pt")))
+    lines = [json.loads(line) for line in (output / "logging.jsonl").read_text().splitlines()]
+    for line, jump in zip([line for line in lines if "loss" in line][1:], (5.0, 0.0, 9.0), strict=False):
+        line["loss"] += jump
+    (output / "logging.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    losses = [line["loss"] for line in log_lines(output) if "loss" in line]
+    jumps = sorted(((after - before, step) for step, (before, after) in enumerate(pairwise(losses), 2)), reverse=True)
+    expected = [(step, losses[step - 2], losses[step - 1]) for jump, step in jumps if jump > 0][:2]
+    assert [step for step, *_ in expected] == [4, 2]
+    with looking_back(output) as seen:
+        steps = seen(loss_spikes=2)["steps"]
+    assert [(step["step"], step["loss_before"], step["loss"]) for step in steps] == expected
+    trained = recorded(output)
+    for step in steps:
+        packs = [(pack["epoch"], pack["number"], list(pack["ids"])) for pack in step["packs"]]
+        assert packs == trained[step["step"]]
+
+
 def test_checkpoints_alone_lead_back_and_so_does_a_run_that_was_killed_before_one(run, tmp_path):
     """SEE-4"""
     output, _ = run
@@ -179,6 +200,7 @@ def test_members_say_what_is_trained_and_what_is_not(small_folder, data, tmp_pat
         with pytest.raises(ConfigError, match="--epoch 2: the run has 2 epochs; name one from 0 to 1"):
             seen(epoch=2)
         documents = seen(examples=3)["examples"]
+        assert [one["id"] for one in documents] == ["train:0", "train:1", "train:2"], "in the order of the file"
     # EOS of the answer is masked by train_on_eos, the whole first answer by its row.
     assert ("supervised", "trained") in texts
     assert [text for kind, text in texts if kind == "masked"] == ["not trained<|im_end|>\n", "<|im_end|>"], texts
