@@ -185,7 +185,7 @@ def test_loop_trains_as_the_samples_one_by_one(loop, fresh, rows, reference, tmp
     model, template = fresh()
     prepare_model(model, template).train()
     packs = PackingDataset(rows, template, config())
-    assert prove(model, template, packs).startswith("isolation verified: max difference 0.0 over 5 samples")
+    assert prove(model, template, packs).startswith("isolation verified: max difference 0.0 over 4 samples")
     losses = loop(model, template, packs, tmp_path)
     expected, expected_losses = reference
     assert [loss for _, loss in losses] == pytest.approx(expected_losses, abs=1e-5)
@@ -284,7 +284,7 @@ def test_proof_needs_no_trainer_and_leaves_the_model_as_it_was(door, rows, form)
     packs = PackingDataset(rows, template, config(packing_mode=form))
     model.train()
     line = prove(model, template, packs)
-    assert line.startswith("isolation verified: max difference 0.0 over 5 samples, attention vlpack")
+    assert line.startswith("isolation verified: max difference 0.0 over 4 samples, attention vlpack")
     assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -406,7 +406,7 @@ def test_example_of_the_page_runs(small_folder, rows, tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
     exec(compile(example.replace("8192", "512"), "own_trainer.md", "exec"), {"__name__": "__main__"})
     out = capsys.readouterr().out
-    assert "isolation verified: max difference 0.0 over 5 samples, attention vlpack" in out
+    assert "isolation verified: max difference 0.0 over 4 samples, attention vlpack" in out
     epochs = [json.loads(line) for line in out.splitlines() if line.startswith('{"epoch"')]
     assert [line["epoch"] for line in epochs] == [0, 1, 2]
     assert all(0 < line["loss"] < 20 and line["packs"] > 2 for line in epochs)
