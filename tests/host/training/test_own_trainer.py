@@ -406,7 +406,7 @@ def test_example_of_the_page_runs(small_folder, rows, tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
     exec(compile(example.replace("8192", "512"), "own_trainer.md", "exec"), {"__name__": "__main__"})
     out = capsys.readouterr().out
-    assert "isolation verified: max difference 0.0 over 4 samples, attention vlpack" in out
+    assert "isolation verified: max difference 0.0 over 5 samples, attention vlpack" in out
     epochs = [json.loads(line) for line in out.splitlines() if line.startswith('{"epoch"')]
     assert [line["epoch"] for line in epochs] == [0, 1, 2]
     assert all(0 < line["loss"] < 20 and line["packs"] > 2 for line in epochs)
