@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from swift_vlpack.commands.command import Command
-from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.view.page import write_page
 from swift_vlpack.view.report.report_page import report_page
 from swift_vlpack.view.report.report_text import print_report
 from swift_vlpack.view.report.run_folder import find_run
@@ -28,7 +28,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     report = run_report(find_run(args.output_dir))
     if args.html is not None:
-        _write(args.html, report_page(report))
+        write_page(args.html, report_page(report))
     if args.json:
         print(json.dumps(report, allow_nan=False))
     elif args.html is not None:
@@ -36,13 +36,6 @@ def _run(args: argparse.Namespace) -> int:
     else:
         print_report(report, sys.stdout)
     return 0
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise ConfigError(f"--html {path} cannot be written: {error}; name a file that can be") from error
 
 
 REPORT = Command(

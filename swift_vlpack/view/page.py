@@ -13,7 +13,10 @@ import json
 from functools import cache
 from html import escape
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
+
+from swift_vlpack.core.errors import ConfigError
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 """Whatever gets into a page, it loads nothing and sends nothing."""
@@ -64,3 +67,12 @@ def data(name: str, value: Any) -> str:
 def asset(name: str) -> str:
     """A file of this folder that goes into pages."""
     return (files("swift_vlpack.view") / name).read_text(encoding="utf-8")
+
+
+def write_page(path: Path, text: str) -> None:
+    """Put a page where `--html` says."""
+    try:
+        # A name of a file may have half a character, which UTF-8 has not.
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise ConfigError(f"--html {path} cannot be written: {error}; name a file that can be") from error

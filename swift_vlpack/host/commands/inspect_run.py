@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from swift_vlpack.core import json_lines
 from swift_vlpack.core.config import is_planned
-from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.data.feeds.streamed_feed import StreamedFeed
 from swift_vlpack.host.args import packing_config
 from swift_vlpack.host.commands.inspect_planned import PlannedRun
@@ -21,6 +19,7 @@ from swift_vlpack.host.commands.wanted import Found, Wanted
 from swift_vlpack.host.pipeline import build_feed
 from swift_vlpack.view.browser import browser
 from swift_vlpack.view.overview import overview_parts
+from swift_vlpack.view.page import write_page
 from swift_vlpack.view.terminal import example_parts, pack_parts, printed, step_parts
 from swift_vlpack.view.values import member_json
 
@@ -61,7 +60,7 @@ def told(found: Found, wanted: Wanted, settings: Mapping[str, Any]) -> Iterator[
         page, said = browser(
             found.packs, found.overview, found.steps, most_mb=wanted.html_mb, num_packs=found.num_packs
         )
-        _write(wanted.html, page)
+        write_page(wanted.html, page)
         yield f"{wanted.html}: {said}\n"
     elif settings["form"] == "json":
         yield json.dumps(json_lines.with_numbers(as_json(found)), allow_nan=False) + "\n"
@@ -69,14 +68,6 @@ def told(found: Found, wanted: Wanted, settings: Mapping[str, Any]) -> Iterator[
         width, is_colourful = settings["width"], settings["is_colourful"]
         for parts in _parts(found, width):
             yield printed(parts, width=width, is_colourful=is_colourful)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        # A name of a file may have half a character, which UTF-8 has not.
-        path.write_text(text, encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise ConfigError(f"--html {path} cannot be written: {error}; name a file that can be") from error
 
 
 def as_json(found: Found) -> dict[str, Any]:
