@@ -33,7 +33,7 @@ class PackReader(Dataset[PackedSamples]):
         self._num_failed_in_a_row = 0
         self._failed_row: tuple[int, int] | None = None
         self._draws_at_random = False
-        self._kept: tuple[int, Address, Encoded] | None = None  # epoch, and the row that the last pack ended inside of
+        self._kept: dict[tuple[int, Address], Encoded] = {}  # by epoch, the row that the last pack ended inside of
 
     def __len__(self) -> int:
         """Packs of an epoch, over all ranks; a trainer shows the number."""
@@ -41,7 +41,7 @@ class PackReader(Dataset[PackedSamples]):
 
     def __getstate__(self) -> dict[str, Any]:
         unsized = self.dataset.with_sources([replace(source, sizes=None) for source in self.dataset.sources])
-        return {**self.__dict__, "dataset": unsized, "_kept": None}
+        return {**self.__dict__, "dataset": unsized, "_kept": {}}
 
     def __getitem__(self, address: PackAddress) -> PackedSamples:
         """Encode the samples of a pack. The true length decides: what does not fit is left out, with a reason."""
@@ -87,13 +87,16 @@ class PackReader(Dataset[PackedSamples]):
         """
         whole = [where for where in address.samples if where.span is None]
         cut = list(dict.fromkeys(_row_of(where) for where in address.samples if where.span is not None))
-        known = {row: sample for epoch, row, sample in [self._kept] if epoch == address.epoch} if self._kept else {}
-        missing = [row for row in cut if row not in known]
+        rows: dict[Address, Encoded | SampleError] = {
+            row: self._kept[address.epoch, row] for row in cut if (address.epoch, row) in self._kept
+        }
+        missing = [row for row in cut if row not in rows]
         encoded = self._rows(address, missing, whole)
-        rows = {**known, **dict(zip(missing, encoded, strict=False))}
+        rows.update(zip(missing, encoded, strict=False))
         samples = iter(encoded[len(missing) :])
-        last = rows.get(cut[-1]) if cut and self.config.packing_strategy == WINDOW else None
-        self._kept = None if last is None or isinstance(last, SampleError) else (address.epoch, cut[-1], last)
+        self._kept = {}
+        if self.config.packing_strategy == WINDOW and cut and not isinstance(last := rows[cut[-1]], SampleError):
+            self._kept = {(address.epoch, cut[-1]): last}
         return [
             next(samples) if where.span is None else self.dataset.part_or_error(where, rows[_row_of(where)])
             for where in address.samples

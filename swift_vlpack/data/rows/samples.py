@@ -90,7 +90,8 @@ class SampleError(VLPackError):
 
     def of_part(self, part: int | None) -> SampleError:
         """The same of a part of the row: each of them is left out, and counted, by its own name."""
-        return SampleError(self.sample_id._replace(part=part), *self.fault[:2], self.is_lasting, self.files)
+        sample_id = self.sample_id._replace(part=part)
+        return SampleError(sample_id, self.reason, self.detail, self.is_lasting, self.files)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # pickle would call the class with the one text of the error, on the way out of a worker.
