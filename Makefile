@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-telling test-oldest lint format bench scale soak families docs docs-tables clean
+.PHONY: help demo test test-slow test-telling test-oldest test-oldest-few lint format bench scale soak families docs docs-tables clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -36,11 +36,20 @@ test-slow: $(READY)  ## Run the long tests
 test-telling: $(READY)  ## Run those of the long tests that CI runs too
 	$(BIN)/python -m pytest -n 2 -m "slow and telling"
 
-test-oldest:  ## Run the tests of the host layer against the oldest supported ms-swift
+.venv-oldest/.ready: pyproject.toml
 	@test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
 	@.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check uv
-	.venv-oldest/bin/python -m uv pip install --python .venv-oldest/bin/python -e '.[test]' 'ms-swift==4.5.3'
+	.venv-oldest/bin/python -m uv pip install --compile-bytecode --python .venv-oldest/bin/python -e '.[test]' 'ms-swift==4.5.3'
+	@touch $@
+
+test-oldest: .venv-oldest/.ready  ## Run the tests of the host layer against the oldest supported ms-swift (20 minutes)
 	.venv-oldest/bin/python -m pytest -m "not slow" tests/host tests/e2e
+
+# Every seam is looked at (test_install), every way to load rows, and losses, padding, parts and plans are trained once.
+test-oldest-few: .venv-oldest/.ready  ## Run the tenth of test-oldest that CI runs
+	.venv-oldest/bin/python -m pytest -n 2 --dist loadfile -m "not slow" tests/host/test_install.py \
+	  tests/host/rows/test_same_rows.py tests/host/training/test_loss.py tests/host/training/test_padding.py \
+	  tests/host/training/test_pretrain.py tests/host/parts tests/e2e/test_plan.py
 
 lint: $(READY)  ## ruff check, ruff format --check, mypy strict on core, data and text
 	$(BIN)/ruff check .

@@ -40,6 +40,9 @@ def argv(model: Path, family: str, output: Path, **options: Any) -> list[str]:
         **OFFLINE,
         **options,
     }
+    if str(merged["dataloader_num_workers"]) == "0":
+        # Because ms-swift 4.5 keeps its default of persistent workers without any worker, which torch refuses.
+        merged.setdefault("dataloader_persistent_workers", "false")
     flags: list[str] = []
     for name, value in merged.items():
         values = value if isinstance(value, (list, tuple)) else [value]

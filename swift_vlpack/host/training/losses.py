@@ -109,11 +109,14 @@ def warn_of_what_differs(trainer: Any) -> None:
 
 
 def refuse_loss_type(loss_type: str | None) -> None:
-    """Stop where a loss of ms-swift's is for other tasks than causal_lm."""
+    """Refuse a loss that the installed ms-swift does not know, or that is for other tasks than causal_lm."""
     from swift.loss import loss_map
 
-    known = loss_map.get(loss_type)
-    if known is None or loss_type == CAUSAL_LM or not known.__module__.startswith("swift."):
+    if loss_type is None or loss_type == CAUSAL_LM:
+        return
+    if loss_type not in loss_map:
+        raise ConfigError(f"--loss_type {loss_type} is not known; known are {', '.join(sorted(loss_map))}")
+    if not loss_map[loss_type].__module__.startswith("swift."):
         return
     raise ConfigError(
         f"--loss_type {loss_type} cannot be used with packing: it compares samples, options or sentences, and is not a "

@@ -167,7 +167,12 @@ def test_validation_rows_of_a_stream_are_those_of_ms_swift(files):
 @pytest.fixture
 def registered(tmp_path):
     """Register a data set of 40 rows with a `preprocess_func`; its path."""
+    from swift.dataset import dataset_syntax
+
     added = []
+    dataset_syntax._dataset_meta_mapping = (
+        None  # Because ms-swift 4.5 keeps the mapping that an earlier file asked for.
+    )
 
     def register(preprocess_func, **options):
         rows = [{"query": f"q{number}", "response": f"r{number % 9}", "number": number} for number in range(40)]
@@ -178,8 +183,6 @@ def registered(tmp_path):
         return path
 
     yield register
-    from swift.dataset import dataset_syntax
-
     for name in added:
         DATASET_MAPPING.pop(name)
     dataset_syntax._dataset_meta_mapping = None

@@ -153,10 +153,13 @@ def test_loss_that_cannot_be_checked_stops_before_step_1(step, own_losses):
         step(packed=True, loss_type="raising")
 
 
-@pytest.mark.parametrize("name", ["infonce", "scoring"])
-def test_loss_of_another_task_is_refused_by_name(name, step):
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [("listwise_reranker", "cannot be used with packing"), ("infoncee", "is not known; known are .*infonce")],
+)
+def test_loss_of_another_task_and_an_unknown_one_are_refused_by_name(name, rule, step):
     """LOSS-4"""
-    with pytest.raises(ConfigError, match=f"--loss_type {name} cannot be used with packing"):
+    with pytest.raises(ConfigError, match=f"--loss_type {name} {rule}"):
         step(packed=True, loss_type=name)
 
 
