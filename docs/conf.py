@@ -19,7 +19,17 @@ project = "swift_vlpack"
 version = release = __version__
 root_doc = "docs/index"
 include_patterns = ["docs/**", "specs/*.md", "benchmarks/*.md", "CHANGELOG.md"]
-exclude_patterns = [".*", "build", "dist", "demo_output", "tests", "swift_vlpack", "docs/_static", "docs/_site", "docs/_package"]
+exclude_patterns = [
+    ".*",
+    "build",
+    "dist",
+    "demo_output",
+    "tests",
+    "swift_vlpack",
+    "docs/_static",
+    "docs/_site",
+    "docs/_package",
+]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 myst_heading_anchors = 4
