@@ -75,7 +75,7 @@ families: $(READY)  ## Try every family of models; writes docs/families.md
 # Warnings are errors: a link to nowhere, a page that no menu has, a docstring that cannot be read.
 docs: $(READY)  ## Build the documentation site into build/site
 	$(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/trees . build/site
-	@echo "open build/site/docs/index.html"
+	@echo "open build/site/index.html"
 
 docs-tables: $(READY)  ## Write the tables of docs/ that follow from code
 	$(BIN)/python -m tests.doc_tables

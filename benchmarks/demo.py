@@ -1,6 +1,8 @@
-"""Train a tiny model on the same samples padded by ms-swift and packed by this plugin, and show both. No network.
+"""Train a small model on the same samples padded by ms-swift and packed by this plugin, and show both. No network.
 
-`make demo` runs it. It writes a model, 300 samples and both runs into `demo_output/`.
+`make demo` runs it. It writes a model, 300 samples and all runs into `demo_output/`. The layers of the model outweigh
+its vocabulary, as those of a large model do: with a tiny model and a real vocabulary logits are nearly all that is
+computed, and what is compared is how many of them each way makes.
 """
 
 from __future__ import annotations
@@ -13,18 +15,56 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from swift_vlpack.launch import plugin_path
 from tests.images import photo
 from tests.rows import image_row, sentence, text_row, write_jsonl
-from tests.tiny import save_model
+from tests.tiny import build_config, build_processor, build_tokenizer
 
 FAMILY = "qwen2_5_vl"
 NUM_SAMPLES = 300
 BATCH_SIZE = 4
 CAPACITY = 1024
 OUTPUT = Path("demo_output")
+SMALL_VOCABULARY = Path(__file__).parent.parent / "tests" / "plugins" / "small_vocabulary.py"
+TEXT = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]},
+}
+VISION = {"depth": 4, "hidden_size": 64, "intermediate_size": 128, "out_hidden_size": 256, "fullatt_block_indexes": [3]}
+"""What is larger than in the models of the tests, whose layers compute next to nothing."""
+
+
+class Run(NamedTuple):
+    """What a run of ms-swift came to."""
+
+    num_steps: int
+    seconds: float
+    """Of training, as ms-swift counts them."""
+    seconds_in_all: float
+    """Of the command: imports, model, lengths and the proof are in it."""
+    printed: str
+
+
+def build_model(folder: Path) -> tuple[Path, float]:
+    """Write a model of 5 million parameters; how many of its numbers a token meets in layers for one in logits."""
+    import torch
+    import transformers
+
+    known = build_config(FAMILY, is_small=True).to_dict()
+    text = {name: value for name, value in known["text_config"].items() if name != "layer_types"}  # one a layer
+    config = transformers.Qwen2_5_VLConfig(
+        **{**known, "text_config": {**text, **TEXT}, "vision_config": {**known["vision_config"], **VISION}}
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen2_5_VLForConditionalGeneration(config)
+    model.save_pretrained(folder)
+    build_processor(build_tokenizer(FAMILY, is_small=True), FAMILY).save_pretrained(folder)
+    layers = sum(parameter.numel() for parameter in model.model.language_model.layers.parameters())
+    return folder, layers / model.lm_head.weight.numel()
 
 
 def samples(folder: Path) -> list[dict[str, Any]]:
@@ -45,8 +85,10 @@ def samples(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def train(name: str, model: Path, dataset: str, *flags: str) -> tuple[float, str]:
-    """One epoch by the real command line; the seconds of training, and what it printed."""
+def train(
+    name: str, model: Path, dataset: str, batch_size: int = 1, accumulation: int = 1, packed: bool = False
+) -> Run:
+    """Train one epoch by the real command line."""
     options = {
         "model": model,
         "model_type": FAMILY,
@@ -61,62 +103,68 @@ def train(name: str, model: Path, dataset: str, *flags: str) -> tuple[float, str
         "save_strategy": "no",
         "max_length": CAPACITY,
         "num_train_epochs": 1,
-        "gradient_accumulation_steps": 1,
+        "per_device_train_batch_size": batch_size,
+        "gradient_accumulation_steps": accumulation,
         "gradient_checkpointing": "false",
         "output_dir": OUTPUT / name,
         "add_version": "false",
         "logging_steps": 10,
         "dataloader_num_workers": 0,
     }
-    own = [str(part) for option, value in options.items() for part in (f"--{option}", value)]
-    command = [sys.executable, "-m", "swift.cli.main", "sft", *own, *flags]
-    # One thread for both: two threads of a small model on a busy machine mostly wait for each other.
+    plugins = [SMALL_VOCABULARY, *([plugin_path()] if packed else [])]
+    flags = [str(part) for option, value in options.items() for part in (f"--{option}", value)]
+    flags += ["--external_plugins", *map(str, plugins), *(["--packing", "true"] if packed else [])]
+    # One thread for all: two threads of a small model on a busy machine mostly wait for each other.
     environ = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "VLPACK_PACKING_STRATEGY": "exact",
-        "VLPACK_PACKING_DROP_LAST": "false",
+        "VLPACK_PACKING_DROP_LAST": "false",  # the same samples in all runs
     }
+    start = time.perf_counter()
+    command = [sys.executable, "-m", "swift.cli.main", "sft", *flags]
     done = subprocess.run(command, capture_output=True, text=True, env=environ, check=False)
+    in_all = time.perf_counter() - start
     text = done.stdout + done.stderr
     (OUTPUT / f"{name}.log").write_text(text)
     if done.returncode != 0:
         sys.exit(f"the {name} run failed; see {OUTPUT / name}.log\n{text[-2000:]}")
-    return runtime(OUTPUT / name), text
-
-
-def runtime(folder: Path) -> float:
-    """Seconds that ms-swift says training took."""
-    lines = [json.loads(line) for line in (folder / "logging.jsonl").read_text().splitlines()]
-    return float(next(line["train_runtime"] for line in lines if "train_runtime" in line))
-
-
-def num_steps(folder: Path) -> int:
-    """Optimizer steps of the run."""
-    lines = [json.loads(line) for line in (folder / "logging.jsonl").read_text().splitlines()]
-    return int(max(line["global_step"] for line in lines if "global_step" in line))
+    lines = [json.loads(line) for line in (OUTPUT / name / "logging.jsonl").read_text().splitlines()]
+    steps = max(int(line["global_step"]) for line in lines if "global_step" in line)
+    seconds = next(float(line["train_runtime"]) for line in lines if "train_runtime" in line)
+    return Run(steps, seconds, in_all, text)
 
 
 def main() -> None:
-    """Make, train, train, compare."""
+    """Make, train three times, compare."""
     start = time.perf_counter()
-    print(f"making a tiny {FAMILY} and {NUM_SAMPLES} samples in {OUTPUT}/ ...", flush=True)
-    model = save_model(OUTPUT / "model", FAMILY)
+    print(f"making a small {FAMILY} and {NUM_SAMPLES} samples in {OUTPUT}/ ...", flush=True)
+    model, ratio = build_model(OUTPUT / "model")
+    print(f"a token meets {ratio:.1f} weights of layers for one of the vocabulary", flush=True)
     dataset = write_jsonl(OUTPUT / "samples.jsonl", samples((OUTPUT / "images").absolute()))
-    print(f"training one epoch padded by ms-swift, per_device_train_batch_size {BATCH_SIZE} ...", flush=True)
-    padded_seconds, _ = train("padded", model, dataset, "--per_device_train_batch_size", str(BATCH_SIZE))
-    print("training one epoch packed by swift_vlpack ...", flush=True)
-    packed_seconds, log = train("packed", model, dataset, "--external_plugins", str(plugin_path()), "--packing", "true")
+    runs = {}
+    for name, options in {
+        f"padded, {BATCH_SIZE} in a batch": {"batch_size": BATCH_SIZE},
+        "one sample in a batch": {"accumulation": BATCH_SIZE},
+        "packed": {"packed": True},
+    }.items():
+        print(f"training one epoch, {name} ...", flush=True)
+        runs[name] = train(name.split(",")[0].replace(" ", "_"), model, dataset, **options)
+    packed = runs["packed"]
     report = json.loads((OUTPUT / "packed" / "vlpack" / "epoch_0.json").read_text())
-    print("\n" + re.search(r"isolation verified: .*", log)[0])
-    print(re.search(r"plan of epoch 0: .*", log)[0])
-    print(re.search(r"packing: epoch 0: .*", log)[0])
+    print("\n" + re.search(r"isolation verified: .*", packed.printed)[0])
+    print(re.search(r"plan of epoch 0: .*", packed.printed)[0])
+    print(re.search(r"packing: epoch 0: .*", packed.printed)[0])
     print(f"{report['account']}\n")
     tokens = report["num_tokens"]
-    print(f"{'':24}{'steps':>8}{'seconds':>10}{'tokens/s':>10}")
-    for name, seconds in (("padded", padded_seconds), ("packed", packed_seconds)):
-        print(f"{name:24}{num_steps(OUTPUT / name):>8}{seconds:>10.1f}{tokens / seconds:>10.0f}")
-    print(f"\npacked trains {padded_seconds / packed_seconds:.2f} x the tokens a second")
+    print(f"{'':24}{'steps':>8}{'seconds':>10}{'tokens/s':>10}{'with start':>12}")
+    for name, run in runs.items():
+        rate = tokens / run.seconds
+        print(f"{name:24}{run.num_steps:>8}{run.seconds:>10.1f}{rate:>10.0f}{run.seconds_in_all:>12.1f}")
+    print()
+    for name, run in runs.items():
+        if name != "packed":
+            print(f"packed trains {run.seconds / packed.seconds:.2f} x the tokens a second of: {name}")
     print(f"all of it took {time.perf_counter() - start:.0f} s")
 
 

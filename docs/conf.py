@@ -19,7 +19,17 @@ project = "swift_vlpack"
 version = release = __version__
 root_doc = "docs/index"
 include_patterns = ["docs/**", "specs/*.md", "benchmarks/*.md", "CHANGELOG.md"]
-exclude_patterns = [".*", "build", "dist", "demo_output", "tests", "swift_vlpack", "docs/_static"]
+exclude_patterns = [
+    ".*",
+    "build",
+    "dist",
+    "demo_output",
+    "tests",
+    "swift_vlpack",
+    "docs/_static",
+    "docs/_site",
+    "docs/_package",
+]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 myst_heading_anchors = 4
@@ -36,6 +46,7 @@ html_theme = "furo"
 html_title = f"swift_vlpack {__version__}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_extra_path = ["_site"]  # index.html at the top, which leads to docs/
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {"navigation_with_keys": True}
@@ -47,6 +58,16 @@ def without_aliases(app: Any, kind: str, name: str, found: Any, options: Any, li
         lines.clear()
 
 
+def reachable_tables(app: Any, name: str, template: str, context: dict[str, Any], tree: Any) -> None:
+    """Let a table that is wider than the page be scrolled by keyboard, and its headings say that they are."""
+    body = context.get("body", "")
+    body = body.replace(
+        '<div class="table-wrapper', '<div tabindex="0" role="region" aria-label="table" class="table-wrapper'
+    )
+    context["body"] = body.replace('<th class="head', '<th scope="col" class="head')
+
+
 def setup(app: Any) -> None:
-    """What Sphinx calls."""
+    """Connect what this site has of its own; Sphinx calls it."""
     app.connect("autodoc-process-docstring", without_aliases)
+    app.connect("html-page-context", reachable_tables, priority=900)  # after the theme, which wraps the tables

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests import skips
 from tests.environment import restored_environment
 
 # One thread: two that share a busy machine with others wait for each other.
@@ -25,6 +26,11 @@ os.environ.setdefault("MODELSCOPE_CACHE", tempfile.mkdtemp(prefix="vlpack-cache-
 
 
 ORDER = ("e2e", "host", "data")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """In CI a test may be skipped for the listed reasons only."""
+    skips.register(config)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -23,6 +23,7 @@ from swift_vlpack.core.config import ENV_PREFIX, NO_OPTIONS, PackingConfig, opti
 from swift_vlpack.core.packing.registry import WINDOW
 from swift_vlpack.core.packing.strategies import STRATEGIES
 from swift_vlpack.swift_flags import flag_names
+from tests.browser import measured, needs_chromium
 from tests.doc_blocks import PAGES, ROOT, all_blocks, blocks, commands
 from tests.doc_tables import TABLES, with_tables
 from tests.parsed import nodes_of
@@ -292,21 +293,66 @@ def test_public_names_are_sorted_and_there():
 # -- the site ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.telling
-def test_site_builds_without_a_warning_and_asks_nobody_for_anything(tmp_path):
-    """DOC-3: as `make docs` builds it; broken links and pages that are in no menu are warnings."""
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site as `make docs` builds it; broken links and pages that are in no menu are warnings, and end it."""
     for package in ("sphinx", "furo", "myst_parser"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not there: pip install -e '.[docs]'")
+    folder = tmp_path_factory.mktemp("docs")
     # A process of its own, as in the Makefile: Sphinx's warnings are errors, those of Python within it are not ours.
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", ROOT / "docs"]
-    done = subprocess.run([*command, "-d", tmp_path / "trees", ROOT, tmp_path / "site"], capture_output=True, text=True)
+    done = subprocess.run([*command, "-d", folder / "trees", ROOT, folder / "site"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    pages = list((tmp_path / "site").rglob("*.html"))
+    return folder / "site"
+
+
+@pytest.mark.slow
+@pytest.mark.telling
+def test_site_builds_without_a_warning_and_asks_nobody_for_anything(site):
+    """DOC-3"""
+    pages = list(site.rglob("*.html"))
     assert len(pages) > len(PAGES)
     for page in pages:
         text = page.read_text()
         loaded = re.findall(r"<(?:script|img|link|iframe)\b[^>]*?(?:src|href)=\"(?:https?:)?//[^\"]*\"", text)
         assert [tag for tag in loaded if 'rel="canonical"' not in tag] == [], page.name
-    assert (tmp_path / "site" / "docs" / "index.html").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.telling
+def test_site_has_a_front_page_that_says_how_to_install_and_to_train(site):
+    """DOC-3: at the top of what is built, where a server looks for it; its commands are those of README."""
+    text = (site / "index.html").read_text()
+    links = re.findall(r'href="([^"]+)"', text)
+    assert "docs/index.html" in links
+    assert [link for link in links if not (site / link).exists()] == []
+    shown = re.findall(r"<pre[^>]*>(.*?)</pre>", text)
+    assert shown[0] == "pip install ."
+    for line in shown:
+        check_command(line.removesuffix(" ..."))
+
+
+SHAPE_OF_OPTIONS = """({
+  wide: root.scrollWidth,
+  cells: [...root.querySelectorAll("#options td")].map(one => one.clientWidth),
+  tables: [...root.querySelectorAll(".table-wrapper")].map(one => [one.tabIndex, one.scrollWidth - one.clientWidth]),
+  scopes: [...root.querySelectorAll("th")].map(one => one.scope),
+})"""
+
+
+@pytest.mark.slow
+@pytest.mark.telling
+@needs_chromium
+def test_table_of_options_can_be_read_on_a_phone(site):
+    """DOC-3: at 390 px no cell is out of sight, and none is so narrow that it has a word on each line."""
+    page = site / "docs" / "options.html"
+    text = page.read_text().replace("<head>", f'<head><base href="{page.as_uri()}">', 1)
+    look = measured(text, SHAPE_OF_OPTIONS, width=390)
+    assert look["wide"] <= 390
+    assert look["tables"]
+    assert {tab for tab, _ in look["tables"]} == {0}
+    assert max(hidden for _, hidden in look["tables"]) <= 1, "pixels"
+    assert min(look["cells"]) > 300
+    assert set(look["scopes"]) == {"col"}
+    assert measured(text, SHAPE_OF_OPTIONS, width=1280)["cells"][0] < 300, "a table again where there is room"

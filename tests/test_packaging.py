@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -54,6 +55,20 @@ def test_wheel_has_the_package_its_types_and_its_command(built):
     assert any(each.startswith("Development Status") for each in classifiers)
     assert all(url.count(", ") == 1 for url in metadata.get_all("Project-URL"))
     assert metadata["License-Expression"] == "Apache-2.0"
+
+
+def test_text_of_the_wheel_has_no_link_that_only_a_checkout_can_follow(built):
+    """PKG-1: an index shows it beside no other file."""
+    with zipfile.ZipFile(built[0]) as wheel:
+        name = next(name for name in wheel.namelist() if name.endswith("METADATA"))
+        metadata = message_from_string(wheel.read(name).decode())
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    text = str(metadata.get_payload())
+    assert "vlpack plugin-path" in text
+    assert [
+        link for link in re.findall(r"\]\(([^)]*)\)|(?:src|href)=\"([^\"]*)", text) if "://" not in "".join(link)
+    ] == []
+    assert "pip install" not in text, "of a name that is not ours yet"
 
 
 def test_one_line_installs_what_trains(built):

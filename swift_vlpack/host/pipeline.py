@@ -61,8 +61,7 @@ def prepare_dataset(pipeline: Any) -> list[Any]:
     use_attention(pipeline.model, args.attn_impl)
     _warn_of_cut_conversations(template, config)
     feed, val_rows = build_feed(args, template, config)
-    if (asked := getattr(args, "unpacked_batch_size", 1)) > 1:  # a batch of one has no padding
-        feed.unpacked_batch_size = asked
+    feed.unpacked_batch_size = getattr(args, "unpacked_batch_size", 1)
     # Of all rows, before the first step: a mount that is gone shows in the length pass already.
     check_measured(getattr(feed.dataset, "sources", ()), config.packing_max_failed_share)
     check_rope(pipeline.model.config, feed.dataset, template.max_length, config)

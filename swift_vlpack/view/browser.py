@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from swift_vlpack.view.page import asset, data, page
+from swift_vlpack.view.page import asset, data, page, subject, without_home
 from swift_vlpack.view.terminal import step_headline
 from swift_vlpack.view.values import KINDS, Member, PackShown, StepShown
 from swift_vlpack.view.visible import visible
@@ -22,8 +22,12 @@ def browser(
     *,
     most_mb: float,
     num_packs: int | None = None,
+    model: str | None = None,
 ) -> tuple[str, str]:
-    """The page, and in words what is on it. Packs are taken until their data has the size; one is there always."""
+    """Make the page, and say in words what is on it.
+
+    Packs are taken until their data has `most_mb`, at least one. `model` and the sources are in the title.
+    """
     taken: list[dict[str, Any]] = []
     num_bytes, is_full = 0, False
     for pack in packs:
@@ -40,7 +44,9 @@ def browser(
         (_summary(overview, said), _steps(steps), asset("browser.html") if taken else "", data("data", content))
     )
     script = asset("browser.js") if taken else ""
-    return page(_title(overview, steps), body, asset("browser.css"), script), said
+    name = subject(model, _sources(overview, steps, taken))
+    title = _title(overview, steps) + (f": {name}" if name else "")
+    return page(title, body, asset("browser.css"), script), said
 
 
 def _said(num_shown: int, num_packs: int | None, most_mb: float, *, is_full: bool) -> str:
@@ -53,6 +59,17 @@ def _title(overview: Mapping[str, Any] | None, steps: Sequence[StepShown]) -> st
     if overview is not None:
         return f"Packs of epoch {overview['epoch']}"
     return f"Packs of step {steps[0].step}" if len(steps) == 1 else "Packs of steps" if steps else "Packs"
+
+
+def _sources(
+    overview: Mapping[str, Any] | None, steps: Sequence[StepShown], packs: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """Name the sources of a page: those of the epoch, or of what is shown."""
+    if overview is not None:
+        return list(overview["sources"])
+    of_packs = {member["source"] for pack in packs for member in pack["members"]}
+    of_steps = {sample_id.rpartition(":")[0] for step in steps for pack in step.packs for sample_id in pack.ids}
+    return sorted({*of_packs, *of_steps} - {""})
 
 
 def _summary(overview: Mapping[str, Any] | None, said: str) -> str:
@@ -76,11 +93,11 @@ def _step(step: StepShown) -> str:
     rows = "".join(
         f'<tr><td class="n">{pack.rank}</td><td class="n">{pack.epoch}</td><td class="n">{pack.number}</td>'
         f'<td class="n">{pack.lengths[at] if pack.lengths else ""}</td><td>{escape(visible(name))}</td>'
-        f'<td class="muted">{escape(visible(pack.where[at])) if pack.where else ""}</td></tr>'
+        f'<td class="muted">{escape(visible(without_home(pack.where[at]))) if pack.where else ""}</td></tr>'
         for pack in step.packs
         for at, name in enumerate(pack.ids)
     )
-    notes = "".join(f'<p class="warn">{escape(visible(note))}</p>' for note in step.notes)
+    notes = "".join(f'<p class="warn">{escape(visible(without_home(note)))}</p>' for note in step.notes)
     head = "".join(f'<th class="n" scope="col">{name}</th>' for name in ("rank", "epoch", "pack", "tokens"))
     return (
         f"<h2>{escape(step_headline(step))}</h2>{notes}"
@@ -101,7 +118,7 @@ def _as_data(pack: PackShown) -> dict[str, Any]:
         "fill": round(pack.fill, 4),
         "supervised": pack.num_supervised,
         "vision": pack.num_vision,
-        "left_out": [f"{one['id']}: {one['reason']}: {one['error']}" for one in pack.left_out],
+        "left_out": [without_home(f"{one['id']}: {one['reason']}: {one['error']}") for one in pack.left_out],
         "members": [_member(member) for member in pack.members],
     }
 
@@ -109,13 +126,15 @@ def _as_data(pack: PackShown) -> dict[str, Any]:
 def _member(member: Member) -> dict[str, Any]:
     return {
         "id": member.id,
-        "where": member.where,
+        "where": without_home(member.where),
         "source": member.source,
         "start": member.start,
         "tokens": member.num_tokens,
         "supervised": member.num_supervised,
         "vision": member.num_vision,
         "positions": [f"{axis} {low}-{high}" for axis, (low, high) in member.positions.items()],
-        "pictures": [{"text": str(one), "name": one.name, "thumbnail": one.thumbnail} for one in member.pictures],
+        "pictures": [
+            {"text": str(one), "name": without_home(one.name), "thumbnail": one.thumbnail} for one in member.pictures
+        ],
         "pieces": [[KINDS.index(piece.kind), piece.num_tokens, piece.text] for piece in member.pieces],
     }

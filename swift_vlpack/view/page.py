@@ -10,6 +10,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
 from functools import cache
 from html import escape
 from importlib.resources import files
@@ -20,6 +22,8 @@ from swift_vlpack.core.errors import ConfigError
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 """Whatever gets into a page, it loads nothing and sends nothing."""
+_MOST_NAMED = 3
+"""Sources in a title."""
 
 
 def page(title: str, body: str, style: str = "", script: str = "") -> str:
@@ -67,6 +71,29 @@ def data(name: str, value: Any) -> str:
 def asset(name: str) -> str:
     """A file of this folder that goes into pages."""
     return (files("swift_vlpack.view") / name).read_text(encoding="utf-8")
+
+
+def without_home(text: str) -> str:
+    """Write home folders as `~`, because pages are shared, and account names are no part of what they show.
+
+    >>> without_home("row 3 of /home/jane/data/a.jsonl, /Users/joe"), without_home("/data/home/x")
+    ('row 3 of ~/data/a.jsonl, ~', '/data/home/x')
+    """
+    own = re.escape(str(Path.home()))
+    return re.sub(rf"(?<![\w.~-])(?:{own}|/(?:home|Users)/[^/\s:,;)'\"]+)(?![\w.-])", "~", text)
+
+
+def subject(model: str | None, sources: Iterable[str]) -> str:
+    """Name model and data of a page's title, both in short; empty where neither is known.
+
+    >>> subject("/models/tiny/", ["captions", "scans"]), subject("Qwen/Qwen3-VL", "abcdef"), subject(None, [])
+    ('tiny on captions, scans', 'Qwen/Qwen3-VL on a, b, c and 3 more', '')
+    """
+    names = list(sources)
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    data = ", ".join(names[:_MOST_NAMED]) + more
+    named = Path(model).name if model and Path(model).is_absolute() else model
+    return " on ".join(filter(None, (named, data)))
 
 
 def write_page(path: Path, text: str) -> None:

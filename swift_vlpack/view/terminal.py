@@ -11,6 +11,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from swift_vlpack.core.words import counted
 from swift_vlpack.view.values import MASKED, PROMPT, SUPERVISED, VISION, Member, PackShown, Picture, StepShown
 from swift_vlpack.view.visible import visible
 
@@ -191,7 +192,8 @@ def step_headline(step: StepShown) -> str:
         of = "" if first == last else f" (mean of steps {first}-{last})"
         before = "" if step.loss_before is None else f", {step.loss_before:g} before"
         loss = f"loss {step.loss:g}{of}{before}"
-    return f"step {step.step}: {loss}; {len(step.packs)} packs, {step.num_samples} samples, {step.known_from}"
+    packs, samples = counted(len(step.packs), "pack"), counted(step.num_samples, "sample")
+    return f"step {step.step}: {loss}; {packs}, {samples}, {step.known_from}"
 
 
 def _colour(at: int) -> str:

@@ -1,8 +1,12 @@
 """`vlpack completion`, in the shells themselves as far as they are installed."""
 
 import os
+import pty
+import re
+import select
 import shutil
 import subprocess
+import time
 
 import pytest
 
@@ -101,6 +105,56 @@ def test_zsh_can_read_its_script(scripts):
     """CLI-21"""
     done = subprocess.run(["zsh", "-n", str(scripts / "script.zsh")], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+# Completion of zsh exists in its line editor only: this one is a terminal's, shows its line at Ctrl-X, and empties it.
+ZSH = r"""
+PROMPT=; RPROMPT=; zle_bracketed_paste=()
+autoload -Uz compinit; compinit -u -D; source script.zsh
+show() { print -rn -- "<<$BUFFER>>"; BUFFER= }
+zle -N show; bindkey '^I' complete-word; bindkey '^X' show
+print REA''DY
+"""
+
+
+def read_until(terminal, pattern, seconds=60):
+    """What a terminal says, up to the pattern."""
+    said, end = b"", time.monotonic() + seconds
+    while not (found := re.search(pattern, said)):
+        assert time.monotonic() < end, said
+        if select.select([terminal], [], [], 0.1)[0]:
+            said += os.read(terminal, 65536)
+    return found
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="there is no zsh")
+def test_zsh_completes(scripts):
+    """CLI-21: whatever has one answer."""
+    terminal, inside = pty.openpty()
+    environ = {**os.environ, "HOME": str(scripts), "TERM": "dumb"}
+    process = subprocess.Popen(
+        ["zsh", "-f", "-i"],
+        stdin=inside,
+        stdout=inside,
+        stderr=inside,
+        cwd=scripts,
+        env=environ,
+        start_new_session=True,
+    )
+    try:
+        os.close(inside)
+        os.write(terminal, ZSH.encode())
+        read_until(terminal, b"READY")
+        for line, words in [*WANTED, ("vlpack sft --packing_mode b", ["buffer"])]:
+            if len(words) > 1:
+                continue
+            os.write(terminal, f"{line}\t\x18".encode())
+            made = read_until(terminal, b"<<(.*)>>")[1].decode().rstrip(" =")
+            assert made == " ".join([*line.split(" ")[:-1], *(words or line.split(" ")[-1:])]), line
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
 
 
 def test_script_of_zsh_has_every_command_in_quotes_that_close(scripts):

@@ -2,25 +2,25 @@
 
 import json
 import re
-import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 
 from swift_vlpack.view.browser import browser
 from swift_vlpack.view.page import asset
-from swift_vlpack.view.values import StepShown, Trained
+from swift_vlpack.view.values import Picture, StepShown, Trained
+from tests.browser import CHROMIUM, needs_chromium
 from tests.view.test_page import Elements, contrast
 from tests.view.test_terminal import member, pack
 
+HOME = "/home/jane/pictures/a.jpg"
 NASTY = "</script><script>document.title='broken'</script><img src=x onerror=\"document.title='broken'\"> & <b>x</b>"
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update", "--hide-scrollbars",
 )  # fmt: skip
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 
 
 class Shown(HTMLParser):
@@ -93,6 +93,20 @@ def test_page_without_a_pack_says_so():
     assert "<b>x</b>" not in page
 
 
+def test_page_names_model_and_data_and_no_home():
+    """SEE-10: of packs, and of steps."""
+    one = replace(member("photos:1"), where="/home/jane/data/a.jsonl:2", pictures=[Picture("image", 12, name=HOME)])
+    gone = {"id": "photos:9", "reason": "file_missing", "error": f"No such file: '{HOME}'"}
+    page, _ = made([replace(pack(one), left_out=[gone])], model="/models/tiny")
+    assert Elements(page).inside["title"].strip() == "Packs: tiny on photos"
+    assert "jane" not in page
+    assert page.count("~/data/a.jsonl:2") == page.count("~/pictures/a.jpg'") == 1
+    trained = Trained(rank=0, epoch=0, number=1, ids=["chat:1"], where=["/home/jane/data/a.jsonl:2"])
+    page, _ = made([], steps=[StepShown(step=3, packs=[trained], known_from="record", notes=[f"see {HOME}"])])
+    assert Elements(page).inside["title"].strip() == "Packs of step 3: chat"
+    assert "jane" not in page
+
+
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
 def test_masks_can_be_read_on_their_grounds(theme):
     """SEE-7"""
@@ -110,7 +124,7 @@ def test_hostile_texts_are_shown_and_do_nothing(tmp_path):
     """SEE-6"""
     page, _ = made([pack(member(name=NASTY, text=NASTY))])
     shown = opened(page, tmp_path)
-    assert "broken" not in next(text for text in shown.texts if text.startswith("Pack"))
+    assert next(text for text in shown.texts if text.startswith("Pack")).startswith("Packs: </script><script>")
     assert "Packs" in shown.text
     assert NASTY in "".join(shown.texts)
     assert [attrs for tag, attrs in shown.elements if tag in ("img", "b")] == []

@@ -1,7 +1,7 @@
 """What optimizer steps trained, and what the same samples would have been as padded batches.
 
->>> padded([300, 500, 200], batch_size=2), padded([300, 500, 200], batch_size=None)
-(1200, 1500)
+>>> padded([300, 500, 200], batch_size=2), padded([300, 500, 200], batch_size=1)
+(1200, 1000)
 """
 
 from __future__ import annotations
@@ -47,10 +47,9 @@ class TrainedPack(Protocol):
         """Whether it is one sample too large for a pack."""
 
 
-def padded(lengths: Sequence[int], batch_size: int | None) -> int:
-    """Tokens of samples in padded batches of so many, in this order; None is one batch of all."""
-    size = batch_size or len(lengths) or 1
-    batches = (lengths[start : start + size] for start in range(0, len(lengths), size))
+def padded(lengths: Sequence[int], batch_size: int) -> int:
+    """Count the tokens of samples in padded batches of `batch_size`, in this order."""
+    batches = (lengths[start : start + batch_size] for start in range(0, len(lengths), batch_size))
     return sum(len(batch) * max(batch) for batch in batches)
 
 
@@ -75,18 +74,17 @@ class StepCounts:
     tokens_of_steps: list[int] = field(default_factory=list)
 
     @classmethod
-    def of_step(cls, packs: Sequence[TrainedPack], batch_size: int | None) -> StepCounts:
-        """The packs of one step of this rank. Un-packed, its samples are in padded batches of so many in the order of
-        training; where that is None, the samples of each pack are a batch.
+    def of_step(cls, packs: Sequence[TrainedPack], batch_size: int) -> StepCounts:
+        """Count the packs of one step of this rank.
+
+        Un-packed, its samples are in padded batches of `batch_size`, the one that was asked for, in the order of
+        training. Batches of one have no padding, so that against them packing saves none.
         """
         trained = [pack for pack in packs if pack.sample_ids]
         counts = cls(num_steps=1, tokens_of_steps=[sum(sum(pack.lengths) for pack in trained)])
         for pack in trained:
             counts._add(pack)
-        as_batches = [pack.lengths for pack in trained]
-        if batch_size is not None:
-            as_batches = [[length for pack in trained for length in pack.lengths]]
-        counts.num_tokens_unpacked = sum(padded(lengths, batch_size) for lengths in as_batches)
+        counts.num_tokens_unpacked = padded([length for pack in trained for length in pack.lengths], batch_size)
         return counts
 
     def merge(self, other: StepCounts) -> None:
@@ -99,7 +97,7 @@ class StepCounts:
 
     @property
     def num_padding_saved(self) -> int:
-        """Tokens of padding that packing leaves out; its own rows may have some."""
+        """Tokens of padding that packing leaves out; below zero where its own rows have more of it."""
         return self.num_tokens_unpacked - self.num_tokens - self.num_padding
 
     def _add(self, pack: TrainedPack) -> None:

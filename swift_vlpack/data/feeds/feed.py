@@ -52,8 +52,8 @@ class Feed(Protocol):
     """Where the rows are: a `FusionCaptionDataset` or `StreamedRows`."""
     seed: int
     num_ranks: int
-    unpacked_batch_size: int | None
-    """Samples of a padded batch that packing is compared with; None for as many as each pack has."""
+    unpacked_batch_size: int
+    """Samples of a padded batch that packing is compared with."""
     rows: RunRows
     """The rows as checkpoints remember them."""
 

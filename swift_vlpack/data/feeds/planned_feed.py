@@ -42,7 +42,7 @@ class PlannedFeed:
         num_ranks: int = 1,
         extent: Extent = ONE_EPOCH,
     ) -> None:
-        self.unpacked_batch_size: int | None = None
+        self.unpacked_batch_size = 1
         make_packing(template, dataset, config)
         self.template = template
         self.config = config

@@ -40,7 +40,7 @@ class StreamedFeed:
     is_finished = False
 
     def __init__(self, packs: BufferedPackingDataset, num_workers: int) -> None:
-        self.unpacked_batch_size: int | None = None
+        self.unpacked_batch_size = 1
         self.packs = packs
         self.config = packs.config
         self.dataset = packs.dataset

@@ -32,7 +32,7 @@ def main(settings: Mapping[str, Any], command: str, options: Sequence[str]) -> i
         open(settings["report"], "w", encoding="utf-8", errors="backslashreplace") as file,
         run_of(options, num_ranks=settings["num_ranks"], command=command) as run,
     ):
-        for text in told(look(run, wanted), wanted, settings):
+        for text in told(look(run, wanted), wanted, settings, run.args.model):
             file.write(text)
             file.flush()
     return 0
@@ -54,11 +54,11 @@ def look(run: Run, wanted: Wanted) -> Found:
     return PlannedRun(run, planned, trained, with_thumbnails=wanted.html is not None).found(wanted)
 
 
-def told(found: Found, wanted: Wanted, settings: Mapping[str, Any]) -> Iterator[str]:
-    """What was found as a page, JSON or text."""
+def told(found: Found, wanted: Wanted, settings: Mapping[str, Any], model: str | None = None) -> Iterator[str]:
+    """Say what was found as a page, JSON or text."""
     if wanted.html is not None:
         page, said = browser(
-            found.packs, found.overview, found.steps, most_mb=wanted.html_mb, num_packs=found.num_packs
+            found.packs, found.overview, found.steps, most_mb=wanted.html_mb, num_packs=found.num_packs, model=model
         )
         write_page(wanted.html, page)
         yield f"{wanted.html}: {said}\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,15 @@ class Leg:
     def has_ended(self) -> bool:
         """Whether it ended by itself."""
         return any(event["event"] == END for event in self.events)
+
+    def num_tokens_unpacked(self, event: Mapping[str, Any]) -> int:
+        """Count the tokens of a note's samples in padded batches of the size that was asked for.
+
+        Earlier versions noted no size where it was 1, and counted the samples of each pack as a batch; batches of one
+        have no padding.
+        """
+        as_asked = self.facts["unpacked_batch_size"] is not None
+        return int(event["num_tokens_unpacked" if as_asked else "num_tokens"])
 
     def until(self, step: int) -> Leg:
         """The leg as far as the next one goes on from it."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
-from swift_vlpack.view.page import page
+from swift_vlpack.view.page import page, subject, without_home
 from swift_vlpack.view.report.charts import Line, bar_chart, histogram, legs_chart, line_chart
 from swift_vlpack.view.report.sections import Report, Section, grouped, percent, sections, state
 
@@ -30,10 +31,22 @@ dl.facts dd { margin: 0; overflow-wrap: anywhere; }
 
 
 def report_page(report: Report) -> str:
-    """Numbers first, then plots, then everything in tables."""
+    """Numbers first, then plots, then everything in tables; paths are those within the run's folder."""
+    folder = Path(report["folder"]).resolve()
+    name = subject(report["run"]["model"], report["sources"])
+    report = _without_place(report, f"{folder.parent}/" if folder.parent.name else "")
     parts = [f"<p>{escape(state(report))}</p>", _tiles(report), f'<div class="plots">{"".join(_plots(report))}</div>']
     parts += [_section(section) for section in sections(report)]
-    return page(f"Report of {report['folder']}", "\n".join(parts), STYLE)
+    return page(f"Report: {name} ({folder.name})" if name else f"Report: {folder.name}", "\n".join(parts), STYLE)
+
+
+def _without_place(value: Any, above: str) -> Any:
+    """Name files from the run's folder on, in every text: a page is read where the disk is another one."""
+    if isinstance(value, str):
+        return without_home(value.replace(above, ""))
+    if isinstance(value, Mapping):
+        return {name: _without_place(one, above) for name, one in value.items()}
+    return [_without_place(one, above) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def _tiles(report: Report) -> str:
@@ -61,16 +74,23 @@ def _plots(report: Report) -> list[str]:
     fills: Counter[int] = Counter()
     for epoch in report["epochs"]:
         fills.update({int(fill): number for fill, number in epoch.get("fill_histogram", {}).items()})
-    shares = [line("padding saved", "padding_saved"), line("vision", "vision_share")]
+    shares = [line("vision tokens", "vision_share")]
+    if any(point["padding_saved"] for point in series):
+        shares.insert(0, line("padding saved", "padding_saved"))
     return [
         line_chart("Fill of packs", [line("fill", "fill")], is_share=True, marks=marks),
         line_chart("Tokens a second", [line("tokens a second", "tokens_per_second")], marks=marks),
-        line_chart("Padding saved, share of vision tokens", shares, is_share=True, marks=marks),
+        line_chart(_titled(shares), shares, is_share=True, marks=marks),
         line_chart("Loss", [loss], marks=marks),
         histogram("Packs by fill, all epochs", fills),
         _sources(report["sources"]),
         legs_chart("Legs of the run, by steps (hollow: lost)", _legs(report), report["run"]["step"]),
     ]
+
+
+def _titled(shares: Sequence[Line]) -> str:
+    """Name what is drawn: padding that is nowhere saved is no line."""
+    return " and ".join(line.name for line in shares).capitalize() + ", shares of tokens"
 
 
 def _resumes(series: Sequence[Report]) -> list[tuple[float, str]]:
@@ -118,9 +138,14 @@ def _section(section: Section) -> str:
 
 def _table(section: Section) -> str:
     kinds = ["" if at < section.num_texts else ' class="n"' for at in range(len(section.columns))]
-    head = "".join(f"<th{kind}>{escape(name)}</th>" for name, kind in zip(section.columns, kinds, strict=True))
+    head = "".join(
+        f'<th{kind} scope="col">{escape(name)}</th>' for name, kind in zip(section.columns, kinds, strict=True)
+    )
     rows = "".join(
         "<tr>" + "".join(f"<td{kind}>{escape(cell)}</td>" for cell, kind in zip(row, kinds, strict=True)) + "</tr>"
         for row in section.rows
     )
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(section.title)}"><table><thead><tr>{head}'
+        f"</tr></thead><tbody>{rows}</tbody></table></div>"
+    )

@@ -82,7 +82,7 @@ def _last_sign(legs: Sequence[Leg]) -> str | None:
 def _unpacked(totals: Totals, legs: Sequence[Leg]) -> dict[str, Any]:
     """The same samples as padded batches, at the tokens a second of the packed run."""
     assert totals.num_tokens_unpacked is not None
-    size = legs[-1].facts.get("unpacked_batch_size")
+    size = legs[-1].facts["unpacked_batch_size"] or 1
     num_packed = totals.num_tokens + totals.num_padding
     saved = totals.num_tokens_unpacked - num_packed
     seconds = totals.seconds * (totals.num_tokens_unpacked / num_packed if num_packed else 1.0)
@@ -97,13 +97,10 @@ def _unpacked(totals: Totals, legs: Sequence[Leg]) -> dict[str, Any]:
     }
 
 
-def reference(batch_size: int | None) -> str:
-    """What un-packed means."""
-    if batch_size is None:
-        return (
-            "the same samples with those of each pack as one padded batch (per_device_train_batch_size is 1, and "
-            "batches of one have no padding)"
-        )
+def reference(batch_size: int) -> str:
+    """Say what packing is compared with."""
+    if batch_size == 1:
+        return "the same samples one by one (per_device_train_batch_size 1, as it was asked for): these have no padding"
     return (
         f"the same samples in padded batches of {batch_size} (per_device_train_batch_size as it was asked for), in the "
         "order in which they were trained"

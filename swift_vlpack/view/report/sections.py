@@ -93,10 +93,14 @@ def _unpacked(unpacked: Report | None) -> Iterator[Line]:
         yield "tokens", "not on record"
         return
     yield "against", unpacked["reference"]
-    saved, tokens = grouped(unpacked["num_padding_saved"]), grouped(unpacked["num_tokens"])
-    yield "tokens", f"{saved} of {tokens} are saved, {percent(unpacked['padding_saved'])}"
-    saved, all_of_it = duration(unpacked["seconds_saved_estimated"]), duration(unpacked["seconds_estimated"])
-    yield "time", f"about {saved} of {all_of_it}, if padding took as long as other tokens do in this run"
+    saved, tokens = unpacked["num_padding_saved"], grouped(unpacked["num_tokens"])
+    if saved <= 0:
+        more = f"packs have {grouped(-saved)} more (packing_pad_to)" if saved else "packs have as many"
+        yield "tokens", f"none are saved: {tokens} un-packed, and {more}"
+        return
+    yield "tokens", f"{grouped(saved)} of {tokens} are saved, {percent(unpacked['padding_saved'])}"
+    of_time, all_of_it = duration(unpacked["seconds_saved_estimated"]), duration(unpacked["seconds_estimated"])
+    yield "time", f"about {of_time} of {all_of_it}, if padding took as long as other tokens do in this run"
 
 
 def _sources(report: Report) -> Section:

@@ -37,7 +37,7 @@ def series_of(legs: Sequence[Leg], losses: Mapping[int, Mapping[str, Any]]) -> l
             "leg": number,
             "fill": _fill(event, leg.facts["packing_length"]),
             "tokens_per_second": round(share(event["num_tokens"], event["seconds"]), 1),
-            "padding_saved": _padding_saved(event),
+            "padding_saved": _padding_saved(leg, event),
             "vision_share": _rounded_share(event["num_vision_tokens"], event["num_tokens"]),
             "loss": _number(losses.get(event["step"], {}).get("loss")),
         }
@@ -71,9 +71,9 @@ def _fill(event: Mapping[str, Any], packing_length: int) -> float | None:
     return _rounded_share(event["num_pack_tokens"], room) if room else None
 
 
-def _padding_saved(event: Mapping[str, Any]) -> float:
-    saved = event["num_tokens_unpacked"] - event["num_tokens"] - event["num_padding"]
-    return _rounded_share(saved, event["num_tokens_unpacked"])
+def _padding_saved(leg: Leg, event: Mapping[str, Any]) -> float:
+    num_unpacked = leg.num_tokens_unpacked(event)
+    return _rounded_share(num_unpacked - event["num_tokens"] - event["num_padding"], num_unpacked)
 
 
 def _rounded_share(part: float, whole: float) -> float:

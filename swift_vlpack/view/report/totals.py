@@ -62,20 +62,23 @@ class Totals:
 _OF_EPOCHS = ("num_packs", "num_samples", "num_tokens", "num_images", "num_single_long", "num_padding")
 _OF_STEPS = (
     *(*_OF_EPOCHS, "num_pack_tokens"),
-    *("num_steps", "num_vision_tokens", "num_tokens_unpacked", "seconds"),
+    *("num_steps", "num_vision_tokens", "seconds"),
 )
 
 
 def of_legs(legs: Sequence[Leg], epoch: int | None = None) -> Totals:
     """The sum of the notes that count, of an epoch or of all."""
-    totals = Totals(num_steps=0, num_vision_tokens=0, num_tokens_unpacked=0)
+    totals = Totals(num_steps=0, num_vision_tokens=0)
+    num_tokens_unpacked = 0
     for leg in legs:
         for event in (one for one in leg.steps if epoch in (None, one["epoch"])):
             for name in _OF_STEPS:
                 setattr(totals, name, getattr(totals, name) + event[name])
+            num_tokens_unpacked += leg.num_tokens_unpacked(event)
             totals.room += (event["num_packs"] - event["num_single_long"]) * leg.facts["packing_length"]
             for name, counts in event["sources"].items():
                 totals.add_source(name, counts["num_samples"], counts["num_tokens"])
+    totals.num_tokens_unpacked = num_tokens_unpacked
     return totals
 
 

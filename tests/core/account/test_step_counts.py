@@ -35,8 +35,7 @@ def test_padded_batches_are_as_wide_as_their_longest():
     assert padded([30, 50, 20, 120], 2) == 2 * 50 + 2 * 120
     assert padded([30, 50, 20], 2) == 2 * 50 + 20
     assert padded([30, 50, 20], 1) == 100, "a batch of one has no padding"
-    assert padded([30, 50, 20], None) == 150
-    assert padded([], 4) == padded([], None) == 0
+    assert padded([], 4) == padded([], 1) == 0
 
 
 def test_step_counts_its_packs_and_what_they_would_be_unpacked():
@@ -47,13 +46,20 @@ def test_step_counts_its_packs_and_what_they_would_be_unpacked():
     assert step.sources == {"a": [2, 80], "b": [2, 140]}
     assert step.num_tokens_unpacked == padded([30, 50, 20, 120], 2)
     assert step.num_padding_saved == step.num_tokens_unpacked - 220
-    assert StepCounts.of_step([FIRST, EMPTY, SECOND], batch_size=None).num_tokens_unpacked == 3 * 50 + 120
+
+
+def test_nothing_is_saved_where_batches_of_one_were_asked_for():
+    """REPORT-3: they have no padding, however unlike the samples of a pack are."""
+    step = StepCounts.of_step([FIRST, EMPTY, SECOND], batch_size=1)
+    assert (step.num_tokens_unpacked, step.num_padding_saved) == (220, 0)
 
 
 def test_padding_of_packs_is_not_saved():
-    """REPORT-3: rows of a fixed shape have some of their own."""
-    step = StepCounts.of_step([replace(FIRST, num_padding=28)], batch_size=None)
+    """REPORT-3: rows of a fixed shape have some of their own; beside batches of one that is more, not less."""
+    packs = [replace(FIRST, num_padding=28)]
+    step = StepCounts.of_step(packs, batch_size=3)
     assert (step.num_padding, step.num_tokens_unpacked, step.num_padding_saved) == (28, 150, 150 - 100 - 28)
+    assert StepCounts.of_step(packs, batch_size=1).num_padding_saved == -28
 
 
 def test_steps_of_ranks_add_up_and_say_how_they_were_matched():
@@ -61,7 +67,7 @@ def test_steps_of_ranks_add_up_and_say_how_they_were_matched():
     ranks = [StepCounts(), StepCounts()]
     for packs in ([[FIRST], [SECOND]], [[SECOND], [FIRST]], [[EMPTY], [FIRST]]):
         for rank, of_rank in zip(ranks, packs, strict=True):
-            rank.merge(StepCounts.of_step(of_rank, None))
+            rank.merge(StepCounts.of_step(of_rank, 1))
     total = summed(ranks)
     assert total["num_steps"] == 3
     assert total["num_tokens"] == 2 * 220 + 100

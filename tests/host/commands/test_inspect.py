@@ -16,11 +16,12 @@ from swift_vlpack.host.commands.run import run_of
 from swift_vlpack.host.commands.wanted import Wanted
 from swift_vlpack.host.training.trainer import PackingTrainer
 from swift_vlpack.launch import run_launch
+from tests.browser import needs_chromium
 from tests.environment import restored_environment
 from tests.host.runs import log_lines, packed_argv, train
 from tests.images import photo
 from tests.rows import image_row, mixed_rows, text_row, write_jsonl
-from tests.view.test_browser import needs_chromium, opened
+from tests.view.test_browser import opened
 from tests.view.test_page import Elements
 
 FAMILY = "qwen2_5_vl"

@@ -12,7 +12,7 @@ def test_time_of_evaluations_is_no_time_of_steps(tmp_path, monkeypatch):
     """REPORT-2: also of one inside another, and where a line is logged in the middle of it."""
     now = [0.0]
     monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
-    journal = Journal(SimpleNamespace(unpacked_batch_size=None, epoch=0), str(tmp_path))
+    journal = Journal(SimpleNamespace(unpacked_batch_size=1, epoch=0), str(tmp_path))
     pack = PackRecord(epoch=0, number=0, sample_ids=(SampleId("a", 0),), lengths=(5,), num_images=0)
 
     def pass_time(seconds):

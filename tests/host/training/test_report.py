@@ -347,6 +347,7 @@ SHAPE = """({
   wide: [root.scrollWidth, view.innerWidth],
   plots: root.querySelectorAll("svg[role=img]").length,
   dots: root.querySelectorAll("svg circle").length,
+  tables: [...root.querySelectorAll(".scroll")].map(one => [one.tabIndex, one.scrollWidth > one.clientWidth]),
   letters: Math.min(...[...root.querySelectorAll("svg[role=img] text")].map(text =>
     text.getBoundingClientRect().height)),
   colours: ["background-color", "color"].map(name => view.getComputedStyle(root.querySelector("body"))[name]),
@@ -371,8 +372,12 @@ def test_page_is_readable_in_light_dark_and_on_a_phone(run, tmp_path, capsys):
         assert look["letters"] >= 10, "pixels"
         assert look["asked"] == 0
         assert f"{report['trained']['num_tokens']:,}" in look["text"]
-        assert str(run.whole / "vlpack" / "left_out.jsonl") in look["text"]
+        assert f"{run.whole.name}/vlpack/left_out.jsonl" in look["text"]
+        assert str(run.whole.parent) not in look["text"], "REPORT-12"
+        assert look["tables"]
+        assert {tab for tab, _ in look["tables"]} == {0}, "reached by keyboard"
         assert "goes on from" in look["text"]
+    assert any(is_wider for _, is_wider in looks[1]["tables"]), "which scrolls by itself on a phone"
     light, dark = looks[1]["colours"], looks[2]["colours"]
     assert light[0] != dark[0]
     assert light[1] != dark[1]

@@ -21,7 +21,7 @@ def facts(num_ranks, accumulation=1, **others):
         "num_ranks": num_ranks,
         "gradient_accumulation_steps": accumulation,
         "packing_length": LENGTH,
-        "unpacked_batch_size": None,
+        "unpacked_batch_size": 1,
         "num_steps": 10,
         "mode": "plan",
         "sources": {"a": {"rows": 40, "ratio": 1, "asked_share": 1.0}},
@@ -38,7 +38,7 @@ def train(folder, steps, num_ranks, *, resume=None, ends=False, checkpoints=()):
         log.note("resume", steps[0] - 1, checkpoint=str(resume), **facts(num_ranks))
     for step in steps:
         packs = [Pack(ids("a", "a"), (60, 30 if rank else 40)) for rank in range(num_ranks)]
-        counts = [StepCounts.of_step([pack], None) for pack in packs]
+        counts = [StepCounts.of_step([pack], 1) for pack in packs]
         log.note("steps", step, epoch=0, seconds=2.0, **summed(counts))
         if step in checkpoints:
             (folder / f"checkpoint-{step}").mkdir()

@@ -10,8 +10,10 @@ import pytest
 from swift_vlpack.cli import main
 from swift_vlpack.core import json_lines
 from swift_vlpack.core.account.run_log import RunLog, events
+from swift_vlpack.core.account.step_counts import StepCounts, summed
 from swift_vlpack.view.report.report_page import report_page
 from swift_vlpack.view.report.report_text import print_report
+from tests.core.account.test_step_counts import Pack, ids
 from tests.view.report.test_legs import facts, report, train
 from tests.view.test_page import Elements
 
@@ -33,6 +35,62 @@ def test_page_asks_no_network_for_anything(tmp_path):
     train(tmp_path, range(1, 4), 2, checkpoints=(2,), ends=True)
     elements = Elements(report_page(report(tmp_path)))
     assert not [attrs for _, attrs in elements.found if {"src", "href", "action"} & set(attrs)]
+
+
+def tables(made):
+    """Of a page: the attributes of each element that scrolls, and of every heading of a table."""
+    elements = Elements(made).found
+    return [attrs for _, attrs in elements if attrs.get("class") == "scroll"], [
+        of for tag, of in elements if tag == "th"
+    ]
+
+
+def test_page_names_model_and_data_and_no_folder_above_the_run(tmp_path):
+    """REPORT-12: what is shared says what was trained, and not on whose account or disk."""
+    first, second = tmp_path / "home" / "mix", tmp_path / "home" / "again"
+    train(first, range(1, 6), 1, checkpoints=(3,))
+    train(second, range(4, 7), 1, resume=first / "checkpoint-3", ends=True)
+    row = {"id": "a:1", "reason": "file_missing", "epoch": 0, "error": "no such file"}
+    (second / "vlpack" / "left_out.jsonl").write_text(json.dumps(row) + "\n")
+    (second / "args.json").write_text(json.dumps({"model": "/home/jane/models/tiny"}))
+    made = report_page(report(second))
+    assert "<title>Report: tiny on a (again)</title>" in made
+    assert "<h1>Report: tiny on a (again)</h1>" in made
+    assert str(tmp_path) not in made
+    assert "jane" not in made
+    for said in ("~/models/tiny", "again/vlpack/left_out.jsonl", "goes on from mix/checkpoint-3"):
+        assert said in made, said
+    assert report(second)["folder"] == str(second), "which JSON and the terminal keep"
+
+
+def test_tables_are_reached_by_keyboard_and_say_what_they_are(tmp_path):
+    """REPORT-10: a table that is wider than a phone scrolls by itself."""
+    train(tmp_path, range(1, 4), 1, ends=True)
+    scrolls, headings = tables(report_page(report(tmp_path)))
+    assert {attrs["aria-label"] for attrs in scrolls} == {"Sources", "Epochs", "Timeline"}
+    assert all((attrs["tabindex"], attrs["role"]) == ("0", "region") for attrs in scrolls)
+    assert len(headings) > 8
+    assert {attrs["scope"] for attrs in headings} == {"col"}
+
+
+@pytest.mark.parametrize("noted", [None, 1], ids=["by an earlier version", "now"])
+def test_nothing_is_saved_against_batches_of_one(noted, tmp_path, capsys):
+    """REPORT-3: whatever the samples of a pack would be as one batch."""
+    log = RunLog(tmp_path)
+    log.note("start", 0, **facts(1, unpacked_batch_size=noted))
+    for step in (1, 2):
+        num_tokens_unpacked = 120 if noted is None else 100  # of 60 and 40 in one batch; so it was counted
+        counts = summed([StepCounts.of_step([Pack(ids("a", "a"), (60, 40))], 1)])
+        log.note("steps", step, epoch=0, seconds=2.0, **{**counts, "num_tokens_unpacked": num_tokens_unpacked})
+    made = report(tmp_path)
+    assert (made["unpacked"]["batch_size"], made["unpacked"]["num_tokens"]) == (1, 200)
+    assert made["unpacked"]["num_padding_saved"] == made["unpacked"]["seconds_saved_estimated"] == 0
+    assert [point["padding_saved"] for point in made["series"]] == [0, 0]
+    print_report(made, sys.stdout)
+    flat = " ".join(capsys.readouterr().out.split())
+    assert "none are saved: 200 un-packed, and packs have as many" in flat
+    assert "as one batch" not in flat
+    assert "Vision tokens, shares of tokens" in report_page(made), "and no line of zeros"
 
 
 def test_long_run_makes_a_page_of_moderate_size_and_a_timeline_to_look_at(tmp_path, capsys):
