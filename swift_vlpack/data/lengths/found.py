@@ -45,8 +45,12 @@ class Found:
         return unknown[permutation(len(unknown), "lengths", self._rows.source.name)[:num_rows]]
 
     def unproven(self, positions: Positions) -> Positions:
-        """Those of the rows that have no size yet, or one of which nothing but their own header is a proof."""
-        return positions[~(self._is_known[positions] & (self.sizes["proof"][positions] != BY_HEADER))]
+        """Those of the rows that have no size yet, or one that none but headers say.
+
+        Trust in the kinds of a row is no proof of it: this source may have earned it itself, at a start that was
+        killed or had fewer rows.
+        """
+        return positions[~self._is_known[positions] | np.isin(self.sizes["proof"][positions], _BY_HEADERS)]
 
     def num_failed(self, reason: str) -> int:
         """Rows that cannot be encoded for this reason."""

@@ -173,6 +173,59 @@ def test_what_is_chosen_is_remembered_when_it_was_found_equal_and_not_before(tmp
     assert len(LengthCache(tmp_path / "rows.lengths", "context").load()) >= 30
 
 
+@pytest.fixture
+def rows_and_lie(tmp_path):
+    """Rows of one kind; the header of the one before the last is a lie of 5,000 tokens, which no draw would find."""
+    plain, odd = photo(tmp_path, "plain", 60, 40), photo(tmp_path, "odd", 60, 41)
+    rows = [image_row([plain], f"row {n}") for n in range(998)]
+    return [*rows, image_row([odd], "odd"), image_row([plain], "last")], {(60, 41): (2000, 2000)}
+
+
+def without_draw(monkeypatch):
+    monkeypatch.setattr(checks, "NUM_ROWS_DRAWN", 1)
+
+
+@pytest.mark.parametrize("num_rows", [0, 250, 500, 751])
+def test_extremes_are_compared_after_a_kill_too(num_rows, rows_and_lie, tmp_path, monkeypatch):
+    """LEN-3 LEN-8: a start that was killed has vouched for the kinds; undisturbed it is as it was."""
+    without_draw(monkeypatch)
+    rows, lies = rows_and_lie
+    killed = start(tmp_path, lies, has_kinds=False)
+    encode = killed.by_header.encode
+
+    def until_killed(row, return_length=False):
+        if len(killed.by_header.encoded) == num_rows:
+            raise KeyboardInterrupt
+        return encode(row, return_length)
+
+    if num_rows:
+        monkeypatch.setattr(killed.by_header, "encode", until_killed)
+        with pytest.raises(KeyboardInterrupt):
+            killed.measured(rows)
+        assert len(killed.known.cache.load()) >= num_rows - 128
+    assert start(tmp_path, lies, has_kinds=False).measured(rows).columns.tolist() == true_columns(rows)
+
+
+@pytest.mark.parametrize("source", ["appended", "another"])
+def test_extremes_are_compared_where_the_kinds_are_trusted(source, rows_and_lie, tmp_path, monkeypatch):
+    """LEN-3 LEN-16: of rows that are appended, and of another source; once."""
+    without_draw(monkeypatch)
+    rows, lies = rows_and_lie
+    start(tmp_path, lies, has_kinds=False).measured(rows[:500])
+    later = rows if source == "appended" else rows[500:]
+    assert start(tmp_path, lies, has_kinds=False).measured(later).columns.tolist() == true_columns(later)
+
+
+def test_extremes_that_were_found_equal_are_not_compared_again(tmp_path):
+    """LEN-4 LEN-16"""
+    rows = mixed_rows(tmp_path / "rows", 60)
+    start(tmp_path).measured(rows[:30])
+    start(tmp_path).measured(rows)
+    warm = start(tmp_path)
+    warm.measured(rows)
+    assert warm.by_header.encoded == warm.in_full.encoded == []
+
+
 def test_trust_is_added_behind_a_line_that_a_killed_process_left_unfinished(tmp_path):
     """LEN-16"""
     path = tmp_path / "kinds.trust"
