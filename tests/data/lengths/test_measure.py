@@ -234,3 +234,44 @@ def test_trust_is_added_behind_a_line_that_a_killed_process_left_unfinished(tmp_
     added.add(["b"])
     added.save()
     assert Trust(path).remembered() == {"a": 2, "b": 1}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b'{"agreed": []}\n',
+        b'{"agreed": {"a": "two"}}\n',
+        b'{"agreed": {"a": -2}}\n',
+        b'{"agreed": {"a": null}}\n',
+        b'["agreed"]\n',
+        b'{"agreed": {"a": 2}}\n\xff\xfe\0\0{"agreed": {"b": 2}}\n',
+        b'{"agreed": {"\xff": 2}}\n',
+        b"\0" * 100,
+        b'{"agreed": {"a": ' + b"[" * 100_000,
+    ],
+    ids=["list", "text", "negative", "null", "no object", "bytes between", "no text", "zeros", "deep"],
+)
+def test_damaged_trust_is_none_and_is_kept_aside(damage, tmp_path, caplog):
+    """LEN-9 LEN-16: the pass goes on and compares again; the log says so once."""
+    rows = texts(40)
+    start(tmp_path).measured(rows)
+    path = tmp_path / "kinds.trust"
+    path.write_bytes(damage)
+    with caplog.at_level(logging.WARNING):
+        other = [start(tmp_path) for _ in range(2)]
+    assert other[0].measured(texts(50, 40)).columns.tolist() == true_columns(texts(50, 40))
+    assert len(other[0].in_full.encoded) > 10
+    (line,) = [record.message for record in caplog.records]
+    assert line.startswith(f"{path}, which says of which rows the lengths were checked, is damaged")
+    (aside,) = tmp_path.glob("kinds.damaged-*")
+    assert aside.read_bytes() == damage
+    assert Trust(path).remembered(), "what was compared since is remembered"
+
+
+@pytest.mark.parametrize("num_bytes", [5, 13, 30])
+def test_half_a_line_of_a_difference_ends_the_trust(num_bytes, tmp_path):
+    """LEN-16: a process was killed while it wrote it down."""
+    path = tmp_path / "kinds.trust"
+    path.write_bytes(b'{"agreed": {"a": 2}}\n' + b'{"differs": "rows:1 has 5 tokens"}'[:num_bytes])
+    assert Trust(path).is_revoked
+    assert not Trust(path).remembered()
