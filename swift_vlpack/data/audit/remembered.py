@@ -19,7 +19,7 @@ from swift_vlpack.core.files import write_json
 from swift_vlpack.data.lengths.length_file import MAGIC, read_records
 
 _OF_SOURCE = re.compile(r"(?P<stem>.+-[0-9a-f]{12})\.(?P<kind>lengths|notes|failures|about|damaged-\d+)")
-_SHARED = re.compile(r"[0-9a-f]{32}\.(?:trust|damaged-\d+)|unreachable\.urls")
+_SHARED = re.compile(r"[0-9a-f]{32}\.(?:trust|observed|damaged-\d+)|unreachable\.urls")
 """Files of all sources: which kinds of rows were compared, which addresses did not answer."""
 _WITH_MAGIC = ("lengths", "notes")
 ABOUT = ".about"

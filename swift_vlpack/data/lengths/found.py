@@ -93,6 +93,7 @@ class Found:
         if chunk.seen is not None:
             vouched = np.array([self._known.trust.is_remembered(seen.kinds) for seen in chunk.seen], dtype=bool)
             chunk.sizes["proof"][vouched & (chunk.sizes["proof"] == BY_HEADER)] = VOUCHED
+        self._known.reads.add(chunk.reads)
         self.sizes[chunk.positions] = chunk.sizes
         self._is_known[chunk.positions] = True
         self.faults |= chunk.faults

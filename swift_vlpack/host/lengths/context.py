@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from swift_vlpack.data.seam.environment import is_of_launchers
 from swift_vlpack.host.lengths.source_code import (
     COVERED,
     code_of,
@@ -30,6 +31,7 @@ from swift_vlpack.host.lengths.source_code import (
     is_installed,
     source_files,
 )
+from swift_vlpack.host.lengths.values import digest_of, is_plain
 
 _PACKAGES = (
     "swift-vlpack",
@@ -70,17 +72,7 @@ _LOADING = ("swift.template.vision_utils", "qwen_vl_utils.vision_process")
 
 def context_of(template: Any, plugins: Iterable[str] = ()) -> str:
     """32 hexadecimal digits that are equal when all of it is; `plugins` are the files of `--external_plugins`."""
-    return _digest_of(dependencies_of(template, plugins), 16)
-
-
-def digests_of(template: Any, plugins: Iterable[str] = ()) -> dict[str, str]:
-    """A digest of each part, so that ranks that differ can say in what."""
-    return {name: _digest_of(part, 4) for name, part in dependencies_of(template, plugins).items()}
-
-
-def _digest_of(value: Any, num_bytes: int) -> str:
-    text = json.dumps(value, sort_keys=True, default=_plain)
-    return hashlib.blake2b(text.encode(), digest_size=num_bytes).hexdigest()
+    return digest_of(dependencies_of(template, plugins), 16)
 
 
 def dependencies_of(template: Any, plugins: Iterable[str] = ()) -> dict[str, Any]:
@@ -98,7 +90,7 @@ def dependencies_of(template: Any, plugins: Iterable[str] = ()) -> dict[str, Any
         "template": [f"{type(template).__module__}.{type(template).__qualname__}", _values_of_class(type(template))],
         "settings": settings,
         "meta": {name: value for name, value in vars(template.template_meta).items() if name != "template_cls"},
-        "helpers": helpers,
+        "helpers": [[helper, _values_of_class(type(helper))] for helper in helpers],
         "code": [digest_of_files(code.files), digest_of_functions(makers)],
         "processor": _without(folder, {name: _state_of(part) for name, part in {"": processor, **parts}.items()}),
         "config": _without(folder, _state_of_config(getattr(template, "config", None))),
@@ -111,7 +103,7 @@ def dependencies_of(template: Any, plugins: Iterable[str] = ()) -> dict[str, Any
 
 def _values_of_class(made: type) -> dict[str, Any]:
     """The plain attributes of a class and of its bases."""
-    values = {name: value for base in reversed(made.__mro__) for name, value in vars(base).items() if _is_plain(value)}
+    values = {name: value for base in reversed(made.__mro__) for name, value in vars(base).items() if is_plain(value)}
     # ms-swift adds to this list for each template that is made.
     values["placeholder_tokens"] = sorted({*map(str, values.get("placeholder_tokens", ()))})
     return {name: value for name, value in values.items() if name[:2] != "__" and not _NOT_OF_LENGTH.fullmatch(name)}
@@ -126,7 +118,7 @@ def _parts_of(processor: Any) -> dict[str, Any]:
 def _state_of(part: Any) -> dict[str, Any]:
     """The plain attributes of a processor or tokenizer, and what `to_dict` adds to them."""
     told = part.to_dict() if hasattr(part, "to_dict") else {}
-    own = {name: value for name, value in vars(part).items() if _is_plain(value) or isinstance(value, np.generic)}
+    own = {name: value for name, value in vars(part).items() if is_plain(value) or isinstance(value, np.generic)}
     return {name: value for name, value in {**told, **own}.items() if not _NOT_OF_PART.fullmatch(name)}
 
 
@@ -140,7 +132,7 @@ def _state_of_config(config: Any) -> dict[str, Any]:
     for name, value in values.items():
         if _NOT_OF_CONFIG.fullmatch(name):
             continue
-        if isinstance(value, (list, tuple)) or (not isinstance(value, Mapping) and _is_plain(value)):
+        if isinstance(value, (list, tuple)) or (not isinstance(value, Mapping) and is_plain(value)):
             found[name] = value
         elif name.endswith("_config") or _OF_VISION.search(name):
             found[name] = _state_of_config(value)
@@ -169,7 +161,7 @@ def variables_read_by(template_class: type, files: Iterable[str] = ()) -> set[st
         text = Path(file).read_text(encoding="utf-8", errors="replace")
         # In upper case, as ms-swift looks for the names that it is given.
         found |= {name.upper() for name in _VARIABLE.findall(text)}
-    return {name for name in found if not _NOT_OF_LENGTH.fullmatch(name)}
+    return {name for name in found if not _NOT_OF_LENGTH.fullmatch(name) and not is_of_launchers(name)}
 
 
 def _files_of(*modules: str) -> Iterator[str]:
@@ -203,21 +195,3 @@ def _digest_of_tokenizer(tokenizer: Any) -> str:
     # As text: the file of a tokenizer may be the same while tokens were added in memory.
     text = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _plain(value: Any) -> Any:
-    """Of an object without a text of its own: its class, and its plain attributes."""
-    if isinstance(value, (set, frozenset)):
-        return sorted(map(str, value))
-    if isinstance(value, (np.generic, np.ndarray)):
-        return value.tolist()
-    own = {name: inner for name, inner in getattr(value, "__dict__", {}).items() if _is_plain(inner)}
-    return [f"{type(value).__module__}.{type(value).__qualname__}", getattr(value, "__qualname__", None), own]
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(map(_is_plain, (*value, *value.values())))
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (str, int, float, bool))
