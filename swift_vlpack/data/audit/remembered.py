@@ -19,7 +19,7 @@ from swift_vlpack.core.files import write_json
 from swift_vlpack.data.lengths.length_file import MAGIC, read_records
 
 _OF_SOURCE = re.compile(r"(?P<stem>.+-[0-9a-f]{12})\.(?P<kind>lengths|notes|failures|about|damaged-\d+)")
-_SHARED = re.compile(r"[0-9a-f]{32}\.trust|unreachable\.urls")
+_SHARED = re.compile(r"[0-9a-f]{32}\.(?:trust|observed|damaged-\d+)|unreachable\.urls")
 """Files of all sources: which kinds of rows were compared, which addresses did not answer."""
 _WITH_MAGIC = ("lengths", "notes")
 ABOUT = ".about"
@@ -76,7 +76,8 @@ def remembered_in(folder: Path) -> list[Remembered]:
 
 def shared_files(folder: Path) -> list[Path]:
     """Those that belong to no one source: what is trusted, and what could not be reached."""
-    return sorted(path for path in _files(folder) if _SHARED.fullmatch(path.name) and _is_lines(path))
+    shared = (path for path in _files(folder) if _SHARED.fullmatch(path.name))
+    return sorted(path for path in shared if _is_ours(path, path.suffix.removeprefix(".")))
 
 
 def removed(files: Sequence[Path]) -> int:

@@ -134,7 +134,7 @@ class LengthCache:
         for line in json_lines.read(self._words):
             with suppress(ValueError, TypeError):
                 key, reason, error, files = line
-                found[bytes.fromhex(key)] = Fault(reason, error, tuple(files))
+                found[bytes.fromhex(key)] = Fault(str(reason), str(error), tuple(map(str, files)))
         return found
 
     def tell_parts(self, keys: Keys, parts: Iterable[Sequence[PartSize]]) -> None:
@@ -149,7 +149,7 @@ class LengthCache:
         """How rows are cut, by key; of two lines the later counts, and one that is not whole is passed over."""
         found = {}
         for line in json_lines.read(self._parts):
-            with suppress(ValueError, TypeError):
+            with suppress(ValueError, TypeError, OverflowError):
                 key, *parts = line
                 found[bytes.fromhex(key)] = tuple(PartSize(*map(int, part)) for part in parts)
         return found

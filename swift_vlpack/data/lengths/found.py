@@ -45,8 +45,12 @@ class Found:
         return unknown[permutation(len(unknown), "lengths", self._rows.source.name)[:num_rows]]
 
     def unproven(self, positions: Positions) -> Positions:
-        """Those of the rows that have no size yet, or one of which nothing but their own header is a proof."""
-        return positions[~(self._is_known[positions] & (self.sizes["proof"][positions] != BY_HEADER))]
+        """Those of the rows that have no size yet, or one that none but headers say.
+
+        Trust in the kinds of a row is no proof of it: this source may have earned it itself, at a start that was
+        killed or had fewer rows.
+        """
+        return positions[~self._is_known[positions] | np.isin(self.sizes["proof"][positions], _BY_HEADERS)]
 
     def num_failed(self, reason: str) -> int:
         """Rows that cannot be encoded for this reason."""
@@ -89,6 +93,7 @@ class Found:
         if chunk.seen is not None:
             vouched = np.array([self._known.trust.is_remembered(seen.kinds) for seen in chunk.seen], dtype=bool)
             chunk.sizes["proof"][vouched & (chunk.sizes["proof"] == BY_HEADER)] = VOUCHED
+        self._known.reads.add(chunk.reads)
         self.sizes[chunk.positions] = chunk.sizes
         self._is_known[chunk.positions] = True
         self.faults |= chunk.faults

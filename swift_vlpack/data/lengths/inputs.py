@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from swift_vlpack.data.lengths.cache import LengthCache
 from swift_vlpack.data.lengths.trust import Trust
 from swift_vlpack.data.rows.fusion import Template
 from swift_vlpack.data.rows.urls import Urls
+from swift_vlpack.data.seam.environment import Reads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,3 +32,5 @@ class Known:
     """Kinds of rows whose headers proved right."""
     urls: Urls | None = None
     """What both encoders read from; None where no URL is read ahead."""
+    reads: Reads = field(default_factory=Reads)
+    """Environment variables that were read while rows were encoded."""

@@ -15,6 +15,7 @@ from swift_vlpack.data.lengths.length_file import SIZE, Sizes
 from swift_vlpack.data.rows.faults import Fault
 from swift_vlpack.data.rows.fusion import Row, RowSource, with_system
 from swift_vlpack.data.rows.samples import SampleError, SampleId
+from swift_vlpack.data.seam.environment import Reads
 
 Positions = NDArray[np.int64]
 """Places among the rows of a rank."""
@@ -88,6 +89,8 @@ class Chunk:
     """Of rows that were measured; None of rows that were compared."""
     parts: dict[int, tuple[PartSize, ...]] = field(default_factory=dict)
     """Of rows that are cut, by position."""
+    reads: Reads = field(default_factory=Reads)
+    """Environment variables that were read meanwhile."""
 
     @classmethod
     def empty(cls, positions: Positions) -> Chunk:

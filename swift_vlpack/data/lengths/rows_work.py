@@ -27,6 +27,7 @@ from swift_vlpack.data.rows.fusion import Row, Template, encode_row
 from swift_vlpack.data.rows.media import image_urls
 from swift_vlpack.data.rows.samples import SampleError
 from swift_vlpack.data.rows.watch import Waits, watched
+from swift_vlpack.data.seam.environment import noted_reads
 
 _PIXELS_OF_PATCH = 14 * 14  # the smallest patch there is, so that no video is taken for cheaper than it is
 _SAID_BY_HEADERS = (Reason.OVER_MAX_LENGTH, Reason.URL_UNREACHABLE)  # no need to encode in full to know
@@ -67,11 +68,13 @@ class RowsWork:
 
     def __call__(self, task: Task) -> Any:
         """Do a task. A row that waits for a disk for ever is noted, and the others are done anew without it."""
-        while True:
-            try:
-                return watched(partial(self._begun, task), lambda: self._at)
-            except Waits as error:  # noqa: PERF203 - once in a while
-                self._given_up[error.where] = str(error)
+        with noted_reads() as reads:
+            while True:
+                try:
+                    done = watched(partial(self._begun, task), lambda: self._at)
+                    return replace(done, reads=reads) if isinstance(done, Chunk) else done
+                except Waits as error:  # noqa: PERF203 - once in a while
+                    self._given_up[error.where] = str(error)
 
     def _begun(self, task: Task) -> Any:
         self._at, self._thread = None, threading.get_ident()

@@ -7,6 +7,9 @@ settings), so that a source whose kinds were compared in another one is not comp
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -16,9 +19,12 @@ from typing import Any
 from swift_vlpack.core import json_lines
 from swift_vlpack.data.rows.media import content_of
 
+logger = logging.getLogger(__name__)
+
 NUM_PER_KIND = 2
 """Rows of a kind that have to agree: one may be right by luck, of a size that a wrong rule rounds as the right one."""
 _MANY = 3  # images of a row: so many or more are one kind
+_AGREED, _DIFFERS = b'{"agreed": {', b'{"differs": '  # how lines begin
 
 
 class Trust:
@@ -31,14 +37,42 @@ class Trust:
         """Whether a source was found to differ: then nothing but what this run compares is believed."""
         self._remembered: Counter[str] = Counter()
         self._new: Counter[str] = Counter()
-        for line in json_lines.read(path) if path is not None else ():
-            if not isinstance(line, dict):
-                continue
-            self._remembered.update({str(kind): int(number) for kind, number in line.get("agreed", {}).items()})
-            # Not only of the source that differs: a rule that was wrong once is doubted everywhere.
-            self.is_revoked |= "differs" in line
+        try:
+            self._take_over(path.read_bytes() if path is not None else b"")
+        except (ValueError, RecursionError):
+            self._set_aside()
+        except OSError:
+            pass  # there is none, or the cache of lengths, which is beside it, says why
+        # Not only of the source that differs: a rule that was wrong once is doubted everywhere.
         if self.is_revoked:
             self._remembered.clear()
+
+    def _take_over(self, content: bytes) -> None:
+        """Read what is remembered; raises `ValueError` where a line is none of ours."""
+        for line in content.splitlines():
+            if _begins(line, _AGREED):
+                # A line that a killed process left unfinished says nothing.
+                with suppress(json.JSONDecodeError):
+                    self._remembered.update(_checked(json.loads(line)["agreed"]))
+            elif _begins(line, _DIFFERS):
+                self.is_revoked = True
+            else:
+                raise ValueError
+
+    def _set_aside(self) -> None:
+        """Begin anew without the file, which may have said that headers are wrong."""
+        assert self.path is not None
+        self._remembered.clear()
+        self.is_revoked = False
+        aside = self.path.with_suffix(f".damaged-{os.getpid()}")
+        # Of ranks that find the damage at once one sets it aside.
+        with suppress(OSError):
+            os.replace(self.path, aside)
+            logger.warning(
+                "%s, which says of which rows the lengths were checked, is damaged; it is set aside as %s and rows are "
+                "checked again",
+                self.path, aside.name,
+            )  # fmt: skip
 
     def is_remembered(self, kinds: Iterable[str]) -> bool:
         """Whether rows of all these kinds were compared at earlier starts or in other sources."""
@@ -70,6 +104,18 @@ class Trust:
         if self.path is not None:
             with suppress(OSError):  # the cache of lengths, which is beside it, says so
                 json_lines.append(self.path, [line])
+
+
+def _begins(line: bytes, start: bytes) -> bool:
+    """Whether a line, or what a killed process left of it, begins so."""
+    return line.startswith(start) or start.startswith(line)
+
+
+def _checked(numbers: Any) -> dict[str, int]:
+    """Numbers of rows by kind, as they were written."""
+    if not isinstance(numbers, dict) or not all(type(number) is int and number > 0 for number in numbers.values()):
+        raise ValueError
+    return numbers
 
 
 def kinds_of(row: Mapping[str, Any], length: int, image_kinds: Iterable[str]) -> tuple[str, ...]:

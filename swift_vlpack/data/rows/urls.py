@@ -169,7 +169,8 @@ class Urls:
 
 
 def _is_of_failure(line: Any) -> bool:
-    return isinstance(line, dict) and isinstance(line.get("at"), float) and {"url", "why"} <= set(line)
+    is_line = isinstance(line, dict) and isinstance(line.get("at"), float)
+    return is_line and isinstance(line.get("url"), str) and "why" in line
 
 
 def _host(url: str) -> str:

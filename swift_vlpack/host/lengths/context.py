@@ -1,8 +1,9 @@
 """Everything but the row that a length depends on, in one digest: the key of remembered lengths.
 
 Too much of it only measures again; too little would be wrong. So what a template reads is found, not listed: its
-attributes, its processor's settings, the constants of qwen_vl_utils, the environment variables that its source names,
-and that source itself, with the plugins that may have patched it.
+attributes, the state of its processor and of all parts of it, what the model's config says of vision, the constants of
+qwen_vl_utils, the environment variables that its source names, and that source itself, with the plugins that may have
+patched it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from swift_vlpack.data.seam.environment import is_of_launchers
 from swift_vlpack.host.lengths.source_code import (
     COVERED,
     code_of,
@@ -27,6 +31,7 @@ from swift_vlpack.host.lengths.source_code import (
     is_installed,
     source_files,
 )
+from swift_vlpack.host.lengths.values import digest_of, is_plain
 
 _PACKAGES = (
     "swift-vlpack",
@@ -46,6 +51,19 @@ _NOT_OF_LENGTH = re.compile(
 )
 """Attributes and variables that change from run to run, or within one, and lengths do not. Where images are to be found
 is in the state of the files that a row names."""
+_NOT_OF_PART = re.compile(
+    r"model_info|model_meta|global_vars|\w*name_or_path|transformers_version|_commit_hash|auto_map|device|dtype|torch_dtype"
+    r"|init_inputs|init_kwargs|_vocab|_merges|verbose|deprecation_warnings|files_loaded|_in_target_context_manager"
+    r"|_processor_class|processor_class|_auto_class|padding_side|_should_update_post_processor"
+)
+"""Attributes of processors and tokenizers that name where they are from, or that loading and training change."""
+_NOT_OF_CONFIG = re.compile(
+    r"_\w*|\w*dtype|attn_implementation|transformers_version|architectures|auto_map|use_cache|return_dict"
+    r"|output_\w+|gradient_checkpointing|(pad|bos|eos)_token_id|num_labels|id2label|label2id|problem_type"
+    r"|(text|llm|language|quantization|talker)_config"
+)
+"""Values of a config that training changes, or that say how a model computes; and the language model."""
+_OF_VISION = re.compile("vision|visual|vit|image|audio")
 _VARIABLE = re.compile(r"""(?:get_env_args\(|getenv\(|environ\.get\(|environ\[)\s*['"](\w+)['"]""")
 
 
@@ -54,43 +72,80 @@ _LOADING = ("swift.template.vision_utils", "qwen_vl_utils.vision_process")
 
 def context_of(template: Any, plugins: Iterable[str] = ()) -> str:
     """32 hexadecimal digits that are equal when all of it is; `plugins` are the files of `--external_plugins`."""
-    return _digest_of(dependencies_of(template, plugins), 16)
-
-
-def digests_of(template: Any, plugins: Iterable[str] = ()) -> dict[str, str]:
-    """A digest of each part, so that ranks that differ can say in what."""
-    return {name: _digest_of(part, 4) for name, part in dependencies_of(template, plugins).items()}
-
-
-def _digest_of(value: Any, num_bytes: int) -> str:
-    text = json.dumps(value, sort_keys=True, default=_plain)
-    return hashlib.blake2b(text.encode(), digest_size=num_bytes).hexdigest()
+    return digest_of(dependencies_of(template, plugins), 16)
 
 
 def dependencies_of(template: Any, plugins: Iterable[str] = ()) -> dict[str, Any]:
     """What a length depends on, by name."""
     processor = template.processor
-    parts = {
-        name: getattr(processor, name, None) for name in ("image_processor", "video_processor", "feature_extractor")
-    }
+    parts = _parts_of(processor)
+    folder = getattr(getattr(template, "model_info", None), "model_dir", None)
     settings = {name: value for name, value in vars(template).items() if not _NOT_OF_LENGTH.fullmatch(name)}
     helpers = [template.template_meta, template.loss_scale, *_agent_template(template)]
-    makers = [template, *helpers, processor, template.tokenizer, *filter(None, parts.values())]
+    makers = [template, *helpers, processor, template.tokenizer, *parts.values()]
     code = code_of(makers, plugins)
     return {
         "packages": {name: _version(name) for name in sorted({*_PACKAGES, *code.packages})},
         "working copies": {name: digest_of_package(name) for name in COVERED},
-        "template": f"{type(template).__module__}.{type(template).__qualname__}",
+        "template": [f"{type(template).__module__}.{type(template).__qualname__}", _values_of_class(type(template))],
         "settings": settings,
-        "meta": vars(template.template_meta),
-        "helpers": helpers,
+        "meta": {name: value for name, value in vars(template.template_meta).items() if name != "template_cls"},
+        "helpers": [[helper, _values_of_class(type(helper))] for helper in helpers],
         "code": [digest_of_files(code.files), digest_of_functions(makers)],
-        "processor": {name: part.to_dict() for name, part in parts.items() if hasattr(part, "to_dict")},
-        "tokenizer": _digest_of_tokenizer(template.tokenizer),
+        "processor": _without(folder, {name: _state_of(part) for name, part in {"": processor, **parts}.items()}),
+        "config": _without(folder, _state_of_config(getattr(template, "config", None))),
+        "tokenizer": [_digest_of_tokenizer(template.tokenizer), _without(folder, _state_of(template.tokenizer))],
         "chat_templates": [getattr(part, "chat_template", None) for part in (processor, template.tokenizer)],
         "variables": {name: os.environ.get(name) for name in sorted(variables_read_by(type(template), code.files))},
         "constants": _constants("qwen_vl_utils.vision_process"),
     }
+
+
+def _values_of_class(made: type) -> dict[str, Any]:
+    """The plain attributes of a class and of its bases."""
+    values = {name: value for base in reversed(made.__mro__) for name, value in vars(base).items() if is_plain(value)}
+    # ms-swift adds to this list for each template that is made.
+    values["placeholder_tokens"] = sorted({*map(str, values.get("placeholder_tokens", ()))})
+    return {name: value for name, value in values.items() if name[:2] != "__" and not _NOT_OF_LENGTH.fullmatch(name)}
+
+
+def _parts_of(processor: Any) -> dict[str, Any]:
+    """The parts of a processor by their names (`image_processor`); no tokenizer."""
+    parts = vars(processor).items()
+    return {name: part for name, part in parts if hasattr(part, "to_dict") and not hasattr(part, "get_vocab")}
+
+
+def _state_of(part: Any) -> dict[str, Any]:
+    """The plain attributes of a processor or tokenizer, and what `to_dict` adds to them."""
+    told = part.to_dict() if hasattr(part, "to_dict") else {}
+    own = {name: value for name, value in vars(part).items() if is_plain(value) or isinstance(value, np.generic)}
+    return {name: value for name, value in {**told, **own}.items() if not _NOT_OF_PART.fullmatch(name)}
+
+
+def _state_of_config(config: Any) -> dict[str, Any]:
+    """The plain values of a model's config and of the configs in it, but for those of the language model.
+
+    Its own attributes, as `to_dict` may leave out what is the default.
+    """
+    values = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+    found = {}
+    for name, value in values.items():
+        if _NOT_OF_CONFIG.fullmatch(name):
+            continue
+        if isinstance(value, (list, tuple)) or (not isinstance(value, Mapping) and is_plain(value)):
+            found[name] = value
+        elif name.endswith("_config") or _OF_VISION.search(name):
+            found[name] = _state_of_config(value)
+    return found
+
+
+def _without(folder: str | None, value: Any) -> Any:
+    """A state without the paths in the model's folder: a copy of the folder elsewhere gives equal lengths."""
+    if isinstance(value, Mapping):
+        return {str(name): _without(folder, inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without(folder, inner) for inner in value]
+    return value.replace(folder, "") if folder and isinstance(value, str) else value
 
 
 def _agent_template(template: Any) -> list[Any]:
@@ -106,7 +161,7 @@ def variables_read_by(template_class: type, files: Iterable[str] = ()) -> set[st
         text = Path(file).read_text(encoding="utf-8", errors="replace")
         # In upper case, as ms-swift looks for the names that it is given.
         found |= {name.upper() for name in _VARIABLE.findall(text)}
-    return {name for name in found if not _NOT_OF_LENGTH.fullmatch(name)}
+    return {name for name in found if not _NOT_OF_LENGTH.fullmatch(name) and not is_of_launchers(name)}
 
 
 def _files_of(*modules: str) -> Iterator[str]:
@@ -140,19 +195,3 @@ def _digest_of_tokenizer(tokenizer: Any) -> str:
     # As text: the file of a tokenizer may be the same while tokens were added in memory.
     text = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _plain(value: Any) -> Any:
-    """Of an object without a text of its own: its class, and its plain attributes."""
-    if isinstance(value, (set, frozenset)):
-        return sorted(map(str, value))
-    own = {name: inner for name, inner in getattr(value, "__dict__", {}).items() if _is_plain(inner)}
-    return [f"{type(value).__module__}.{type(value).__qualname__}", getattr(value, "__qualname__", None), own]
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(map(_is_plain, (*value, *value.values())))
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (str, int, float, bool))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from swift.utils import is_master
+from swift.utils import get_logger, is_master
 
 import swift_vlpack
 from swift_vlpack.core.checkup.folders import lengths_folder
@@ -26,9 +26,15 @@ from swift_vlpack.data.lengths.trust import Trust
 from swift_vlpack.data.parts.row_cutter import cutter_of
 from swift_vlpack.data.rows.fusion import RowSource, own_template
 from swift_vlpack.data.rows.urls import Urls
+from swift_vlpack.data.seam.environment import Reads
 from swift_vlpack.host import ranks
-from swift_vlpack.host.lengths.context import context_of, digests_of
+from swift_vlpack.host.lengths.context import dependencies_of
 from swift_vlpack.host.lengths.headers import pixel_free, reading_urls
+from swift_vlpack.host.lengths.observed import Memory, Observed, dependencies_in, late_imports, observe
+from swift_vlpack.host.lengths.source_code import is_installed
+from swift_vlpack.host.lengths.values import digest_of
+
+logger = get_logger()
 
 Result = TypeVar("Result")
 
@@ -40,33 +46,75 @@ thousand, and a million rows need not be read for it."""
 def with_lengths(source: RowSource, template: Any, args: Any, cache_dir: str | None = None) -> RowSource:
     """Give a source the lengths of its rows; each rank of the run measures some in `dataset_num_proc` processes."""
     own = own_template(template, source)
-    plugins = getattr(args, "external_plugins", None) or []
-    context = context_of(own, plugins)
-    cutter = cutter_of(own)
-    cutting = "" if cutter is None else cutter.digest()
-    cache = LengthCache(cache_path(source, context, cache_dir), context, digest_of_cures(), cutting)
-    if ranks.num_ranks() > 1:
-        _check_same_rows(source, cache, digests_of(own, plugins))
-    # A resumed run goes on with the plan it had; the notes wait for the next new one.
-    if not getattr(args, "resume_from_checkpoint", None):
-        cache.take_over_notes()
-    if is_master():
-        of = (own.template_meta.template_type, own.model_meta.model_type)
-        tell_about(cache.path, About(source.name, source.origin, *map(str, of), swift_vlpack.__version__))
-    memory = cache.path.with_name("unreachable.urls")
+    memory_of_urls = lengths_folder(cache_dir, os.environ) / "unreachable.urls"
     # Under `strict` a failure ends the run, so that one is asked for again and not remembered.
-    urls = Urls(None if args.strict else memory)
-    known = Known(cache=cache, trust=Trust(cache.path.with_name(f"{context}.trust")), urls=urls)
+    urls = Urls(None if args.strict else memory_of_urls)
     encoders = Encoders(
         by_header=pixel_free(own, urls),
         in_full=reading_urls(own, urls),
         is_strict=args.strict,
         num_processes=args.dataset_num_proc or 1,
     )
-    sizes = measure(source, known, encoders, _RanksOfRun())
+    dependencies = dependencies_of(own, getattr(args, "external_plugins", None) or [])
+    memory = Memory(memory_of_urls.with_name(f"{digest_of(dependencies, 16)}.observed"), source.name)
+    observed = _observed(source, encoders, memory)
+    if found := dependencies_in(observed):
+        dependencies["observed"] = found
+    context = digest_of(dependencies, 16)
+    cutter = cutter_of(own)
+    cutting = "" if cutter is None else cutter.digest()
+    cache = LengthCache(cache_path(source, context, cache_dir), context, digest_of_cures(), cutting)
+    if ranks.num_ranks() > 1:
+        _check_same_rows(source, cache, {name: digest_of(part, 4) for name, part in dependencies.items()})
+    # A resumed run goes on with the plan it had; the notes wait for the next new one.
+    if not getattr(args, "resume_from_checkpoint", None):
+        cache.take_over_notes()
     if is_master():
-        log_failures(source, sizes, memory)
+        of = (own.template_meta.template_type, own.model_meta.model_type)
+        tell_about(cache.path, About(source.name, source.origin, *map(str, of), swift_vlpack.__version__))
+    known = Known(cache=cache, trust=Trust(cache.path.with_name(f"{context}.trust")), urls=urls)
+    with late_imports():
+        sizes = measure(source, known, encoders, _RanksOfRun())
+    _note_reads(source, memory, observed, known.reads)
+    if is_master():
+        log_failures(source, sizes, memory_of_urls)
     return replace(source, sizes=sizes, cache=cache)
+
+
+def _observed(source: RowSource, encoders: Encoders, memory: Memory) -> Observed:
+    """What earlier starts and all ranks observed; where none did, some rows are encoded for it."""
+
+    def of_this_rank() -> Observed:
+        if (known := memory.load()) is not None:
+            return known
+        with late_imports():
+            found, reads = observe(source, encoders)
+        memory.add(found)
+        _warn_of_whole_environment(source, reads)
+        return found
+
+    return Observed.united(ranks.results_of_all(of_this_rank))
+
+
+def _note_reads(source: RowSource, memory: Memory, observed: Observed, reads: Reads) -> None:
+    """Remember the variables that only some rows read, and what reading nobody can follow."""
+    if more := reads.names - observed.variables:
+        memory.add(Observed(variables=frozenset(more)))
+        logger.info(
+            f"source {source.name}: some of its rows read {', '.join(sorted(more))}, "
+            "which lengths are remembered under from the next start on"
+        )
+    _warn_of_whole_environment(source, reads)
+
+
+def _warn_of_whole_environment(source: RowSource, reads: Reads) -> None:
+    own = sorted(place for place in reads.whole if not is_installed(place.rpartition(":")[0]))
+    if own and is_master():
+        logger.warning(
+            f"source {source.name}: {', '.join(own)} reads the whole environment; which variables are "
+            "meant nothing tells, so another value of theirs measures no row again. Read them by name "
+            "(os.environ.get), or run `vlpack cache clear` when one has changed"
+        )
 
 
 class _RanksOfRun:

@@ -2,21 +2,25 @@
 
 Of classes: the source files of all their bases, and every function as it is loaded, wherever it was patched in from. Of
 plugins: their files. And of what is the user's own among these: everything that it imports from outside the installed
-packages, read from its `import` lines, so that nothing is run for it and nothing depends on what happens to be loaded.
+packages, read from its `import` lines, and from its texts where it loads code by name, so that nothing is run for it
+and nothing depends on what happens to be loaded. What reading cannot find is observed (`observed.py`). The user's own
+code counts without comments, docstrings and line numbers.
 """
 
 from __future__ import annotations
 
 import ast
+import dis
 import hashlib
 import importlib.util
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
+from contextlib import suppress
 from functools import cache, cached_property, partial
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 
@@ -55,12 +59,77 @@ def source_files(made: type) -> list[str]:
 
 def digest_of_files(files: Iterable[str]) -> str:
     """Of their content; where they are is of no matter."""
-    return _digest(sorted(hashlib.blake2b(Path(file).read_bytes(), digest_size=16).digest() for file in set(files)))
+    return _digest(sorted(hashlib.blake2b(_content(file), digest_size=16).digest() for file in set(files)))
+
+
+def _content(file: str) -> bytes:
+    content = Path(file).read_bytes()
+    if not is_installed(file):
+        with suppress(SyntaxError, ValueError, RecursionError):
+            return ast.dump(_without_docstrings(ast.parse(content))).encode()
+    return content
+
+
+def _without_docstrings(tree: ast.Module) -> ast.Module:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            node.body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
+    return tree
 
 
 def digest_of_functions(objects: Iterable[Any]) -> str:
     """Of all functions of the objects' classes as they are loaded: code that has no file, or was edited since."""
-    return _digest(repr(_code_parts(function.__code__)).encode() for each in objects for function in _functions(each))
+    return _digest(repr(parts_of_function(function)).encode() for each in objects for function in _functions(each))
+
+
+def parts_of_function(function: FunctionType) -> Any:
+    """The code of a function; of the user's own, also the plain values that it was made with."""
+    code = function.__code__
+    if os.path.isfile(code.co_filename) and is_installed(code.co_filename):
+        return _code_parts(code)
+    # Of what a function shares with others only what cannot change.
+    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_full(cell)]
+    values = [*(function.__defaults__ or ()), *sorted((function.__kwdefaults__ or {}).items()), *cells]
+    return _instructions(code), [value for value in values if _is_constant(value)]
+
+
+def _is_full(cell: CellType) -> bool:
+    """Whether a variable of the function around has its value yet."""
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    return value is None or isinstance(value, (str, bytes, int, float))
+
+
+def _instructions(code: CodeType) -> list[tuple[str, Any]]:
+    """What is done, with the constants that are used: neither a docstring nor their numbers, which it shifts."""
+    found = ((each.opname, each.argval) for each in dis.get_instructions(code) if each.opname not in _NO_WORK)
+    return [(name, _instructions(value) if isinstance(value, CodeType) else _constant(value)) for name, value in found]
+
+
+_NO_WORK = ("CACHE", "RESUME", "NOP", "EXTENDED_ARG")
+
+
+def functions_of_module(module: ModuleType, but: Container[str] = ()) -> Iterator[FunctionType]:
+    """The functions that were defined in a module, in classes too, also by code that it executed; `but` some names."""
+    for value in [value for name, value in tuple(vars(module).items()) if name not in but]:
+        if isinstance(value, type) and value.__module__ == module.__name__:
+            yield from (function for inner in tuple(vars(value).values()) for function in _inner(inner))
+        else:
+            yield from (one for one in _inner(value) if one.__globals__ is vars(module))
+
+
+def names_in(code: CodeType) -> set[str]:
+    """All names that a function looks up outside of itself, also in the functions in it."""
+    inside = (value for value in code.co_consts if isinstance(value, CodeType))
+    return set(code.co_names).union(*map(names_in, inside))
 
 
 @cache
@@ -119,6 +188,7 @@ def _constant(value: Any) -> Any:
     return sorted(map(repr, value)) if isinstance(value, frozenset) else value
 
 
+@cache
 def is_installed(file: str) -> bool:
     """Whether a version says what is in a file: Python's own, a package's, or that of a covered working copy."""
     return file.startswith(_covered_folders()) or _has_versions(_root(file))
@@ -153,8 +223,12 @@ def _imported(file: str) -> list[str]:
         tree = ast.parse(Path(file).read_bytes())
     except (SyntaxError, ValueError):
         return []
-    found = []
-    for node in ast.walk(tree):
+    found, nodes = [], list(ast.walk(tree))
+    loads_by_name = any(getattr(node, "id", getattr(node, "attr", None)) in _LOADERS for node in nodes)
+    for node in nodes:
+        if loads_by_name and isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found += _named(node.value, file)
+            continue
         if isinstance(node, ast.Import):
             names, folders = [alias.name for alias in node.names], [_root(file), *sys.path]
         elif isinstance(node, ast.ImportFrom):
@@ -164,6 +238,22 @@ def _imported(file: str) -> list[str]:
             continue
         found += [path for name in names for path in _modules(name.split("."), folders)]
     return found
+
+
+_LOADERS = frozenset(
+    ("import_module", "__import__", "exec", "run_path", "run_module", "spec_from_file_location", "SourceFileLoader")
+)
+"""Who uses one of these loads code by a text: that of a module's name or of a file's path."""
+
+
+def _named(text: str, file: str) -> list[str]:
+    """The files of the module, or the file of code, that a text in a file of the user's may mean."""
+    if text.endswith(".py"):
+        folders = (os.path.dirname(file), os.getcwd())
+        paths = (os.path.abspath(os.path.join(folder, os.path.expanduser(text))) for folder in folders)
+        return [path for path in paths if os.path.isfile(path)][:1]
+    parts = text.strip(".").split(".")
+    return _modules(parts, [_root(file), *sys.path]) if all(map(str.isidentifier, parts)) else []
 
 
 def _above(file: str, level: int) -> str:

@@ -173,6 +173,59 @@ def test_what_is_chosen_is_remembered_when_it_was_found_equal_and_not_before(tmp
     assert len(LengthCache(tmp_path / "rows.lengths", "context").load()) >= 30
 
 
+@pytest.fixture
+def rows_and_lie(tmp_path):
+    """Rows of one kind; the header of the one before the last is a lie of 5,000 tokens, which no draw would find."""
+    plain, odd = photo(tmp_path, "plain", 60, 40), photo(tmp_path, "odd", 60, 41)
+    rows = [image_row([plain], f"row {n}") for n in range(998)]
+    return [*rows, image_row([odd], "odd"), image_row([plain], "last")], {(60, 41): (2000, 2000)}
+
+
+def without_draw(monkeypatch):
+    monkeypatch.setattr(checks, "NUM_ROWS_DRAWN", 1)
+
+
+@pytest.mark.parametrize("num_rows", [0, 250, 500, 751])
+def test_extremes_are_compared_after_a_kill_too(num_rows, rows_and_lie, tmp_path, monkeypatch):
+    """LEN-3 LEN-8: a start that was killed has vouched for the kinds; undisturbed it is as it was."""
+    without_draw(monkeypatch)
+    rows, lies = rows_and_lie
+    killed = start(tmp_path, lies, has_kinds=False)
+    encode = killed.by_header.encode
+
+    def until_killed(row, return_length=False):
+        if len(killed.by_header.encoded) == num_rows:
+            raise KeyboardInterrupt
+        return encode(row, return_length)
+
+    if num_rows:
+        monkeypatch.setattr(killed.by_header, "encode", until_killed)
+        with pytest.raises(KeyboardInterrupt):
+            killed.measured(rows)
+        assert len(killed.known.cache.load()) >= num_rows - 128
+    assert start(tmp_path, lies, has_kinds=False).measured(rows).columns.tolist() == true_columns(rows)
+
+
+@pytest.mark.parametrize("source", ["appended", "another"])
+def test_extremes_are_compared_where_the_kinds_are_trusted(source, rows_and_lie, tmp_path, monkeypatch):
+    """LEN-3 LEN-16: of rows that are appended, and of another source; once."""
+    without_draw(monkeypatch)
+    rows, lies = rows_and_lie
+    start(tmp_path, lies, has_kinds=False).measured(rows[:500])
+    later = rows if source == "appended" else rows[500:]
+    assert start(tmp_path, lies, has_kinds=False).measured(later).columns.tolist() == true_columns(later)
+
+
+def test_extremes_that_were_found_equal_are_not_compared_again(tmp_path):
+    """LEN-4 LEN-16"""
+    rows = mixed_rows(tmp_path / "rows", 60)
+    start(tmp_path).measured(rows[:30])
+    start(tmp_path).measured(rows)
+    warm = start(tmp_path)
+    warm.measured(rows)
+    assert warm.by_header.encoded == warm.in_full.encoded == []
+
+
 def test_trust_is_added_behind_a_line_that_a_killed_process_left_unfinished(tmp_path):
     """LEN-16"""
     path = tmp_path / "kinds.trust"
@@ -181,3 +234,44 @@ def test_trust_is_added_behind_a_line_that_a_killed_process_left_unfinished(tmp_
     added.add(["b"])
     added.save()
     assert Trust(path).remembered() == {"a": 2, "b": 1}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b'{"agreed": []}\n',
+        b'{"agreed": {"a": "two"}}\n',
+        b'{"agreed": {"a": -2}}\n',
+        b'{"agreed": {"a": null}}\n',
+        b'["agreed"]\n',
+        b'{"agreed": {"a": 2}}\n\xff\xfe\0\0{"agreed": {"b": 2}}\n',
+        b'{"agreed": {"\xff": 2}}\n',
+        b"\0" * 100,
+        b'{"agreed": {"a": ' + b"[" * 100_000,
+    ],
+    ids=["list", "text", "negative", "null", "no object", "bytes between", "no text", "zeros", "deep"],
+)
+def test_damaged_trust_is_none_and_is_kept_aside(damage, tmp_path, caplog):
+    """LEN-9 LEN-16: the pass goes on and compares again; the log says so once."""
+    rows = texts(40)
+    start(tmp_path).measured(rows)
+    path = tmp_path / "kinds.trust"
+    path.write_bytes(damage)
+    with caplog.at_level(logging.WARNING):
+        other = [start(tmp_path) for _ in range(2)]
+    assert other[0].measured(texts(50, 40)).columns.tolist() == true_columns(texts(50, 40))
+    assert len(other[0].in_full.encoded) > 10
+    (line,) = [record.message for record in caplog.records]
+    assert line.startswith(f"{path}, which says of which rows the lengths were checked, is damaged")
+    (aside,) = tmp_path.glob("kinds.damaged-*")
+    assert aside.read_bytes() == damage
+    assert Trust(path).remembered(), "what was compared since is remembered"
+
+
+@pytest.mark.parametrize("num_bytes", [5, 13, 30])
+def test_half_a_line_of_a_difference_ends_the_trust(num_bytes, tmp_path):
+    """LEN-16: a process was killed while it wrote it down."""
+    path = tmp_path / "kinds.trust"
+    path.write_bytes(b'{"agreed": {"a": 2}}\n' + b'{"differs": "rows:1 has 5 tokens"}'[:num_bytes])
+    assert Trust(path).is_revoked
+    assert not Trust(path).remembered()

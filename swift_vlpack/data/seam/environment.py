@@ -1,0 +1,132 @@
+"""Which environment variables are read while something runs, in whatever way: by a constant, an alias, `in`, a default.
+
+The class of `os.environ` is exchanged for one that notes the names it is asked for, and put back afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from types import FrameType
+from typing import Any
+
+_OF_LAUNCHERS = re.compile(
+    r"(LOCAL_|NODE_|GROUP_)?RANK|(LOCAL_|GROUP_)?WORLD_SIZE|NPROC_PER_NODE|NNODES|MASTER_\w+|ROLE_\w+|TORCHELASTIC_\w+"
+    r"|(SLURM|OMPI|PMI|PMIX|LSB|PBS|KUBERNETES|RAY|NCCL|GLOO|CUDA|TORCH_NCCL|PYTHON|PYTEST|TQDM)_?\w*"
+    r"|(OMP|MKL|OPENBLAS)_NUM_THREADS|\w*VERBOSITY|\w*LOG_?LEVEL|HOSTNAME|HOME|USER|LOGNAME|PATH|PWD|TMPDIR|TMP|TEMP"
+    r"|TERM|COLUMNS|LINES|LANG|LC_\w+|XDG_\w+|HF_\w+|MODELSCOPE_\w+"
+)
+"""Variables of launchers, ranks, logs and the machine: they differ from start to start, and lengths do not."""
+_READERS_OF_THEIR_OWN = (
+    *("logging", "tempfile", "subprocess", "multiprocessing", "warnings", "tqdm", "accelerate", "torch.distributed"),
+    *(
+        "swift.utils.logger",
+        "swift.utils.env",
+        "transformers.utils.logging",
+        "datasets.utils.logging",
+        "huggingface_hub",
+    ),
+)
+"""Modules that read variables for themselves whatever they are called for."""
+_WAYS = ("os", "collections.abc", "_collections_abc")  # between a reader and the class
+
+
+@dataclass(slots=True)
+class Reads:
+    """What was read."""
+
+    names: set[str] = field(default_factory=set)
+    whole: set[str] = field(default_factory=set)
+    """Where everything was read at once, as `file:line`: which variables were meant nothing tells."""
+
+    def add(self, other: Reads) -> None:
+        """Unite."""
+        self.names |= other.names
+        self.whole |= other.whole
+
+
+_lock = threading.Lock()
+_open: list[Reads] = []
+
+
+@contextmanager
+def noted_reads() -> Iterator[Reads]:
+    """Note what all threads of this process read while this is open."""
+    reads = Reads()
+    with _lock:
+        _open.append(reads)
+        _exchange(_Noting)
+    try:
+        yield reads
+    finally:
+        with _lock:
+            # By identity: two that read nothing are equal.
+            _open[:] = [other for other in _open if other is not reads]
+            if not _open:
+                _exchange(os._Environ)
+
+
+def has_whole_environment(value: Any) -> bool:
+    """Whether a mapping is a copy of the environment: it has most of its names."""
+    if not isinstance(value, dict):
+        return False
+    names = set(os.environ)
+    return 2 * len(names & {os.fsdecode(name) for name in value if isinstance(name, (str, bytes))}) > len(names)
+
+
+class _OfAll(str):
+    """A name that came out of reading everything: who asks for its value asked for no variable of its own."""
+
+    __slots__ = ()
+
+
+class _Noting(os._Environ):  # type: ignore[type-arg]
+    def __getitem__(self, name: Any) -> Any:
+        if not isinstance(name, _OfAll):
+            _note(name)
+        return super().__getitem__(name)
+
+    def __iter__(self) -> Iterator[Any]:
+        if (reader := _reader()) is not None:
+            where = f"{reader.f_code.co_filename}:{reader.f_lineno}"
+            for reads in tuple(_open):
+                reads.whole.add(where)
+        return (_OfAll(name) if isinstance(name, str) else name for name in super().__iter__())
+
+
+def _exchange(kind: type) -> None:
+    for environment in (os.environ, getattr(os, "environb", None)):
+        if isinstance(environment, os._Environ):
+            environment.__class__ = kind
+
+
+def _note(name: Any) -> None:
+    if not isinstance(name, (str, bytes)):
+        return
+    text = os.fsdecode(name)
+    # Few names are read again and again.
+    new = [reads for reads in tuple(_open) if text not in reads.names]
+    if new and not is_of_launchers(text) and _reader() is not None:
+        for reads in new:
+            reads.names.add(text)
+
+
+@cache
+def is_of_launchers(name: str) -> bool:
+    """Whether a variable says where and how a process runs, and not what it makes of a row."""
+    return _OF_LAUNCHERS.fullmatch(name) is not None
+
+
+def _reader() -> FrameType | None:
+    """Who reads; None where that is a module that reads for itself."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") in (*_WAYS, __name__):
+        frame = frame.f_back
+    name = str(frame.f_globals.get("__name__", "")) if frame is not None else ""
+    return None if any(name == own or name.startswith(f"{own}.") for own in _READERS_OF_THEIR_OWN) else frame

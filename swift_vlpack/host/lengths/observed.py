@@ -1,0 +1,236 @@
+"""What a length depends on and reading cannot find: observed while some rows are encoded, and remembered.
+
+Observed are the variables that are read, in whatever way, and the modules of the user's own whose code runs, however it
+was loaded. Of these the functions as they are loaded count, and the plain values that they name, which may have come
+from a variable when the module was imported. What was found is remembered for each source, under all that reading
+finds, and only ever grows: a start with nothing to measure observes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+
+import numpy as np
+
+from swift_vlpack.core import json_lines
+from swift_vlpack.data.lengths.inputs import Encoders
+from swift_vlpack.data.lengths.rank_rows import rows_at
+from swift_vlpack.data.lengths.trust import kinds_of
+from swift_vlpack.data.rows.fusion import Row, RowSource, encode_row, with_system
+from swift_vlpack.data.rows.media import image_urls
+from swift_vlpack.data.rows.watch import Waits, watched
+from swift_vlpack.data.seam.environment import Reads, has_whole_environment, noted_reads
+from swift_vlpack.host.lengths.source_code import (
+    digest_of_files,
+    functions_of_module,
+    is_installed,
+    names_in,
+    parts_of_function,
+)
+from swift_vlpack.host.lengths.values import digest_of, is_plain, plain
+
+_NUM_ROWS_LOOKED_AT, _NUM_ROWS_OBSERVED = 64, 8
+"""Rows spread over a source, and those of them that are observed: one of each kind. What others read is noted too."""
+
+
+_NOTHING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Names of what was found."""
+
+    variables: frozenset[str] = frozenset()
+    modules: frozenset[str] = frozenset()
+    """Loaded before any row was encoded."""
+    files: frozenset[str] = frozenset()
+    """Of code that was loaded later, or that no module has."""
+    changing: frozenset[str] = frozenset()
+    """Names in modules, `module.name`, whose values encoding makes or changes: results, and no settings."""
+
+    @classmethod
+    def united(cls, some: Iterable[Observed]) -> Observed:
+        """All that is in any."""
+        some = tuple(some)
+        return cls(*(frozenset().union(*(getattr(one, each.name) for one in some)) for each in fields(cls)))
+
+
+class Memory:
+    """One file of what was observed under a key of all that reading finds; several sources share it."""
+
+    def __init__(self, path: Path, source: str) -> None:
+        self._path = path
+        self._source = source
+
+    def load(self) -> Observed | None:
+        """What earlier starts observed of the source; None where there was none."""
+        found = []
+        for line in json_lines.read(self._path):
+            with suppress(AttributeError, TypeError):
+                if line.pop("source") == self._source:
+                    found.append(Observed(**{name: frozenset(map(str, names)) for name, names in line.items()}))
+        return Observed.united(found) if found else None
+
+    def add(self, observed: Observed) -> None:
+        """Remember more."""
+        line = {name: sorted(names) for name, names in asdict(observed).items()}
+        with suppress(OSError):  # the cache of lengths, which is beside it, says so
+            json_lines.append(self._path, [{"source": self._source, **line}])
+
+
+def dependencies_in(observed: Observed) -> dict[str, Any]:
+    """The values of what was observed, now; nothing where nothing was."""
+    modules = [sys.modules[name] for name in sorted(observed.modules) if name in sys.modules]
+    found = {
+        "variables": {name: os.environ.get(name) for name in sorted(observed.variables)},
+        # Without their names, which say where a plugin lies.
+        "modules": sorted(digest_of(_parts_of_module(module, observed.changing), 16) for module in modules),
+        "files": digest_of_files(filter(os.path.isfile, observed.files)) if observed.files else None,
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def observe(source: RowSource, encoders: Encoders) -> tuple[Observed, Reads]:
+    """Encode some rows of a source, by their headers where that can be, and say what that depends on."""
+    loaded = [name for name, module in tuple(sys.modules.items()) if name not in _late and _is_own_module(module)]
+    before = {name: (dict(vars(sys.modules[name])), _settings_of(sys.modules[name])) for name in loaded}
+    codes: dict[int, tuple[CodeType, Any]] = {}
+    with noted_reads() as reads:
+        for row in _some_rows(source):
+            # No row ends the run here: it is measured in a moment, and what is wrong with it is said then.
+            with suppress(Exception, Waits):
+                watched(_profiled(codes, _encoding(source, encoders, row)), lambda: "")
+    own = [(code, names) for code, names in codes.values() if _is_own(code, names)]
+    modules = frozenset(str(names.get("__name__")) for _, names in own) & frozenset(loaded)
+    files = frozenset(code.co_filename for code, _ in own if os.path.isfile(code.co_filename))
+    of_modules = {getattr(sys.modules[name], "__file__", None) for name in modules}
+    before = {name: known for name, known in before.items() if name in sys.modules}
+    changing = frozenset(f"{name}.{key}" for name in before for key in _changed(name, *before[name]))
+    reads.whole |= {place for name in modules for place in _copies_of_environment(sys.modules[name])}
+    return Observed(frozenset(reads.names), modules, files - of_modules, changing), reads
+
+
+def _changed(name: str, values: dict[str, Any], settings: dict[str, str]) -> Iterator[str]:
+    """Names in a module that are there only since, or have another value since."""
+    module = sys.modules[name]
+    for key, setting in _settings_of(module).items():
+        if key in settings and settings[key] != setting:
+            yield key
+    # Kept alive in `values`, so that what is the same object is the same value.
+    yield from (key for key, value in tuple(vars(module).items()) if values.get(key, _NOTHING) is not value)
+
+
+def _encoding(source: RowSource, encoders: Encoders, row: Row) -> Callable[[], Any]:
+    """Encode a row; in full where its header does not do."""
+
+    def encode() -> None:
+        for template in filter(None, (encoders.by_header, encoders.in_full)):
+            with suppress(Exception):
+                encode_row(template, row, source.sample_id(0), is_watched=True)
+                return
+
+    return encode
+
+
+def _some_rows(source: RowSource) -> Iterator[Row]:
+    """Rows of different kinds; none that takes a network."""
+    spread = np.unique(np.linspace(0, max(0, len(source.rows) - 1), _NUM_ROWS_LOOKED_AT).astype(np.int64))
+    seen: set[tuple[str, ...]] = set()
+    for row in rows_at(source.rows, spread.tolist()) if len(source.rows) else ():
+        if (kind := kinds_of(row, 0, ())) not in seen and len(seen) < _NUM_ROWS_OBSERVED:
+            seen.add(kind)
+            if next(image_urls(row), None) is None:
+                yield with_system(row, source.system)
+
+
+def _profiled(codes: dict[int, tuple[CodeType, Any]], work: Callable[[], Any]) -> Callable[[], Any]:
+    """The same work, noting the code that runs, in threads that it starts too."""
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        # By its number, as comparing code compares all of it; kept, so that no other gets the number.
+        if event == "call" and id(frame.f_code) not in codes:
+            codes[id(frame.f_code)] = frame.f_code, frame.f_globals
+
+    def profiled() -> Any:
+        threading.setprofile(note)
+        sys.setprofile(note)
+        try:
+            return work()
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)  # type: ignore[arg-type]
+
+    return profiled
+
+
+_late: set[str] = set()
+"""Modules that encoding loaded: at the next start they are not there before there is anything to encode."""
+
+
+@contextmanager
+def late_imports() -> Iterator[None]:
+    """Take what is imported while this is open for imported by encoding."""
+    before = set(sys.modules)
+    try:
+        yield
+    finally:
+        _late.update(set(sys.modules) - before)
+
+
+def _is_own(code: CodeType, names: Any) -> bool:
+    if os.path.isfile(code.co_filename):
+        return not is_installed(code.co_filename)
+    # From a text, as by `exec`: whose it is says the module that it runs in.
+    return not code.co_filename.startswith("<frozen") and _is_own_module(sys.modules.get(str(names.get("__name__"))))
+
+
+def _is_own_module(module: ModuleType | None) -> bool:
+    if module is None:
+        return False
+    file = getattr(module, "__file__", None)
+    # Without a file: a notebook, or one that a program made; Python's own have a specification.
+    return getattr(module, "__spec__", None) is None if file is None else not is_installed(file)
+
+
+def _parts_of_module(module: ModuleType, changing: frozenset[str]) -> Any:
+    """The functions of a module as they are loaded, and the values that they name."""
+    is_changing = {name.removeprefix(f"{module.__name__}.") for name in changing}
+    functions = list(functions_of_module(module, is_changing))
+    names = set().union(*(names_in(function.__code__) for function in functions))
+    settings = {name: value for name, value in _settings_of(module).items() if name in names}
+    # Of modules that it imports: `import settings`, and then `settings.WORDS`.
+    for other in (vars(module).get(name) for name in names):
+        if isinstance(other, ModuleType) and other is not module and _is_own_module(other):
+            inner = _settings_of(other)
+            settings |= {f"{other.__name__}.{name}": inner[name] for name in names & set(inner)}
+    kept = {name: value for name, value in settings.items() if name not in is_changing}
+    return sorted(repr(parts_of_function(function)) for function in functions), kept
+
+
+def _copies_of_environment(module: ModuleType) -> list[str]:
+    copies = [name for name, value in tuple(vars(module).items()) if has_whole_environment(value)]
+    return [f"{getattr(module, '__file__', None) or module.__name__}:{name}" for name in copies]
+
+
+def _settings_of(module: ModuleType) -> dict[str, str]:
+    """Digests of the plain values of a module, and of the plain attributes of its own classes and objects.
+
+    No copy of the whole environment: nothing tells which variable of it is meant, and most are of one start only.
+    """
+    found = {}
+    for name, value in tuple(vars(module).items()):
+        if name[:2] == "__" or has_whole_environment(value):
+            continue
+        kind = value if isinstance(value, type) else type(value)
+        if is_plain(value) or _is_own_module(sys.modules.get(kind.__module__)):
+            with suppress(Exception):  # a value that says no when it is looked at
+                found[name] = digest_of(value if is_plain(value) else plain(value), 8)
+    return found
