@@ -21,7 +21,7 @@ from swift_vlpack.text.checks import check_whole
 from swift_vlpack.text.special import edge_tokens, edged, token_id, token_ids
 from swift_vlpack.text.streams.local import LocalText
 from swift_vlpack.text.streams.reading import Documents, ReadOptions
-from swift_vlpack.text.streams.sources import source_of
+from swift_vlpack.text.streams.sources import plain, source_of
 from swift_vlpack.text.streams.windows import Bins, Fetch, Part, Sequential, Tokens, Windows
 from swift_vlpack.text.vocabulary import tokenizer_of
 
@@ -158,6 +158,7 @@ class TextStream:
             "documents": self._documents.snapshot(),
             "windows": self._windows.snapshot(),
             "is_over": self._is_over,
+            "epoch_of_tokens": self._epoch_of_tokens,
             "counts": dict(self.counts),
         }
         return envelope.seal(KIND, self._fingerprint, state)
@@ -168,7 +169,7 @@ class TextStream:
         self._start()
         self._documents.load(saved["documents"])
         self._windows.load(saved["windows"], self._fetcher())
-        self._is_over = saved["is_over"]
+        self._is_over, self._epoch_of_tokens = saved["is_over"], saved["epoch_of_tokens"]
         self.counts = Counter(saved["counts"])
 
     def _start(self) -> None:
@@ -242,7 +243,7 @@ class TextStream:
         return {
             **asdict(self.options),
             **reading,
-            "source": self._source.fingerprint(),
+            "source": self._documents.fingerprint(),
             "tokenizer": [type(self.tokenizer).__name__, size, *special],
         }
 
@@ -251,14 +252,6 @@ _STATE = {
     "documents": envelope.Named(None),
     "windows": envelope.Named(None),
     "is_over": bool,
+    "epoch_of_tokens": envelope.Whole(),
     "counts": envelope.Named(envelope.Whole()),
 }
-
-
-def plain(value: Any) -> Any:
-    """The same as JSON has it."""
-    if isinstance(value, dict):
-        return {str(name): plain(inside) for name, inside in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(inside) for inside in value]
-    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
