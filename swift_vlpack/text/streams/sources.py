@@ -114,7 +114,7 @@ class _Anchor(NamedTuple):
     num_read: int
     digest: str  # of the rows before
     state: Any  # the data set's own; None at the start of the epoch
-    state_after: str  # the digest of its state after the next row
+    state_after: str  # the digest of its innermost state after the next row
 
 
 class StreamSource:
@@ -139,14 +139,14 @@ class StreamSource:
         self._epoch = self._num_read = 0
         self._digest = ""
         """Of all rows of the epoch that were read."""
-        self._place: tuple[Any, str] = (None, "")
-        """The data set's own state after the last row, and its digest."""
+        self._place: Any = None
+        """The data set's own state after the last row; None at the start, and where it has none."""
         self._anchors: deque[_Anchor] = deque()
         """Enough of them to prove the place by several rows, the oldest first."""
 
     def start(self, epoch: int) -> None:
         """From the beginning, whatever state or epoch was there before."""
-        self._epoch, self._num_read, self._digest, self._place = epoch, 0, "", (None, "")
+        self._epoch, self._num_read, self._digest, self._place = epoch, 0, "", None
         self._anchors = deque()
         self._rows = self._given() if callable(self._given) else _unused(self._given)
         if hasattr(self._rows, "set_epoch"):
@@ -195,24 +195,26 @@ class StreamSource:
         return None
 
     def _remember(self, state: Any) -> None:
-        """Keep an anchor where the state of the data set changed with this row.
+        """Keep an anchor where the innermost state of the data set changed with this row.
 
-        A data set that reads chunks changes its state once a chunk, so a row within a chunk is reached by its position.
+        A data set that reads chunks counts all rows of a chunk as read with its first one: a place within the chunk is
+        reached by its position, and a state that is taken there skips the rest of the chunk.
         """
-        digest = _digest(json.dumps(plain(state), sort_keys=True, default=repr))
-        if digest != self._place[1]:
-            self._anchors.append(_Anchor(self._num_read, self._digest, self._place[0], digest))
-            self._place = (state, digest)
+        digest = _digest(json.dumps(plain(_innermost(state)), sort_keys=True, default=repr))
+        if not self._anchors or digest != self._anchors[-1].state_after:
+            self._anchors.append(_Anchor(self._num_read, self._digest, self._place, digest))
+        self._place = state
         while len(self._anchors) > 1 and self._anchors[1].num_read <= self._num_read + 1 - _PROVING_ROWS:
             self._anchors.popleft()
 
     def _proof(self) -> str:
-        return _digest(str([(anchor.num_read, anchor.state_after) for anchor in self._anchors]))
+        changes = [(anchor.num_read, anchor.state_after) for anchor in self._anchors]
+        return _digest(json.dumps([changes, plain(self._place)], sort_keys=True, default=repr))
 
     def _move(self, num_read: int, digest: str, place: Any) -> None:
         self._rows.load_state_dict(copy.deepcopy(place))  # because data sets keep, and change, what they are given
         self._iterator = iter(self._rows)
-        self._num_read, self._digest, self._place = num_read, digest, (place, "")
+        self._num_read, self._digest, self._place = num_read, digest, place
 
     def _reads(self, num_read: int, digest: str) -> bool:
         """Read on to a row, and tell whether all rows to there are those of the digest."""
@@ -220,6 +222,13 @@ class StreamSource:
             if self.read() is None:
                 return False
         return self._digest == digest
+
+
+def _innermost(state: Any) -> Any:
+    """Return the state of the rows at the source, inside those of what a Hugging Face data set does with them."""
+    while isinstance(state, dict) and "examples_iterable" in state:
+        state = state["examples_iterable"]
+    return state
 
 
 def _digest(text: str | None) -> str:
