@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from swift_vlpack.core.errors import ConfigError, DataError
 from swift_vlpack.core.packing.registry import WINDOW
 from swift_vlpack.text.checks import check_whole
 from swift_vlpack.text.special import edge_tokens, edged, token_id, token_ids
-from swift_vlpack.text.streams.local import LocalText
+from swift_vlpack.text.streams.local import LocalText, paths_in
 from swift_vlpack.text.streams.reading import Documents, ReadOptions
 from swift_vlpack.text.streams.sources import plain, source_of
 from swift_vlpack.text.streams.windows import Bins, Fetch, Part, Sequential, Tokens, Windows
@@ -73,7 +72,7 @@ class WindowOptions:
 class TextStream:
     """Windows of a stream of documents, in order (`sequential`) or packed (`bin`); its place is JSON at every window.
 
-    `source` is a path or several, what `local_text` returns, a data set of Hugging Face, streaming or not, a list of
+    `source` is a path or several (of text, or of `.jsonl` rows), what `local_text` returns, a data set of Hugging Face, streaming or not, a list of
     texts or rows, or a function that makes an iterator of them.
     """
 
@@ -123,7 +122,8 @@ class TextStream:
             max_retries=max_retries,
             retry_delay_sec=retry_delay_sec,
         )
-        self._source = LocalText(source) if isinstance(source, (str, os.PathLike)) else source_of(source, text_key)
+        paths = paths_in(source)
+        self._source = source_of(source, text_key) if paths is None else LocalText(paths, text_key=text_key)
         self._sleep = sleep
         self._edges = edge_tokens(self.tokenizer, add_bos=add_bos, add_eos=add_eos)
         self._start()

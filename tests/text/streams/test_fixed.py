@@ -523,6 +523,80 @@ def test_sources_that_cannot_be_are_refused(stream, tmp_path):
         list(stream(tmp_path / "latin.txt"))
 
 
+def test_a_list_of_paths_is_their_text_and_never_their_names(stream, tmp_path, monkeypatch):
+    """TEXT-24"""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("w1\nw2\n")
+    (tmp_path / "corpus").write_text("w3\n")
+    (tmp_path / "a file").write_text("w4\n")
+    wanted = [[BOS, 5, EOS, BOS, 6, EOS, PAD, PAD]]
+    for source in (["a.txt"], [tmp_path / "a.txt"], ("a.txt",), [str(tmp_path / "a.txt")]):
+        assert [window.tokens.tolist() for window in stream(source)] == wanted
+    both = list(stream(["a.txt", tmp_path / "corpus", "a file"], seq_len=11))
+    assert both[0].tokens.tolist() == [BOS, 5, EOS, BOS, 6, EOS, BOS, 7, EOS, BOS, 8, EOS]
+    assert [len(list(stream(one))) for one in (["corpus"], ["a file"])] == [1, 1]
+    for source, said in (
+        (["b.txt"], r"b.txt: there is no such text file; give texts that look like file names as rows"),
+        ([tmp_path / "b"], "there is no such text file"),
+        (["a.txt", "w1 w2"], "the list of paths has another thing as number 1: 'w1 w2'"),
+        ([tmp_path / "a.txt", 3], "the list of paths has another thing as number 1: '3'"),
+        ("a.parquet", "there is no such text file"),
+    ):
+        with pytest.raises(DataError, match=said):
+            stream(source)
+    named = list(stream([{"text": "a.txt"}, {"text": "w1"}], tokenizer="byte", seq_len=5, **BARE))
+    assert bytes(named[0].tokens[:5].tolist()) == b"a.txt"
+    assert len(list(stream(["w1", "a.txt"]))) == 1, "a text later on may be anything"
+
+
+def test_rows_of_json_are_their_text(stream, tmp_path):
+    """TEXT-24: by the ending of the file, and by byte as every text file."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "w1", "id": 3}\n\n{"text": null}\n{"text": "w2\\nw3"}\n"w4"\n')
+    (one,) = made = list(stream(path, seq_len=12))
+    assert one.tokens.tolist() == [BOS, 5, EOS, BOS, 6, 7, EOS, BOS, 8, EOS, PAD, PAD, PAD]
+    again = stream([path], seq_len=12)
+    next(again)
+    assert again.counts["empty_documents"] == 1
+    first = stream(path, seq_len=2)
+    states = [json.loads(json.dumps(first.state_dict())) for _ in islice(first, 2)]
+    wanted, other = [window.tokens.tolist() for window in first], stream(path, seq_len=2)
+    other.load_state_dict(states[-1])
+    assert [window.tokens.tolist() for window in other] == wanted
+    assert made[0].segment_ids.max() == 3
+    lines = list(stream(local_text(path, document="line"), tokenizer="byte", seq_len=200))
+    assert b'{"text": "w1", "id": 3}' in bytes(token for token in lines[0].tokens.tolist() if token < 256)
+    (tmp_path / "b.txt").write_text('{"body": "w9"}\n')
+    rows = local_text([tmp_path / "b.txt"], document="row", text_key="body")
+    assert next(stream(rows, seq_len=2)).tokens.tolist() == [BOS, 13, EOS]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"text": "w1"}\n{"text": "w', r"a.jsonl: the document at byte 15 is no JSON \(Unterminated string"),
+        ('{"content": "w1"}\n', r"a.jsonl: the document at byte 0 has no 'text'; it has content: name it with text_key="),
+        ('{"text": 3}\n', "a.jsonl: the document at byte 0: text must be a text, got int"),
+    ],
+)
+def test_rows_of_json_that_cannot_be_are_refused(stream, tmp_path, content, said):
+    """TEXT-24"""
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(DataError, match=said):
+        list(stream(tmp_path / "a.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("name", "form"), [("a.json", "json"), ("a.csv", "csv"), ("a.parquet", "parquet"), ("a.txt.gz", "text")]
+)
+def test_files_of_other_formats_are_refused_with_the_way_out(stream, tmp_path, name, form):
+    """TEXT-24: they would be read as lines of text."""
+    (tmp_path / name).write_text("w1\n")
+    with pytest.raises(DataError, match=rf"{name} is no plain text: give datasets.load_dataset\('{form}', data_files="):
+        stream([tmp_path / name])
+    assert len(list(stream(local_text(tmp_path / name, document="line")))) == 1
+
+
 def test_text_key_and_rows_without_text(stream):
     """TEXT-24"""
     rows = [{"content": one} for one in (text(1), None, "", "  ", text(2))]
