@@ -26,6 +26,8 @@ from swift_vlpack.text.special import edge_tokens, edged, token_ids
 from swift_vlpack.text.vocabulary import tokenizer_of
 
 Tokens = NDArray[np.int64]
+GREEDY, UNCUT = "greedy", "greedy_uncut"
+"""`greedy` of the core never cuts what it packs; here this is `greedy_uncut`."""
 Strategy = str | Callable[[Sequence[int], int], Iterable[Iterable[int]]]
 
 
@@ -40,29 +42,42 @@ class BlockOptions:
     stride: int = 0
     min_len: int = 1
     max_len: int | None = None
+    bos_on_pieces: bool = False
 
     def __post_init__(self) -> None:
         check_whole(1, "max_length", "min_len", max_length=self.max_length, min_len=self.min_len, max_len=self.max_len)
         check_whole(0, "stride", stride=self.stride)
-        if self.min_len > self.max_length and not self.is_windowed:  # windows only leave out whole documents
+        is_window = self.packed and self.packing_strategy == WINDOW
+        if self.min_len > self.max_length and not is_window:  # windows only leave out whole documents
             raise ConfigError(f"min_len={self.min_len} is more than max_length={self.max_length}: no piece is so long")
-        if self.stride >= self.max_length:
-            raise ConfigError(f"stride must be from 0 to {self.max_length - 1} (max_length - 1), got {self.stride}")
+        longest = self.max_length - 1 - self.bos_on_pieces
+        if self.stride > longest:
+            least = "max_length - 1, and a BOS" if self.bos_on_pieces else "max_length - 1"
+            raise ConfigError(f"stride must be from 0 to {longest} ({least}), got {self.stride}")
         if self.stride and not self.overflow:
             raise ConfigError(
                 f"stride={self.stride} is the overlap of pieces, and overflow=False makes none; set it to 0"
             )
-        if isinstance(self.packing_strategy, str) and self.packing_strategy != WINDOW:
+        if self.bos_on_pieces and not self.overflow:
+            raise ConfigError("bos_on_pieces is for later pieces, and overflow=False makes none; leave it out")
+        if isinstance(self.packing_strategy, str) and self.packing_strategy not in (WINDOW, UNCUT):
             strategy_named(self.packing_strategy)  # refuses what cannot be found
-        if self.is_windowed and self.stride:
-            raise ConfigError("packing_strategy=window cuts without overlap: leave stride out")
-        if self.is_windowed and not self.overflow:
+        if is_window and (self.stride or self.bos_on_pieces):
+            raise ConfigError(
+                "packing_strategy=window cuts without overlap: leave stride and bos_on_pieces out, or take greedy"
+            )
+        if is_window and not self.overflow:
             raise ConfigError("packing_strategy=window truncates nothing: leave overflow=False out")
 
     @property
     def is_windowed(self) -> bool:
-        """Whether documents are cut wherever a block is full."""
-        return self.packed and self.packing_strategy == WINDOW
+        """Tell whether documents are cut wherever a block is full."""
+        return self.packed and self.overflow and self.packing_strategy in (WINDOW, GREEDY)
+
+    @property
+    def has_labels(self) -> bool:
+        """Tell whether there are tokens that are no targets, in whichever batch."""
+        return bool(self.stride or self.bos_on_pieces)
 
 
 def block_tokenize(  # noqa: PLR0913 - the options of one `functools.partial`, as `datasets.map` takes them
@@ -79,6 +94,7 @@ def block_tokenize(  # noqa: PLR0913 - the options of one `functools.partial`, a
     max_len: int | None = None,
     add_bos: bool = True,
     add_eos: bool = True,
+    bos_on_pieces: bool = False,
     shuffle_output: bool = False,
     seed: int | None = None,
 ) -> dict[str, list[Any]]:
@@ -86,7 +102,11 @@ def block_tokenize(  # noqa: PLR0913 - the options of one `functools.partial`, a
 
     Every block has `input_ids`, `document_starts` (where its documents, or pieces of them, begin; the first at 0) and
     `block_counts`, which `block_report` adds up. With a `stride` it has `labels`, in which repeated tokens are -100.
+    `bos_on_pieces` puts BOS before every later piece of a document that is cut, which is no target either.
     """
+    edges = edge_tokens(tokenizer_of(tokenizer), add_bos=add_bos, add_eos=add_eos)
+    if bos_on_pieces and not add_bos:
+        raise ConfigError("bos_on_pieces puts BOS before later pieces of documents that begin with it: set add_bos")
     options = BlockOptions(
         max_length=max_length,
         packed=packed,
@@ -95,15 +115,15 @@ def block_tokenize(  # noqa: PLR0913 - the options of one `functools.partial`, a
         stride=stride,
         min_len=min_len,
         max_len=max_len,
+        bos_on_pieces=bos_on_pieces and bool(edges[0]),
     )
     tokenizer = tokenizer_of(tokenizer)
-    edges = edge_tokens(tokenizer, add_bos=add_bos, add_eos=add_eos)
     documents = _documents(features, feature, tokenizer, edges)
     lost: Counter[str] = Counter()
     blocks = _blocks([len(tokens) for tokens in documents], options, lost)
     if shuffle_output:
         blocks = [blocks[index] for index in _order(len(blocks), seed)]
-    columns = _columns(documents, blocks, options, lost)
+    columns = _columns(documents, blocks, options, lost, np.array(edges[0], dtype=np.int64))
     # `Dataset.map` hands over a batch of its own kind, and stores arrays many times as fast as lists of numbers.
     return columns if type(features).__module__.startswith("datasets.") else _as_lists(columns)
 
@@ -134,7 +154,16 @@ def _blocks(lengths: list[int], options: BlockOptions, lost: Counter[str]) -> li
         else:
             left_out(lost, reason, length, is_whole=True)
     if options.is_windowed:
-        windows = windows_of([lengths[document] for document in usable], options.max_length)
+        least = 1 if options.packing_strategy == WINDOW else options.min_len
+        windows = windows_of(
+            [lengths[document] for document in usable],
+            options.max_length,
+            stride=options.stride,
+            num_edge=int(options.bos_on_pieces),
+            least=least,
+        )
+        if windows and sum(piece.length for piece in windows[-1]) < least:  # the rest of one document
+            left_out(lost, Reason.TOO_SHORT, windows.pop()[0].num_new, is_whole=False)
         return [[piece._replace(document=usable[piece.document]) for piece in window] for window in windows]
     pieces = [piece for document in usable for piece in _pieces(document, lengths[document], options, lost)]
     groups = (
@@ -155,7 +184,13 @@ def _pieces(document: int, length: int, options: BlockOptions, lost: Counter[str
     """The pieces of a document that are kept."""
     if not options.overflow:
         return [Piece(document, 0, min(length, options.max_length))]
-    pieces = pieces_of(length, max_length=options.max_length, stride=options.stride, document=document)
+    pieces = pieces_of(
+        length,
+        max_length=options.max_length,
+        stride=options.stride,
+        num_edge=int(options.bos_on_pieces),
+        document=document,
+    )
     if pieces[-1].length < options.min_len:
         left_out(lost, Reason.TOO_SHORT, pieces.pop().num_new, is_whole=False)
     return pieces
@@ -171,7 +206,7 @@ def _grouped(lengths: list[int], options: BlockOptions) -> Iterable[Iterable[int
             raise StrategyError(f"{error} (a batch of {len(lengths)} pieces)") from error.__cause__
     config = PackingConfig(
         packing_length=options.max_length,
-        packing_strategy=options.packing_strategy,
+        packing_strategy=GREEDY if options.packing_strategy == UNCUT else options.packing_strategy,
         packing_buffer=max(1, len(lengths)),
         packing_drop_last=False,
     )
@@ -185,20 +220,20 @@ def _order(num_blocks: int, seed: int | None) -> list[int]:
 
 
 def _columns(
-    documents: list[Tokens], blocks: list[list[Piece]], options: BlockOptions, lost: Counter[str]
+    documents: list[Tokens], blocks: list[list[Piece]], options: BlockOptions, lost: Counter[str], bos: Tokens
 ) -> dict[str, list[Any]]:
     num_pieces = Counter(piece.document for block in blocks for piece in block)
     columns: dict[str, list[Any]] = {
         "input_ids": [
-            np.concatenate([documents[piece.document][piece.start : piece.end] for piece in block]) for block in blocks
+            np.concatenate([_tokens(documents[piece.document], piece, bos) for piece in block]) for block in blocks
         ],
         "document_starts": [
             np.array(Boundaries(tuple(piece.length for piece in block)).document_starts) for block in blocks
         ],
     }
-    if options.stride:
+    if options.has_labels:
         columns["labels"] = [
-            np.concatenate([_labels(documents[piece.document], piece) for piece in block]) for block in blocks
+            np.concatenate([_labels(documents[piece.document], piece, bos) for piece in block]) for block in blocks
         ]
     counted = [_counts(block, documents, num_pieces, options) for block in blocks]
     return {**columns, COLUMN: records(counted, lost)}
@@ -211,10 +246,15 @@ def _as_lists(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
     }
 
 
-def _labels(tokens: Tokens, piece: Piece) -> Tokens:
-    """What the piece before has as targets is context here, and is not trained on again."""
-    labels = tokens[piece.start : piece.end].copy()
-    labels[: piece.num_repeated] = IGNORED
+def _tokens(tokens: Tokens, piece: Piece, bos: Tokens) -> Tokens:
+    own = tokens[piece.start : piece.end]
+    return np.concatenate([bos, own]) if piece.num_edge else own
+
+
+def _labels(tokens: Tokens, piece: Piece, bos: Tokens) -> Tokens:
+    """Ignore what the piece before has as targets: it is context here, and is not trained on again."""
+    labels = _tokens(tokens, piece, bos).copy()
+    labels[: piece.num_edge + piece.num_repeated] = IGNORED
     return labels
 
 
@@ -224,9 +264,9 @@ def _counts(
     counts: Counter[str] = Counter(max_length=options.max_length)
     for piece in block:
         num_lost = 0 if options.overflow else len(documents[piece.document]) - piece.end
-        counts["documents"] += piece.start == 0
-        counts["cut_documents"] += piece.start == 0 and num_pieces[piece.document] > 1
-        counts["repeated_tokens"] += piece.num_repeated
+        counts["documents"] += piece.is_first
+        counts["cut_documents"] += piece.is_first and num_pieces[piece.document] > 1
+        counts["repeated_tokens"] += piece.num_repeated + piece.num_edge
         counts["truncated_documents"] += num_lost > 0
         counts["truncated_tokens"] += num_lost
     return counts

@@ -14,7 +14,7 @@ from swift_vlpack.core.errors import ConfigError, DataError
 from swift_vlpack.core.packing.boundaries import Boundaries
 from swift_vlpack.text.batch import MASK, PackedBatch, batch_of
 from swift_vlpack.text.checks import check_whole
-from swift_vlpack.text.rows import IGNORED, Row, Specials, has_starts, joined, row_of
+from swift_vlpack.text.rows import IGNORED, Row, Specials, has_boundaries, joined, row_of
 from swift_vlpack.text.special import token_id
 from swift_vlpack.text.vocabulary import tokenizer_of
 
@@ -36,7 +36,9 @@ class PackedCollator:
         mask_boundary_loss: bool = True,
         train_on_eos: bool = True,
     ) -> None:
-        """`packed_sequences`: None makes positions where rows have `document_starts`, True always, False never.
+        """`packed_sequences`: None makes positions where rows say where documents start (by `document_starts`, by
+        `seq_lengths` as TRL's `pack_dataset` makes them, or by `position_ids` that begin again), True always, False
+        never.
 
         `padding` goes to the longest row, to `max_length`, or to a multiple; no row may exceed `max_length`.
         `segment_ids` adds those. `cu_seqlens` adds `cu_seq_lens_q` and its kin, as transformers has them, and lays the
@@ -79,7 +81,7 @@ class PackedCollator:
     def _is_packed(self, features: Sequence[Mapping[str, Any]]) -> bool:
         if self.packed_sequences is not None:
             return self.packed_sequences
-        if any(map(has_starts, features)):
+        if any(map(has_boundaries, features)):
             return True
         if not self._has_warned and any(_looks_packed(feature["input_ids"], self._specials) for feature in features):
             self._has_warned = True

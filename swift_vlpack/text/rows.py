@@ -35,9 +35,15 @@ class Specials:
     pad: int | None
 
 
-def has_starts(feature: Mapping[str, Any]) -> bool:
-    """Whether the row says where its documents start; a column that was joined from other data has None."""
-    return feature.get("document_starts") is not None
+def has_boundaries(feature: Mapping[str, Any]) -> bool:
+    """Tell whether a field of the row says where its documents start; joined data sets have None in such columns.
+
+    These are `document_starts`, `seq_lengths` (of TRL's `pack_dataset`), and `position_ids` that begin again.
+    """
+    if any(feature.get(name) is not None for name in ("document_starts", "seq_lengths")):
+        return True
+    positions = feature.get("position_ids")
+    return positions is not None and int((np.asarray(positions) == 0).sum()) > 1
 
 
 def row_of(feature: Mapping[str, Any], name: str, specials: Specials, *, by_tokens: bool) -> Row:
@@ -78,9 +84,16 @@ def _num_real(feature: Mapping[str, Any], num_tokens: int, name: str) -> int:
 def _documents(
     feature: Mapping[str, Any], tokens: NDArray[np.int64], name: str, specials: Specials, by_tokens: bool
 ) -> Boundaries:
-    if has_starts(feature):
-        starts = _whole_numbers(feature["document_starts"], f"{name}: document_starts").tolist()
-        return _from_starts(starts, len(tokens), name)
+    said = {
+        field: read(_whole_numbers(feature[field], f"{name}: {field}"), len(tokens), f"{name}: {field}")
+        for field, read in _BOUNDARY_FIELDS.items()
+        if feature.get(field) is not None
+    }
+    if len(set(said.values())) > 1:
+        different = " and ".join(f"{field} says {documents.document_starts}" for field, documents in said.items())
+        raise BoundaryError(f"{name}: its fields disagree on where documents start: {different}; keep the right one")
+    if said and (len(said) > 1 or "position_ids" not in said or has_boundaries(feature)):
+        return next(iter(said.values()))
     if not by_tokens:
         return Boundaries((len(tokens),))
     if specials.eos is None and specials.bos is None:
@@ -94,13 +107,45 @@ def _documents(
         raise BoundaryError(f"{name}: {error}") from None
 
 
-def _from_starts(starts: Sequence[int], num_tokens: int, name: str) -> Boundaries:
-    ascend = all(before < after for before, after in pairwise([*starts, num_tokens]))
-    if not starts or starts[0] != 0 or not ascend:
+def _from_starts(starts: NDArray[np.int64], num_tokens: int, where: str) -> Boundaries:
+    ends = [*starts.tolist(), num_tokens]
+    ascend = all(before < after for before, after in pairwise(ends))
+    if len(ends) == 1 or ends[0] != 0 or not ascend:
         raise BoundaryError(
-            f"{name}: document_starts must begin with 0 and ascend to less than its {num_tokens} tokens, got {starts}"
+            f"{where} must begin with 0 and ascend to less than its {num_tokens} tokens, got {ends[:-1]}"
         )
-    return Boundaries(tuple(after - before for before, after in pairwise([*starts, num_tokens])))
+    return Boundaries(tuple(after - before for before, after in pairwise(ends)))
+
+
+def _from_lengths(lengths: NDArray[np.int64], num_tokens: int, where: str) -> Boundaries:
+    if not len(lengths) or lengths.min() < 1 or lengths.sum() != num_tokens:
+        raise BoundaryError(
+            f"{where} must be at least 1 each and add up to its {num_tokens} tokens, got {lengths.tolist()}"
+        )
+    return Boundaries(tuple(lengths.tolist()))
+
+
+def _from_positions(positions: NDArray[np.int64], num_tokens: int, where: str) -> Boundaries:
+    positions = positions[:num_tokens]  # what is behind is padding
+    starts = np.flatnonzero(positions == 0)
+    if len(positions) < num_tokens or not len(starts) or starts[0] != 0:
+        raise BoundaryError(f"{where} must have a number for each of its {num_tokens} tokens, and begin with 0")
+    documents = _from_starts(starts, num_tokens, where)
+    counted = np.concatenate([np.arange(length) for length in documents.lengths])
+    if (wrong := np.flatnonzero(positions != counted)).size:
+        at = int(wrong[0])
+        raise BoundaryError(
+            f"{where} must count up from 0 and begin again with 0 where a document does; number {at} is "
+            f"{positions[at]} after {positions[at - 1]}"
+        )
+    return documents
+
+
+_BOUNDARY_FIELDS = {
+    "document_starts": _from_starts,
+    "seq_lengths": _from_lengths,
+    "position_ids": _from_positions,
+}
 
 
 def _from_tokens(tokens: list[int], specials: Specials) -> Boundaries:

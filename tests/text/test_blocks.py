@@ -21,7 +21,7 @@ from swift_vlpack.text import block_report, block_tokenize
 from swift_vlpack.text.cutting import pieces_of, windows_of
 from tests.text.vocabularies import BOS, EOS, corpus, qwen, text, words
 
-NAMES = (*STRATEGIES, "window")
+NAMES = (*STRATEGIES, "greedy_uncut", "window")
 BARE = {"add_bos": False, "add_eos": False}
 
 
@@ -59,18 +59,70 @@ def test_signature_is_the_contract():
     defaults = {name: one.default for name, one in parameters.items() if one.default is not one.empty}
     assert defaults == {
         "feature": "text", "packed": True, "packing_strategy": "greedy", "overflow": True, "stride": 0, "min_len": 1,
-        "max_len": None, "add_bos": True, "add_eos": True, "shuffle_output": False, "seed": None,
+        "max_len": None, "add_bos": True, "add_eos": True, "bos_on_pieces": False, "shuffle_output": False, "seed": None,
     }  # fmt: skip
     assert set(parameters) - set(defaults) == {"features", "tokenizer", "max_length"}
 
 
 def test_three_documents_by_hand(tokenizer):
     """TEXT-1 TEXT-2"""
-    made = blocks([text(0, 1), text(2), text(3, 4, 5)], tokenizer, max_length=8)
-    assert made["input_ids"] == [[BOS, 4, 5, EOS, BOS, 6, EOS], [BOS, 7, 8, 9, EOS]]
-    assert made["document_starts"] == [[0, 4], [0]]
+    texts = [text(0, 1), text(2), text(3, 4, 5)]
+    made = blocks(texts, tokenizer, max_length=8)
+    assert made["input_ids"] == [[BOS, 4, 5, EOS, BOS, 6, EOS, BOS], [7, 8, 9, EOS]]
+    assert made["document_starts"] == [[0, 4, 7], [0]]
     assert set(made) == {"input_ids", "document_starts", "block_counts"}
-    assert totals(made) == {"documents": 3}
+    assert totals(made) == {"documents": 3, "cut_documents": 1}
+    for uncut in ({"packing_strategy": "greedy_uncut"}, {"overflow": False}):
+        made = blocks(texts, tokenizer, max_length=8, **uncut)
+        assert made["input_ids"] == [[BOS, 4, 5, EOS, BOS, 6, EOS], [BOS, 7, 8, 9, EOS]]
+        assert made["document_starts"] == [[0, 4], [0]]
+        assert totals(made) == {"documents": 3}
+    made = blocks(texts, tokenizer, max_length=8, min_len=2)
+    assert made["input_ids"][1] == [BOS, 7, 8, 9, EOS], "a block with less room than min_len is full"
+
+
+def test_greedy_fills_blocks_by_going_on_in_the_next_one(tokenizer):
+    """TEXT-2 TEXT-9: hundreds of documents of 4 to 400 tokens, of which few fit what the one before left free."""
+    rng = random.Random(3)
+    texts = [text(*(rng.randrange(500) for _ in range(rng.randrange(4, 400)))) for _ in range(400)]
+    num_blocks, used = {}, {}
+    for strategy in ("greedy", "greedy_uncut"):
+        made = blocks(texts, tokenizer, max_length=512, packing_strategy=strategy, min_len=4)
+        num_blocks[strategy] = len(made["input_ids"])
+        used[strategy] = sum(map(len, made["input_ids"])) / (512 * num_blocks[strategy])
+    assert used["greedy"] > 0.99
+    assert used["greedy_uncut"] < 0.85
+    assert num_blocks["greedy"] < num_blocks["greedy_uncut"]
+
+
+def test_greedy_repeats_a_stride_by_hand(tokenizer):
+    """TEXT-3: context is of the same document, and no more than it has."""
+    made = blocks([text(0, 1, 2), text(*range(10, 16)), text(20)], tokenizer, max_length=4, stride=2, **BARE)
+    assert made["input_ids"] == [[4, 5, 6, 14], [14, 15, 16, 17], [16, 17, 18, 19], [24]]
+    assert made["labels"] == [[4, 5, 6, 14], [-100, 15, 16, 17], [-100, -100, 18, 19], [24]]
+    assert made["document_starts"] == [[0, 3], [0], [0], [0]]
+    assert totals(made) == {"documents": 3, "cut_documents": 1, "repeated_tokens": 3}
+
+
+@pytest.mark.parametrize("strategy", ["greedy", "best_fit"])
+def test_bos_on_later_pieces_by_hand(tokenizer, strategy):
+    """TEXT-3: BOS of a later piece is no target, and counted with what is repeated."""
+    options = {"max_length": 5, "bos_on_pieces": True, "packing_strategy": strategy, "add_eos": False}
+    made = blocks([text(*range(8))], tokenizer, **options)
+    assert made["input_ids"] == [[BOS, 4, 5, 6, 7], [BOS, 8, 9, 10, 11]]
+    assert made["labels"] == [[BOS, 4, 5, 6, 7], [-100, 8, 9, 10, 11]]
+    assert totals(made) == {"documents": 1, "cut_documents": 1, "repeated_tokens": 1}
+    made = blocks([text(*range(8))], tokenizer, stride=2, **options)
+    assert made["input_ids"] == [[BOS, 4, 5, 6, 7], [BOS, 6, 7, 8, 9], [BOS, 8, 9, 10, 11]]
+    assert made["labels"][1:] == [[-100, -100, -100, 8, 9], [-100, -100, -100, 10, 11]]
+    assert "labels" not in blocks([text(*range(8))], words(bos=False), **options), "a tokenizer without BOS"
+
+
+def test_the_last_block_of_greedy_keeps_to_min_len(tokenizer):
+    """TEXT-5"""
+    made = blocks([text(*range(6))], tokenizer, max_length=4, min_len=3, **BARE)
+    assert made["input_ids"] == [[4, 5, 6, 7]]
+    assert totals(made) == {"documents": 1, "too_short_pieces": 1, "too_short_tokens": 2}
 
 
 def test_a_long_document_is_cut_and_its_rest_shares_a_block(tokenizer):
@@ -198,20 +250,21 @@ def test_every_token_of_every_document_is_in_exactly_one_place(tokenizer, name):
             assert starts == sorted(set(starts))
             assert starts[-1] < len(ids)
         assert sum(counts["documents"] for counts in made["block_counts"]) == len(texts)
-        if name in ("greedy", "window"):
+        if name in ("greedy", "greedy_uncut", "window"):
             flat = [token for ids in made["input_ids"] for token in ids]
             assert flat == [token for one in texts for token in [BOS, *tokenizer(one)["input_ids"], EOS]]
 
 
 @pytest.mark.parametrize(
     ("strategy", "stride", "overflow", "limits"),
-    list(product(("greedy", "best_fit", "exact"), (0, 3), (True, False), ((1, None), (4, None), (1, 20), (4, 20)))),
+    list(product(("greedy", "greedy_uncut", "best_fit", "exact"), (0, 3), (True, False), ((1, None), (4, None), (1, 20), (4, 20)))),
 )
 def test_the_account_closes_under_all_options(tokenizer, strategy, stride, overflow, limits):
     """TEXT-3 TEXT-5: read = in blocks - repeated + dropped + truncated, and every kept token is a target once."""
     if stride and not overflow:
         return
     options = {"stride": stride, "overflow": overflow, "min_len": limits[0], "max_len": limits[1]}
+    options["bos_on_pieces"] = stride > 0 and limits[0] > 1
     for seed in range(4):
         texts = [*corpus(seed, 30), None]
         made = blocks(texts, tokenizer, max_length=11, packing_strategy=strategy, **options)
@@ -284,7 +337,11 @@ def test_a_function_groups_the_pieces_and_is_checked(tokenizer, monkeypatch):
         ({"max_length": 8, "max_len": 0}, "max_len must be at least 1"),
         ({"max_length": 8, "stride": 8}, "stride must be from 0 to 7"),
         ({"max_length": 8, "stride": 2, "overflow": False}, "overflow=False makes none"),
-        ({"max_length": 8, "packing_strategy": "window", "stride": 2}, "without overlap: leave stride out"),
+        ({"max_length": 8, "packing_strategy": "window", "stride": 2}, "without overlap: leave stride and bos_on_pieces out"),
+        ({"max_length": 8, "stride": 7, "bos_on_pieces": True}, r"stride must be from 0 to 6 \(max_length - 1, and a BOS"),
+        ({"max_length": 8, "overflow": False, "bos_on_pieces": True}, "bos_on_pieces is for later pieces"),
+        ({"max_length": 8, "add_bos": False, "bos_on_pieces": True}, "set add_bos"),
+        ({"max_length": 8, "packing_strategy": "window", "bos_on_pieces": True}, "leave stride and bos_on_pieces out"),
         ({"max_length": 8, "packing_strategy": "window", "overflow": False}, "truncates nothing: leave overflow=False"),
         ({"max_length": 8, "packing_strategy": "magic"}, "packing_strategy must be one of"),
         ({"max_length": 8, "packing_strategy": "magic", "packed": False}, "packing_strategy must be one of"),

@@ -290,6 +290,69 @@ def test_the_mask_of_packed_rows_is_beside_the_inputs(tokenizer):
     assert "attention_mask" in dict(PackedCollator(tokenizer, packed_sequences=False)([TWO]))
 
 
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"seq_lengths": [3, 2]},
+        {"position_ids": [0, 1, 2, 0, 1]},
+        {"position_ids": [0, 1, 2, 0, 1], "seq_lengths": [3, 2], "document_starts": [0, 3]},
+        {"position_ids": None, "seq_lengths": None, "document_starts": [0, 3]},
+    ],
+    ids=["lengths", "positions", "all", "of other data"],
+)
+def test_boundaries_by_other_fields_are_those_of_document_starts(tokenizer, fields, kind):
+    """TEXT-12: `seq_lengths` as TRL makes them, and positions that begin again."""
+    fields = {name: None if field is None else kind(field) for name, field in fields.items()}
+    for options in ({}, {"cu_seqlens": True}, {"packed_sequences": True}):
+        collator = PackedCollator(tokenizer, segment_ids=True, **options)
+        batch = collator([{"input_ids": TWO["input_ids"], **fields}, ONE])
+        assert listed(batch) == listed(collator([TWO, ONE]))
+
+
+def test_blocks_of_trl_are_isolated(tokenizer):
+    """TEXT-12: of its `pack_dataset`, by its own column."""
+    pytest.importorskip("trl", reason="TRL is not installed")
+    from datasets import Dataset
+    from trl import pack_dataset
+
+    rows = Dataset.from_dict({"input_ids": [[5, 6, 7], [8, 9], [10]]})
+    batch = PackedCollator(tokenizer)(list(pack_dataset(rows, 4, "bfd")))
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 10], [8, 9, PAD, PAD]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0], [0, 1, 0, 1]]
+    assert batch["labels"].tolist() == [[-100, 6, 7, -100], [-100, 9, -100, -100]]
+
+
+def test_positions_of_one_document_are_no_boundaries(tokenizer):
+    """TEXT-12: a row that is not packed has them too."""
+    batch = PackedCollator(tokenizer)([{"input_ids": [5, 6, 7], "position_ids": [0, 1, 2]}])
+    assert "position_ids" not in batch
+    padded = {"input_ids": [5, 6, PAD], "position_ids": [0, 1, 1], "attention_mask": [1, 1, 0]}
+    assert PackedCollator(tokenizer)([padded])["input_ids"].tolist() == [[5, 6]]
+    padded = {"input_ids": [5, 6, 7, PAD], "position_ids": [0, 0, 1, 0], "attention_mask": [1, 1, 1, 0]}
+    assert PackedCollator(tokenizer)([padded])["position_ids"].tolist() == [[0, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"seq_lengths": [3, 1]}, r"row 0 of the batch: seq_lengths must be at least 1 each and add up to its 5 tokens"),
+        ({"seq_lengths": [5, 0]}, "must be at least 1 each"),
+        ({"seq_lengths": []}, "must be at least 1 each"),
+        ({"position_ids": [0, 1, 2, 0, 2]}, "begin again with 0 where a document does; number 4 is 2 after 0"),
+        ({"position_ids": [1, 2, 3, 4, 5]}, "must have a number for each of its 5 tokens, and begin with 0"),
+        ({"position_ids": [0, 1, 0]}, "must have a number for each of its 5 tokens, and begin with 0"),
+        ({"seq_lengths": [3, 2], "document_starts": [0, 2]}, r"document_starts says \(0, 2\) and seq_lengths says \(0, 3\)"),
+        ({"seq_lengths": [3, 2], "position_ids": [0, 1, 2, 3, 4]}, "its fields disagree on where documents start"),
+        ({"position_ids": [[0, 1, 2, 0, 1]] * 3}, "position_ids must be a flat list of integers, got 2 dimensions"),
+    ],
+)
+def test_boundaries_that_contradict_are_refused(tokenizer, fields, said):
+    """TEXT-12"""
+    with pytest.raises((BoundaryError, DataError), match=said):
+        PackedCollator(tokenizer)([{"input_ids": TWO["input_ids"], **fields}])
+
+
 def test_through_a_loader_with_workers(tokenizer):
     """TEXT-11"""
     from torch.utils.data import DataLoader

@@ -15,7 +15,8 @@ from swift_vlpack.text.checks import check_whole
 from swift_vlpack.text.rows import IGNORED
 from swift_vlpack.text.special import token_id
 from swift_vlpack.text.streams.prefetch import Prefetcher
-from swift_vlpack.text.streams.stream import TextStream, Window, plain
+from swift_vlpack.text.streams.sources import plain
+from swift_vlpack.text.streams.stream import TextStream, Window
 
 KIND = "fixed batches"
 FixedBatch = dict[str, NDArray[Any]]

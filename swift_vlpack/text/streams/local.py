@@ -1,17 +1,23 @@
-"""Text files as documents, one a line or one a paragraph; the place in a file is a byte, so nothing is read twice."""
+"""Text files as documents, one a line, a paragraph or a row of JSON; a place is a byte, so nothing is read twice."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from swift_vlpack.core.errors import ConfigError, DataError
-from swift_vlpack.text.streams.sources import Document
+from swift_vlpack.text.streams.sources import Document, text_of
 
-LINE, PARAGRAPH = "line", "paragraph"
+LINE, PARAGRAPH, ROW = "line", "paragraph", "row"
+_OTHER_FORMATS = {
+    ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".gz": "text", ".zst": "text",
+}  # fmt: skip
+_LIKE_A_FILE = re.compile(r"[^\s<>|]+\.(txt|text|md|jsonl|json|csv|tsv|parquet|arrow|gz|zst)", re.IGNORECASE)
 _BOM = b"\xef\xbb\xbf"
 _NUM_HEAD_BYTES = 1 << 16  # enough to know a file again, and read in no time
 
@@ -19,21 +25,24 @@ Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
 class LocalText:
-    """UTF-8 files, one after the other. Blank lines are no documents; a paragraph ends with one."""
+    """UTF-8 files, one after the other. Blank lines are no documents; a paragraph ends with one.
+
+    Without `document`, a `.jsonl` file has a document a row, under `text_key`, and any other file one a line.
+    """
 
     can_fetch = True
 
-    def __init__(self, paths: Paths, document: str = LINE) -> None:
+    def __init__(self, paths: Paths, document: str | None = None, text_key: str = "text") -> None:
         self._paths = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
-        if document not in (LINE, PARAGRAPH):
-            raise ConfigError(f"document must be {LINE!r} or {PARAGRAPH!r}, got {document!r}")
+        if document not in (None, LINE, PARAGRAPH, ROW):
+            raise ConfigError(f"document must be {LINE!r}, {PARAGRAPH!r} or {ROW!r}, got {document!r}")
         for path in self._paths:
-            if not path.is_file():
-                raise DataError(f"{path}: there is no such text file")
+            _check_file(path, document)
         if not self._paths:
             raise DataError("there is no text file to read; give a path")
         self.name = ", ".join(map(str, self._paths))
-        self._document = document
+        self._documents = [document or (ROW if path.suffix.lower() == ".jsonl" else LINE) for path in self._paths]
+        self._text_key = text_key
         self._place = [0, 0]  # file, byte
         self._file: BinaryIO | None = None
 
@@ -47,7 +56,7 @@ class LocalText:
             if self._file is None:
                 self._file = self._paths[self._place[0]].open("rb")
                 self._file.seek(self._place[1])
-            start, lines = _next_document(self._file, self._document)
+            start, lines = _next_document(self._file, self._documents[self._place[0]])
             if lines:
                 address = [self._place[0], start]
                 text = self._decoded(lines, address)
@@ -69,11 +78,15 @@ class LocalText:
         """The document that begins there."""
         with self._paths[address[0]].open("rb") as file:
             file.seek(address[1])
-            return self._decoded(_next_document(file, self._document)[1], address)
+            return self._decoded(_next_document(file, self._documents[address[0]])[1], address)
 
     def fingerprint(self) -> Any:
         """Length and beginning of every file."""
-        return [self._document, [[path.stat().st_size, _digest_of_head(path)] for path in self._paths]]
+        return [self._documents, self._text_key, [[path.stat().st_size, _digest_of_head(path)] for path in self._paths]]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For workers of a loader: each opens the file anew."""
+        return {**self.__dict__, "_file": None}
 
     def __del__(self) -> None:
         self._close()
@@ -83,20 +96,68 @@ class LocalText:
         if file is not None:
             file.close()
 
-    def _decoded(self, lines: list[bytes], address: list[int]) -> str:
-        content = b"".join(lines)
+    def _decoded(self, lines: list[bytes], address: list[int]) -> str | None:
+        content = b"".join(lines) if len(lines) > 1 else lines.pop()  # a line may be large: no second copy of it
         content = content.removeprefix(_BOM) if address[1] == 0 else content
+        where = f"{self._paths[address[0]]}: the document at byte {address[1]}"
+        is_row = self._documents[address[0]] == ROW
         try:
-            return content.decode("utf-8").replace("\r\n", "\n").rstrip("\n")
+            text = content.decode("utf-8")
+            row = json.loads(text) if is_row else None
         except UnicodeDecodeError as error:
+            raise DataError(f"{where} is no UTF-8 ({error.reason}); convert it") from None
+        except json.JSONDecodeError as error:
             raise DataError(
-                f"{self._paths[address[0]]}: the document at byte {address[1]} is no UTF-8 ({error.reason}); convert it"
+                f"{where} is no JSON ({error.msg}); mend the row, or read lines as they are: local_text(..., "
+                f"document={LINE!r})"
             ) from None
+        return text_of(row, self._text_key, where) if is_row else text.replace("\r\n", "\n").rstrip("\n")
 
 
-def local_text(paths: Paths, document: str = LINE) -> LocalText:
-    """Text files for `TextStream`; `document` says whether one is a `line` or a `paragraph` between blank lines."""
-    return LocalText(paths, document)
+def _check_file(path: Path, document: str | None) -> None:
+    if not path.is_file():
+        raise DataError(f"{path}: there is no such text file")
+    form = _OTHER_FORMATS.get(path.suffix.lower())
+    if form is not None and document is None:
+        raise DataError(
+            f"{path} is no plain text: give datasets.load_dataset({form!r}, data_files={str(path)!r}, "
+            f"split='train'), or its lines as they are: local_text(..., document={LINE!r})"
+        )
+
+
+def paths_in(given: Any) -> list[Any] | None:
+    """Return the paths that a source is: one, or a list of nothing else; None for any other source.
+
+    A list of texts and one of file names are both lists of strings: those of files that exist are paths, and what only
+    looks like one is refused, because a stream of file names is never meant.
+    """
+    if isinstance(given, (str, os.PathLike)):
+        return [given]
+    if not isinstance(given, (list, tuple)) or not given or not _is_path(given[0]):
+        return None
+    for number, one in enumerate(given):
+        if not _is_path(one):
+            raise DataError(f"the list of paths has another thing as number {number}: {str(one)[:80]!r}; {_OR_TEXTS}")
+        if not Path(one).is_file():
+            raise DataError(f"{one}: there is no such text file; {_OR_TEXTS}")
+    return list(given)
+
+
+_OR_TEXTS = "give texts that look like file names as rows: [{'text': ...}]"
+
+
+def _is_path(one: Any) -> bool:
+    if isinstance(one, os.PathLike):
+        return True
+    return isinstance(one, str) and (_LIKE_A_FILE.fullmatch(one) is not None or os.path.isfile(one))  # noqa: PTH113 - False where a text is too long for a name
+
+
+def local_text(paths: Paths, document: str | None = None, text_key: str = "text") -> LocalText:
+    """Return text files for `TextStream`; a document is a `line`, a `paragraph` between blank lines, or a `row` of JSON.
+
+    By default it is a row in `.jsonl` files, whose text is under `text_key`, and a line in others.
+    """
+    return LocalText(paths, document, text_key)
 
 
 def _next_document(file: BinaryIO, document: str) -> tuple[int, list[bytes]]:

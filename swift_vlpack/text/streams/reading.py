@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -96,6 +95,10 @@ class Documents:
         """A document by its address, where the source can."""
         return self._retried(lambda: self._source.fetch(address)) if self._source.can_fetch else None
 
+    def fingerprint(self) -> Any:
+        """What must be the same for a state to mean the same documents; some sources read a few rows for it."""
+        return self._retried(self._source.fingerprint)
+
     def _begin(self, epoch: int) -> None:
         self.epoch, self._num_read, self._num_drawn, self._is_read_out = epoch, 0, 0, False
         self._is_started = True
@@ -105,8 +108,8 @@ class Documents:
         if not self._is_started:
             self._begin(self.epoch)
         while not self._is_read_out and len(self._held) < max(1, self._options.shuffle_buffer_size):
-            place = self._source.state()  # an iterator that has raised is at its end, and may have skipped a row
-            document = self._retried(self._source.read, partial(self._source.load, place))
+            # An iterator that has raised is at its end, and may have skipped a row: the source goes back to its place.
+            document = self._retried(self._source.read, lambda: self._source.load(self._source.state()))
             if document is None:
                 self._is_read_out = True
             else:

@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import logging
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from swift_vlpack.core.errors import DataError
 
 logger = logging.getLogger(__name__)
+
+_PROVING_ROWS = 8
+"""Rows that are read again, at least, to prove that a data set was moved to the right place."""
 
 
 class Document(NamedTuple):
@@ -101,85 +108,140 @@ class RowSource:
         return [len(self._rows), *(_digest(self.fetch(row)) for row in ends)]
 
 
+class _Anchor(NamedTuple):
+    """A place to move a data set to: its own state changed with the row that comes next there."""
+
+    num_read: int
+    digest: str  # of the rows before
+    state: Any  # the data set's own; None at the start of the epoch
+    state_after: str  # the digest of its innermost state after the next row
+
+
 class StreamSource:
     """Rows that come in order only: a Hugging Face streaming data set, or a function that makes an iterator.
 
-    A data set with a `state_dict` is moved to its place, others are read again up to it. Where the move ends is proved:
-    the place is that before the last row, which must come again. datasets 4.8 forgets rows behind `map` and `filter`.
+    A data set with a `state_dict` is moved to a place a few rows back and read on from there; others are read again
+    from the start. States of data sets may skip rows (those of datasets 4.8 do, after `map`, `filter`, `rename_column`
+    and `interleave_datasets`), so the place is proved: the rows on the way must be the same, and the data set's own
+    state must change with the same rows, to the same values. A text that repeats proves nothing by itself.
     """
 
     can_fetch = False
 
     def __init__(self, rows: Any, text_key: str, name: str) -> None:
         self.name = name
-        self._given = rows
+        # Copied here, not in a thread that reads ahead, because the caller may change its own data set meanwhile.
+        self._given = rows if callable(rows) else _unused(rows)
         self._text_key = text_key
-        self._can_seek = hasattr(rows, "state_dict") and hasattr(rows, "load_state_dict") and not _shuffles(rows)
+        self._can_seek = hasattr(rows, "state_dict") and hasattr(rows, "load_state_dict") and not _forgets(rows)
         self._rows: Any = None
         self._iterator: Iterator[Any] = iter(())
         self._epoch = self._num_read = 0
-        self._before: Any = None
-        """The data set's own place before its last row; None at the beginning."""
+        self._digest = ""
+        """Of all rows of the epoch that were read."""
         self._place: Any = None
-        """And behind it."""
-        self._last = ""
-        """The digest of that row."""
+        """The data set's own state after the last row; None at the start, and where it has none."""
+        self._anchors: deque[_Anchor] = deque()
+        """Enough of them to prove the place by several rows, the oldest first."""
 
     def start(self, epoch: int) -> None:
         """From the beginning, whatever state or epoch was there before."""
-        self._epoch, self._num_read, self._before, self._place, self._last = epoch, 0, None, None, ""
+        self._epoch, self._num_read, self._digest, self._place = epoch, 0, "", None
+        self._anchors = deque()
         self._rows = self._given() if callable(self._given) else _unused(self._given)
         if hasattr(self._rows, "set_epoch"):
             self._rows.set_epoch(epoch)
         self._iterator = iter(self._rows)
 
     def read(self) -> Document | None:
-        """The next row."""
+        """Return the next row."""
         for row in self._iterator:
             text = text_of(row, self._text_key, f"{self.name}: row {self._num_read} of epoch {self._epoch}")
-            place = copy.deepcopy(self._rows.state_dict()) if self._can_seek else None
-            self._before, self._place = self._place, place
-            self._last = _digest(text)
+            if self._can_seek:
+                self._remember(copy.deepcopy(self._rows.state_dict()))
+            self._digest = _digest(self._digest + _digest(text))
             self._num_read += 1
             return Document(text, None)
         return None
 
     def state(self) -> Any:
-        """Epoch, rows read, the data set's own place before the last one, and what that one was."""
-        return [self._epoch, self._num_read, self._before, self._last]
+        """Return epoch, rows read and their digest, the oldest anchor, and the proof of the place."""
+        anchor = self._anchors[0][:3] if self._anchors else None
+        return [self._epoch, self._num_read, self._digest, anchor, self._proof()]
 
     def load(self, state: Any) -> None:
-        """Move there, or read up to there."""
-        epoch, num_read, before, last = state
+        """Move to the place, or read up to it, and say so."""
+        epoch, num_read, digest, anchor, proof = state
         self.start(epoch)
-        if not num_read:
-            return
-        if self._can_seek and num_read > 1:
-            self._rows.load_state_dict(before)
-            self._iterator, self._place = iter(self._rows), before
-            if self.read() is not None and self._last == last:
-                self._num_read = num_read
+        if self._can_seek and anchor is not None and anchor[0]:
+            self._move(*anchor)
+            if self._reads(num_read, digest) and self._proof() == proof:
                 return
             logger.warning("%s: its own state leads elsewhere; its first %d rows are read again", self.name, num_read)
             self.start(epoch)
-        for _ in range(num_read):
-            self.read()
-        if (self._num_read, self._last) != (num_read, last):
+        elif num_read > _PROVING_ROWS:
+            logger.warning("%s cannot seek to row %d: the rows before it are read again", self.name, num_read)
+        if not self._reads(num_read, digest):
             raise DataError(
-                f"{self.name}: row {num_read - 1} of epoch {epoch} is not what it was; the data has changed"
+                f"{self.name}: the first {num_read} rows of epoch {epoch} are not what they were; the data has changed"
             )
 
     def fetch(self, address: Any) -> str | None:
-        """Nobody can."""
+        """Not supported: rows come in order only."""
         raise NotImplementedError
 
     def fingerprint(self) -> Any:
         """Nothing is known of a stream before it is read."""
         return None
 
+    def _remember(self, state: Any) -> None:
+        """Keep an anchor where the innermost state of the data set changed with this row.
+
+        A data set that reads chunks counts all rows of a chunk as read with its first one: a place within the chunk is
+        reached by its position, and a state that is taken there skips the rest of the chunk.
+        """
+        digest = _digest(json.dumps(plain(_innermost(state)), sort_keys=True, default=repr))
+        if not self._anchors or digest != self._anchors[-1].state_after:
+            self._anchors.append(_Anchor(self._num_read, self._digest, self._place, digest))
+        self._place = state
+        while len(self._anchors) > 1 and self._anchors[1].num_read <= self._num_read + 1 - _PROVING_ROWS:
+            self._anchors.popleft()
+
+    def _proof(self) -> str:
+        changes = [(anchor.num_read, anchor.state_after) for anchor in self._anchors]
+        return _digest(json.dumps([changes, plain(self._place)], sort_keys=True, default=repr))
+
+    def _move(self, num_read: int, digest: str, place: Any) -> None:
+        self._rows.load_state_dict(copy.deepcopy(place))  # because data sets keep, and change, what they are given
+        self._iterator = iter(self._rows)
+        self._num_read, self._digest, self._place = num_read, digest, place
+
+    def _reads(self, num_read: int, digest: str) -> bool:
+        """Read on to a row, and tell whether all rows to there are those of the digest."""
+        while self._num_read < num_read:
+            if self.read() is None:
+                return False
+        return self._digest == digest
+
+
+def _innermost(state: Any) -> Any:
+    """Return the state of the rows at the source, inside those of what a Hugging Face data set does with them."""
+    while isinstance(state, dict) and "examples_iterable" in state:
+        state = state["examples_iterable"]
+    return state
+
 
 def _digest(text: str | None) -> str:
     return hashlib.sha256(repr(text).encode()).hexdigest()[:16]
+
+
+def plain(value: Any) -> Any:
+    """Return the value as JSON has it."""
+    if isinstance(value, dict):
+        return {str(name): plain(inside) for name, inside in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(inside) for inside in value]
+    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
 
 
 def source_of(given: Any, text_key: str) -> Source:
@@ -209,11 +271,18 @@ def _unused(rows: Any) -> Any:
         return rows
 
 
-def _shuffles(rows: Any) -> bool:
-    """Whether a Hugging Face data set has a shuffle buffer of its own; it has no public way to ask."""
-    inner = getattr(rows, "_ex_iterable", None)
-    while inner is not None:
-        if "BufferShuffled" in type(inner).__name__:
+def _forgets(rows: Any) -> bool:
+    """Tell whether a Hugging Face data set holds rows that its own state does not have.
+
+    Shuffle buffers are lost, and batches that a `map` cuts anew, or that several data sets take turns in, may begin
+    within a chunk that the state counts as read. It has no public way to ask.
+    """
+    found = [getattr(rows, "_ex_iterable", None)]
+    while found:
+        inner = found.pop()
+        name = type(inner).__name__
+        if "BufferShuffled" in name or "MultiSources" in name or getattr(inner, "batched", False):
             return True
-        inner = getattr(inner, "ex_iterable", None)
+        if hasattr(inner, "ex_iterable"):
+            found.append(inner.ex_iterable)
     return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,9 +18,9 @@ from swift_vlpack.core.errors import ConfigError, DataError
 from swift_vlpack.core.packing.registry import WINDOW
 from swift_vlpack.text.checks import check_whole
 from swift_vlpack.text.special import edge_tokens, edged, token_id, token_ids
-from swift_vlpack.text.streams.local import LocalText
+from swift_vlpack.text.streams.local import LocalText, paths_in
 from swift_vlpack.text.streams.reading import Documents, ReadOptions
-from swift_vlpack.text.streams.sources import source_of
+from swift_vlpack.text.streams.sources import plain, source_of
 from swift_vlpack.text.streams.windows import Bins, Fetch, Part, Sequential, Tokens, Windows
 from swift_vlpack.text.vocabulary import tokenizer_of
 
@@ -73,7 +72,7 @@ class WindowOptions:
 class TextStream:
     """Windows of a stream of documents, in order (`sequential`) or packed (`bin`); its place is JSON at every window.
 
-    `source` is a path or several, what `local_text` returns, a data set of Hugging Face, streaming or not, a list of
+    `source` is a path or several (of text, or of `.jsonl` rows), what `local_text` returns, a data set of Hugging Face, streaming or not, a list of
     texts or rows, or a function that makes an iterator of them.
     """
 
@@ -123,7 +122,8 @@ class TextStream:
             max_retries=max_retries,
             retry_delay_sec=retry_delay_sec,
         )
-        self._source = LocalText(source) if isinstance(source, (str, os.PathLike)) else source_of(source, text_key)
+        paths = paths_in(source)
+        self._source = source_of(source, text_key) if paths is None else LocalText(paths, text_key=text_key)
         self._sleep = sleep
         self._edges = edge_tokens(self.tokenizer, add_bos=add_bos, add_eos=add_eos)
         self._start()
@@ -158,6 +158,7 @@ class TextStream:
             "documents": self._documents.snapshot(),
             "windows": self._windows.snapshot(),
             "is_over": self._is_over,
+            "epoch_of_tokens": self._epoch_of_tokens,
             "counts": dict(self.counts),
         }
         return envelope.seal(KIND, self._fingerprint, state)
@@ -168,7 +169,7 @@ class TextStream:
         self._start()
         self._documents.load(saved["documents"])
         self._windows.load(saved["windows"], self._fetcher())
-        self._is_over = saved["is_over"]
+        self._is_over, self._epoch_of_tokens = saved["is_over"], saved["epoch_of_tokens"]
         self.counts = Counter(saved["counts"])
 
     def _start(self) -> None:
@@ -242,7 +243,7 @@ class TextStream:
         return {
             **asdict(self.options),
             **reading,
-            "source": self._source.fingerprint(),
+            "source": self._documents.fingerprint(),
             "tokenizer": [type(self.tokenizer).__name__, size, *special],
         }
 
@@ -251,14 +252,6 @@ _STATE = {
     "documents": envelope.Named(None),
     "windows": envelope.Named(None),
     "is_over": bool,
+    "epoch_of_tokens": envelope.Whole(),
     "counts": envelope.Named(envelope.Whole()),
 }
-
-
-def plain(value: Any) -> Any:
-    """The same as JSON has it."""
-    if isinstance(value, dict):
-        return {str(name): plain(inside) for name, inside in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(inside) for inside in value]
-    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
