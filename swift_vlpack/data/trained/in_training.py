@@ -23,6 +23,7 @@ from swift_vlpack.data.proof.isolation import IsolationError
 from swift_vlpack.data.proof.reference import (
     OWN,
     QUICK,
+    configs_of,
     longest_for_own,
     own_attention,
     repeatable_training,
@@ -210,7 +211,7 @@ class _Compared:
         found: list[Pass] = []
         self.dtype = precision_of(self.passes.model, lambda: found.append(self._packed(self.row.for_watched())))
         self.original = found[0]
-        self.has_drawn = self.original.has_drawn
+        self.has_drawn = self.original.has_drawn or _has_rates(self.passes.model)
         return self.has_drawn, self.num_alone
 
     def finish(self) -> None:
@@ -345,6 +346,18 @@ class _Compared:
         elif long:
             said.append(f"{OWN} attention of {counted(len(long), 'long sample')} ({QUICK} took its place)")
         return tuple(said)
+
+
+def _has_rates(model: torch.nn.Module) -> bool:
+    """Whether a rate is above 0, which a kernel of its own may mind without drawing where it could be seen."""
+
+    def rates() -> list[Any]:
+        owners = [*model.modules(), *configs_of(model)]
+        return [value for owner in owners for value in vars(owner).values() if type(value) is float]
+
+    before = rates()
+    with repeatable_training(model):
+        return rates() != before
 
 
 def _without_padding(ran: Pass, inputs: Mapping[str, Any]) -> Pass:
