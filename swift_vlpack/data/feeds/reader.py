@@ -47,7 +47,7 @@ class PackReader(Dataset[PackedSamples]):
         """Encode the samples of a pack. The true length decides: what does not fit is left out, with a reason."""
         found: list[tuple[Encoded, bool]] = []
         left_out: list[LeftOut] = []
-        for where, size, sample in zip(address.samples, address.sizes, self._encoded(address), strict=True):
+        for where, size, sample in zip(address.samples, address.sizes, self.encoded(address), strict=True):
             if isinstance(sample, SampleError):
                 # All parts of a row fail with it, and are one failure.
                 self._num_failed_in_a_row += where[:2] != self._failed_row
@@ -80,7 +80,7 @@ class PackReader(Dataset[PackedSamples]):
             logger.warning("%s: left out: %s", sample["sample_id"], said)
         return [sample for (sample, _), is_kept in zip(found, keeps, strict=True) if is_kept], left_out
 
-    def _encoded(self, address: PackAddress) -> list[Encoded | SampleError]:
+    def encoded(self, address: PackAddress) -> list[Encoded | SampleError]:
         """The samples of a pack. A row that is cut is encoded once for all of its parts there.
 
         Where documents are laid end to end the row that a pack ends inside of is kept: the next pack goes on with it.

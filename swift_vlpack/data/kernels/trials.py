@@ -34,8 +34,10 @@ class Kind:
     row: PackedRow
     num_layers: int
 
-    def on(self, lengths: Sequence[int], longest_window: int, seed: int = 0) -> PackedRow:
-        """The call on another row."""
+    def on(
+        self, lengths: Sequence[int], longest_window: int, seed: int = 0, *, with_dropout: bool = False
+    ) -> PackedRow:
+        """The call on another row. Without dropout, unless it is wanted: with it no two kernels give the same."""
         num_tokens = sum(lengths)
         generator = torch.Generator().manual_seed(seed)
 
@@ -54,15 +56,15 @@ class Kind:
             value=value,
             mask=_mask_like(self.row.mask, num_tokens, longest_window),
             window=None if self.row.window is None else min(self.row.window, longest_window),
-            asked=self._asked(random),
+            asked=self._asked(random, self.row.asked.dropout if with_dropout else 0.0),
             ends=(0, *accumulate(lengths)),
         )
 
-    def _asked(self, random: Callable[..., torch.Tensor]) -> Asked:
+    def _asked(self, random: Callable[..., torch.Tensor], dropout: float) -> Asked:
         asked = self.row.asked
         sinks = None if asked.sinks is None else random(*asked.sinks.shape)
         # A bias is a matrix of the row, which no kernel but `segments` can do.
-        return replace(asked, dropout=0.0, sinks=sinks, position_bias=None)
+        return replace(asked, dropout=dropout, sinks=sinks, position_bias=None)
 
     def affordable(self, lengths: Sequence[int]) -> tuple[int, ...]:
         """The same lengths in proportion, where the whole row would take too long."""
@@ -85,7 +87,7 @@ def _signature(row: PackedRow) -> tuple[object, ...]:
     states = tuple((one.shape[1], one.shape[3]) for one in (row.query, row.key, row.value))
     mask = row.mask.signature if isinstance(row.mask, RowMask) else row.mask is None
     asked = row.asked
-    wishes = (asked.scaling, asked.softcap, asked.sinks is None, asked.position_bias is None, row.window)
+    wishes = (asked.scaling, asked.dropout, asked.softcap, asked.sinks is None, asked.position_bias is None, row.window)
     return (states, row.query.dtype, row.query.device, mask, wishes)
 
 

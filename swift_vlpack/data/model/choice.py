@@ -6,6 +6,7 @@ On the run's own device, with its types, heads and wishes, on a row like those o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,16 +72,32 @@ def choose(
 
 
 def _calls(model: torch.nn.Module, forward: Callable[[], Any]) -> list[PackedRow]:
+    """The calls of attention in training. Its dropout counts: a kernel that cannot do it would not train."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
-        with torch.no_grad(), attention.recorded_rows() as rows:
-            forward()
+        rows = _recorded(forward)
+        # Nothing but attention trains meanwhile: other parts would draw, count and be checkpointed.
+        for module in {id(row.module): row.module for row in rows}.values():
+            module.training = True
+        with _own_numbers():
+            rows = _recorded(forward)
     finally:
         for module, was_training in modes:
             module.training = was_training
     if not rows:
         raise ConfigError("no layer of the model calls the attention vlpack with boundaries; train without packing")
+    return rows
+
+
+def _own_numbers() -> AbstractContextManager[None]:
+    """What is drawn inside is not taken from the numbers of training."""
+    return torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_available() else ())
+
+
+def _recorded(forward: Callable[[], Any]) -> list[PackedRow]:
+    with torch.no_grad(), attention.recorded_rows() as rows:
+        forward()
     return rows
 
 
@@ -130,7 +147,8 @@ def _seconds(kind: Kind, lengths: Sequence[int], kernel: RowKernel, reasons: lis
         if not gap <= trials.tolerance(row.query.dtype, of_segments):
             raise _Wrong(f"differs from the reference by {gap:.1e} of the largest value (segments {of_segments:.1e})")
     try:
-        return trials.seconds(kind.on(kind.affordable(lengths), max(lengths)), kernel)
+        with _own_numbers():
+            return trials.seconds(kind.on(kind.affordable(lengths), max(lengths), with_dropout=True), kernel)
     except CannotDo as reason:
         reasons.append(str(reason))
         return None

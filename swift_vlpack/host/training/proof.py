@@ -1,13 +1,24 @@
-"""The isolation proof on ms-swift's trainer."""
+"""The isolation proof on ms-swift's trainer: of the model before training, and of the first batch that it trains."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import torch
+from swift.utils import to_device
+
 from swift_vlpack.data.model import attention
+from swift_vlpack.data.model.collate import Batch, batch_of, layout
 from swift_vlpack.data.model.prepare import unwrapped
-from swift_vlpack.data.proof.isolation import Proof
-from swift_vlpack.data.proof.prove import proof_of
+from swift_vlpack.data.proof.isolation import IsolationError, Proof
+from swift_vlpack.data.proof.prove import is_ordinary_token, proof_of
+from swift_vlpack.data.trained.first_batch import difference, encoded_again, wrong_by_itself
+from swift_vlpack.data.trained.in_training import FirstRow, measured, prove_in_training
+from swift_vlpack.data.trained.passes import Passes
+from swift_vlpack.host.ranks import results_of_all
 
 
 def prove_isolation(trainer: Any) -> Proof:
@@ -15,6 +26,79 @@ def prove_isolation(trainer: Any) -> Proof:
     return proof_of(
         model_of(trainer), trainer.template, trainer.feed, forward_context=trainer.compute_loss_context_manager
     )
+
+
+def prove_first_batch(trainer: Any, batches: Sequence[Batch], num_items: Any) -> str:
+    """Prove isolation on a batch of the first step as it will train; the line that says so. All ranks call it.
+
+    Of the trainer nothing changes: no batch is used up, no number drawn, no gradient and no metric left.
+    """
+    batch = max(batches, key=_size)  # most boundaries
+    rows: list[FirstRow] = []
+    results_of_all(lambda: rows.append(_checked_row(trainer, batch)), "the first batch")
+    with _unseen(trainer):
+        passes = Passes(unwrapped(model_of(trainer)), partial(_loss, trainer, batch, num_items), _scale_of(trainer))
+        found = measured(passes, rows[0], lambda work: results_of_all(work, "the first batch in training"))
+    results_of_all(lambda: prove_in_training(found), "the first batch in training")
+    return found.line()
+
+
+def _size(batch: Batch) -> tuple[int, int]:
+    lengths = batch.record.lengths if batch.record is not None else ()
+    return len(lengths), sum(lengths)
+
+
+def _checked_row(trainer: Any, batch: Batch) -> FirstRow:
+    """The batch, if it is what its samples are when this process encodes them."""
+    feed, record, template = trainer.feed, batch.record, trainer.template
+    assert record is not None
+    workers = trainer.args.dataloader_num_workers
+    samples = encoded_again(feed, record, rank=trainer.args.process_index, num_workers=workers)
+    if isinstance(samples, str):
+        wrong = wrong_by_itself(batch, record)
+    else:
+        wrong = difference(batch, samples, template, record, weighs_samples=feed.config.packing_loss != "token")
+    if wrong:
+        cause = "the collator, or a dataloader worker, makes another batch than its samples are"
+        raise IsolationError(
+            f"isolation does not hold in the first batch of the trainer: {cause}. ({record}: {wrong})", cause=cause
+        )
+    return FirstRow(batch, record, samples, template, is_ordinary_token(template.tokenizer))
+
+
+@contextmanager
+def _unseen(trainer: Any) -> Iterator[None]:
+    """Give back what a loss leaves on the trainer: metrics, and lengths for noise."""
+    args = trainer.args
+    before = trainer.custom_metrics, trainer.lengths_in_row, args.router_aux_loss_coef
+    trainer.custom_metrics = {mode: type(one)(one.default_factory) for mode, one in before[0].items()}
+    args.router_aux_loss_coef = 0.0  # balances experts over a row, and adds up to nothing
+    try:
+        yield
+    finally:
+        trainer.custom_metrics, trainer.lengths_in_row, args.router_aux_loss_coef = before
+
+
+def _loss(trainer: Any, batch: Batch, num_items: Any, inputs: Mapping[str, Any], packed: bool) -> torch.Tensor:
+    """The trainer's loss of that batch with other contents, or of an un-packed one, as a part of the step."""
+    assert batch.record is not None
+    row = to_device(batch_of(inputs, batch.record, batch.beside) if packed else dict(inputs), trainer.args.device)
+    trainer.lengths_in_row = batch.record.lengths_in_row if packed else ()
+    try:
+        with layout(trainer.template, packed=packed), trainer.template.forward_context(trainer.model, row):
+            row = trainer._prepare_inputs(row)
+            with trainer.compute_loss_context_manager():
+                # Without wrappers, whose ranks would wait for gradients.
+                model = unwrapped(model_of(trainer))
+                loss: torch.Tensor = trainer.compute_loss(model, row, num_items_in_batch=num_items)
+    finally:
+        trainer.lengths_in_row = ()
+    return loss
+
+
+def _scale_of(trainer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    scaler = trainer.accelerator.scaler
+    return scaler.scale if scaler is not None else lambda loss: loss
 
 
 def attention_of(trainer: Any) -> str:

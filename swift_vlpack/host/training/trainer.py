@@ -37,6 +37,7 @@ from swift_vlpack.host.training.checkpoints import nothing_deleted, rotate, save
 from swift_vlpack.host.training.journal import Journal
 from swift_vlpack.host.training.loader import PackLoader, collator_of
 from swift_vlpack.host.training.losses import MeanOfStep, shifts_smoothed_labels, warn_of_what_differs
+from swift_vlpack.host.training.proof import prove_first_batch
 from swift_vlpack.host.training.state import FILE, WAY_OUT, load_rank_state, load_state, save_rank_state, save_state
 from swift_vlpack.host.training.voting import Ranks
 
@@ -55,6 +56,7 @@ class PackingTrainer(Seq2SeqTrainer):
         self._fingerprint: dict[str, Any] = {}
         self._global_step_before: int | None = None  # of the checkpoint, where one is resumed
         self._is_saving = False  # a checkpoint, which is not complete yet
+        self._is_first_batch_proved = not self.feed.config.packing_verify
         num_workers = training_args.dataloader_num_workers
         tolerate_packs_without_images(kwargs["model"], training_args)
         self.is_evaluating = False
@@ -98,6 +100,11 @@ class PackingTrainer(Seq2SeqTrainer):
         batches = batches + self.feed.fill_up(num_batches - len(batches))
         if (kind := self.feed.config.packing_loss) != "token":
             weigh_samples(batches, kind, self._over_ranks)
+        if not self._is_first_batch_proved:
+            self._is_first_batch_proved = True
+            said = prove_first_batch(self, batches, num_items)
+            if is_master():
+                logger.info(said)
         return batches, num_items
 
     def _over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:

@@ -151,6 +151,27 @@ def test_kernel_that_breaks_is_skipped_with_its_reason():
     assert line.startswith("attention vlpack: segments ")
 
 
+def test_kernel_that_knows_no_dropout_is_not_chosen_for_a_model_that_trains_with_it():
+    """ATTN-9: another one would train."""
+
+    def without_dropout(row):
+        if row.asked.dropout:
+            raise CannotDo("knows no dropout")
+        return segments(row)
+
+    kernels = {"segments": slower(segments, 0.01), "quick": without_dropout}
+    for rate, chosen in ((0.0, "quick"), (0.1, "segments")):
+        config = mistral()
+        config.attention_dropout = rate
+        model = built(config)
+        state = torch.get_rng_state()
+        line = choose(model, forward_of(model), TYPICAL, kernels=kernels)
+        assert line.startswith(f"attention vlpack: {chosen} ")
+        assert ("quick knows no dropout" in line) == bool(rate)
+        assert torch.equal(torch.get_rng_state(), state), "training draws as without"
+        assert not any(module.training for module in model.modules())
+
+
 def test_kernels_of_cuda_say_why_they_are_not_used():
     """ATTN-9"""
     model = built(mistral())

@@ -1,0 +1,490 @@
+"""The proof on a batch of the trainer: its loss, its backward and its draws, on a whole row of the plan.
+
+(a) The loss of some samples, `watched`: with other tokens and media beside them, of the same lengths and grids, so that
+    the same numbers are drawn, nothing of it may change: hidden states, gradients of every token and every parameter.
+(b) With nothing drawn, the watched samples give what each gives alone by the model's own attention.
+(c) What is drawn for embeddings is as large as it is for each sample alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+from swift_vlpack.core.words import counted
+from swift_vlpack.data.model.collate import layout, packed_row
+from swift_vlpack.data.proof import gradients
+from swift_vlpack.data.proof.changes import kinds_of_media, replaced, with_other_media
+from swift_vlpack.data.proof.isolation import IsolationError
+from swift_vlpack.data.proof.reference import (
+    OWN,
+    QUICK,
+    configs_of,
+    longest_for_own,
+    own_attention,
+    repeatable_training,
+    untouched,
+)
+from swift_vlpack.data.proof.tolerance import (
+    FLOORS,
+    Gap,
+    Limits,
+    Noise,
+    gap_of,
+    precision_of,
+    rounded_otherwise,
+    worst,
+)
+from swift_vlpack.data.rows.contents import NO_LABEL
+from swift_vlpack.data.rows.samples import Encoded, PackRecord
+from swift_vlpack.data.trained.first_batch import known
+from swift_vlpack.data.trained.passes import Pass, Passes
+
+NOISE_LIMIT, STEPS_OF_CHANCE = 0.1, 10
+"""Sizes of noise may differ by a tenth, and by what so many standard deviations of an estimate are."""
+
+Span = tuple[int, int]
+OfAll = Callable[[Callable[[], Any]], list[Any]]
+
+
+@dataclass(frozen=True)
+class FirstRow:
+    """A row as the trainer got it, and its samples encoded anew."""
+
+    inputs: Mapping[str, Any]
+    record: PackRecord
+    samples: Sequence[Encoded] | str
+    """Or why they could not be."""
+    template: Any
+    is_ordinary: Callable[[int], bool]
+
+    @property
+    def spans(self) -> list[Span]:
+        """The tokens of each sample."""
+        return list(pairwise([0, *accumulate(self.record.lengths)]))
+
+    @property
+    def watched(self) -> list[int]:
+        """Every second sample, from the second on: each has a neighbour before it, which a causal mask would show.
+
+        The others where these have nothing to learn.
+        """
+        labels = self.inputs["labels"][0]
+        has_target = [bool((labels[start + 1 : end] != NO_LABEL).any()) for start, end in self.spans]
+        number = len(has_target)
+        return list(range(1 if any(has_target[1::2]) else 0, number, 2))
+
+    @property
+    def others(self) -> list[int]:
+        """The samples beside those that are watched."""
+        return [at for at in range(len(self.spans)) if at not in self.watched]
+
+    def for_watched(self) -> dict[str, Any]:
+        """The row, of which only the watched samples are learnt."""
+        labels = torch.full_like(self.inputs["labels"], NO_LABEL)
+        for start, end in map(self.spans.__getitem__, self.watched):
+            labels[0, start:end] = self.inputs["labels"][0, start:end]
+        return {**self.inputs, "labels": labels}
+
+    def with_other(self, which: Sequence[int]) -> dict[str, Any]:
+        """The same with other tokens and media in some samples. Lengths, grids, positions and targets stay."""
+        row = self.for_watched()
+        row["input_ids"] = row["input_ids"].clone()
+        for start, end in map(self.spans.__getitem__, which):
+            tokens = {"input_ids": row["input_ids"][0, start:end].tolist()}
+            row["input_ids"][0, start:end] = torch.tensor(replaced(tokens, self.is_ordinary)["input_ids"])
+        if not isinstance(self.samples, str) and any(kinds_of_media(self.samples[at]) for at in which):
+            changed = [with_other_media(one) if at in which else one for at, one in enumerate(self.samples)]
+            names = {name for one in changed for name in kinds_of_media(one)} & set(row)
+            made = packed_row(self.template, list(map(known, changed)), multiple=self.record.row_multiple)
+            row |= {name: made[name].to(row[name]) for name in names if isinstance(row[name], torch.Tensor)}
+        return row
+
+    def alone(self, at: int) -> dict[str, Any]:
+        """One sample as the host collates it un-packed, with the weight that its tokens have in the row."""
+        assert not isinstance(self.samples, str)
+        with layout(self.template, packed=False):
+            made: dict[str, Any] = self.template.data_collator([known(self.samples[at])])
+        if self.inputs.get("loss_scale") is not None:
+            start, end = self.spans[at]
+            weights = torch.zeros(made["labels"].shape, dtype=self.inputs["loss_scale"].dtype)
+            weights[_is_token(made)] = self.inputs["loss_scale"][0, start:end].cpu()
+            made["loss_scale"] = weights
+        return made
+
+
+def _is_token(inputs: Mapping[str, Any]) -> torch.Tensor:
+    """Of an un-packed row of one sample: what is no padding."""
+    mask = inputs.get("attention_mask")
+    return mask.bool() if mask is not None and mask.dim() == 2 else torch.ones_like(inputs["labels"], dtype=torch.bool)
+
+
+class Gradients(NamedTuple):
+    """How far gradients are apart, as shares of their length."""
+
+    loss: float
+    inputs: float
+    parts: Mapping[str, float]
+
+    @property
+    def most(self) -> float:
+        """The worst of all."""
+        return worst([self.loss, self.inputs, *self.parts.values()])
+
+
+@dataclass(frozen=True, slots=True)
+class InTraining:
+    """What was measured on a row of the trainer, in units of the hidden states."""
+
+    num_samples: int
+    num_tokens: int
+    names: Sequence[str]
+    """Of the watched samples."""
+    has_drawn: bool
+    is_checkpointed: bool
+    moved: Sequence[float]
+    """Of watched samples, and then of the others, when those beside them changed."""
+    of_changed: Gradients | None
+    beside: float
+    """The gradient at tokens of samples that are not learnt, as a share of that of the others."""
+    gaps: Sequence[Gap]
+    """Between the row and the watched samples alone."""
+    of_alone: Gradients | None
+    noise_sizes: Sequence[tuple[float, float]]
+    """Of what is drawn for embeddings, in shares of what it is alone, and how far chance may move it."""
+    largest: float
+    limits: Limits
+    """Of rounding, between the row and its samples alone."""
+    exact: Limits
+    """Of what the same kernels compute from the same numbers."""
+    not_looked_at: Sequence[str] = field(default=())
+
+    def line(self) -> str:
+        """The line that the log shows."""
+        what = f"{counted(self.num_samples, 'sample')} of {self.num_tokens} tokens"
+        drawn = "with all that is drawn at random" if self.has_drawn else "nothing is drawn at random"
+        again = ", layers run again in the backward" if self.is_checkpointed else ""
+        parts = [f"isolation verified in training: the first batch of the trainer ({what}, {drawn}{again})"]
+        if self.moved:
+            of_changed = "" if self.of_changed is None else f", gradients by {self.of_changed.most:.1e}"
+            parts.append(f"other neighbours move hidden states by {worst(self.moved):.1e}{of_changed}")
+        if self.gaps:
+            of_alone = "" if self.of_alone is None else f", gradients within {self.of_alone.most:.1e}"
+            alone = f"{counted(len(self.gaps), 'sample')} in it equal{'s' if len(self.gaps) == 1 else ''} the model's own"
+            parts.append(f"{alone} attention within {worst([gap.most for gap in self.gaps]):.1e}{of_alone}")
+        if self.not_looked_at:
+            parts.append(f"not looked at: {', '.join(self.not_looked_at)}")
+        return "; ".join(parts)
+
+
+def measured(passes: Passes, row: FirstRow, results_of_all: OfAll) -> InTraining:
+    """Run the passes. Ranks do equally many where parameters are sharded, whatever their rows are."""
+    with untouched(passes.model), torch.enable_grad():
+        passes.model.train()
+        compared = _Compared(passes, row)
+        of_ranks = results_of_all(compared.begin)
+        if passes.is_sharded:
+            compared.has_drawn = any(has_drawn for has_drawn, _ in of_ranks)
+            compared.num_alone = max(number for _, number in of_ranks)
+        results_of_all(compared.finish)
+        return compared.result
+
+
+class _Compared:
+    """The passes of one rank, in two parts, between which ranks agree on how many there are."""
+
+    result: InTraining
+
+    def __init__(self, passes: Passes, row: FirstRow) -> None:
+        self.passes = passes
+        self.row = row
+        self.watched = row.watched
+        self.has_drawn = False
+        self.num_alone = 0 if isinstance(row.samples, str) else len(self.watched)
+
+    def begin(self) -> tuple[bool, int]:
+        """The row as it trains; whether it draws, and how many samples are to be run alone."""
+        found: list[Pass] = []
+        self.dtype = precision_of(self.passes.model, lambda: found.append(self._packed(self.row.for_watched())))
+        self.original = found[0]
+        self.has_drawn = self.original.has_drawn or _has_rates(self.passes.model)
+        return self.has_drawn, self.num_alone
+
+    def finish(self) -> None:
+        """All other passes, and what they differ by."""
+        original, model, row = self.original, self.passes.model, self.row
+        moved, of_changed, beside = self._changed()
+        still = original
+        sizes = self._embedded_alone()
+        with repeatable_training(model):
+            if self.has_drawn:
+                still = self._packed(row.for_watched())
+            alone = self._alone()
+            with rounded_otherwise(model, self.dtype):
+                noise = self._alone()
+        largest = float(original.hidden.abs().max())
+        has_experts = any("expert" in name for name, _ in model.named_modules())
+        of_noise = Noise(worst([_gap(*pair).over_tokens for pair in zip(alone, noise, strict=True)]), 0.0)
+        if alone:
+            of_noise = of_noise._replace(gradient=_apart(_joined(alone), _joined(noise)).most)
+        limits = Limits.of(self.dtype, largest, of_noise, 0.0, has_experts=has_experts)
+        floor = FLOORS[self.dtype]
+        exact = limits._replace(moved=floor.moved * max(1.0, largest), gradient=floor.gradient)
+        together = self._of_watched(still)
+        self.result = InTraining(
+            num_samples=len(row.spans),
+            num_tokens=int(row.inputs["input_ids"].shape[-1]),
+            names=[str(row.record.sample_ids[at]) for at in self.watched],
+            has_drawn=self.has_drawn,
+            is_checkpointed=any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()),
+            moved=moved,
+            of_changed=of_changed,
+            beside=beside,
+            gaps=[_gap(*pair) for pair in zip(together, alone, strict=False)] if alone else (),
+            of_alone=_apart(_joined(together, still.gradient), _joined(alone)) if alone else None,
+            noise_sizes=self._noise_sizes(still, sizes),
+            largest=largest,
+            limits=limits,
+            # In 16 bits a token may go to another expert because other tokens are beside it.
+            exact=exact if not has_experts else limits._replace(moved=max(limits.alone, exact.moved)),
+            not_looked_at=self._not_looked_at(),
+        )
+
+    def _packed(self, inputs: Mapping[str, Any], *, backward: bool = True) -> Pass:
+        return self.passes.run(inputs, packed=True, backward=backward)
+
+    def _changed(self) -> tuple[list[float], Gradients | None, float]:
+        """Change the others, then, forwards only, the watched samples."""
+        row, original = self.row, self.original
+        if len(row.spans) < 2 and not self.passes.is_sharded:
+            return [], None, 0.0
+        changed = self._packed(row.with_other(row.others))
+        turned = self._packed(row.with_other(self.watched), backward=False)
+        moved = [_most(original.hidden, changed.hidden, row.spans[at]) for at in self.watched]
+        moved += [_most(original.hidden, turned.hidden, row.spans[at]) for at in row.others]
+        before, after = self._of_watched(original), self._of_watched(changed)
+        apart = _apart(_joined(before, original.gradient), _joined(after, changed.gradient))
+        return moved, apart, self._beside(original)
+
+    def _beside(self, original: Pass) -> float:
+        """The gradient at samples of which nothing is learnt."""
+        if original.of_inputs is None:
+            return 0.0
+        squares = original.of_inputs.float().square().sum(dim=-1)
+        of = [float(sum(squares[slice(*self.row.spans[at])].sum() for at in which)) for which in (self.row.others, self.watched)]
+        return (of[0] / max(of[1], 1e-30)) ** 0.5 if of[1] > 0 else 0.0
+
+    def _of_watched(self, whole: Pass) -> list[Pass]:
+        """The watched samples of a row, each by itself."""
+        spans = [slice(*self.row.spans[at]) for at in self.watched]
+        return [
+            replace(
+                whole,
+                hidden=whole.hidden[span],
+                of_loss=None if whole.of_loss is None else whole.of_loss[span],
+                of_inputs=None if whole.of_inputs is None else whole.of_inputs[span],
+                gradient={},
+            )
+            for span in spans
+        ]
+
+    def _alone(self) -> list[Pass]:
+        """Each watched sample as the host runs it un-packed; more passes where another rank has more samples."""
+        made = []
+        for number in range(self.num_alone):
+            if not self.watched:
+                self._packed(self.row.for_watched())
+                continue
+            at = self.watched[number % len(self.watched)]
+            inputs = self.row.alone(at)
+            start, end = self.row.spans[at]
+            with own_attention(self.passes.model, self._attention_for(end - start)):
+                ran = self.passes.run(inputs, packed=False)
+            if number < len(self.watched):
+                made.append(_without_padding(ran, inputs))
+        return made
+
+    def _attention_for(self, num_tokens: int) -> str:
+        return OWN if num_tokens <= longest_for_own(self.passes.model) else QUICK
+
+    def _embedded_alone(self) -> list[torch.Tensor | None]:
+        """The embeddings of each watched sample, drawn for it alone."""
+        if not self.has_drawn or self.passes.is_sharded:
+            return []
+        embed, ids = self.passes.model.get_input_embeddings(), self.row.inputs["input_ids"]
+        with torch.no_grad():
+            return [embed(ids[:, slice(*self.row.spans[at])].to(self.original.hidden.device)).detach()[0] for at in self.watched]
+
+    def _noise_sizes(self, still: Pass, alone: Sequence[torch.Tensor | None]) -> list[tuple[float, float]]:
+        drawn, right = self.original.embedded, still.embedded
+        num_tokens = self.row.inputs["input_ids"].shape[-1]
+        if drawn is None or right is None or not len(drawn) == len(right) == num_tokens:
+            return []
+        sizes = []
+        for at, own in zip(self.watched, alone, strict=False):
+            span = slice(*self.row.spans[at])
+            squares = [(one.float() - right[span].float()).square().flatten() for one in (drawn[span], own)]
+            means = [float(one.mean()) for one in squares]
+            if max(means) > 0:
+                chance = sum(float(one.var()) / (4 * len(one) * max(float(one.mean()), 1e-30) ** 2) for one in squares)
+                sizes.append(((means[0] / max(means[1], 1e-30)) ** 0.5, chance**0.5))
+        return sizes
+
+    def _not_looked_at(self) -> tuple[str, ...]:
+        said = []
+        if self.passes.why_no_parameters:
+            said.append(f"gradients of parameters ({self.passes.why_no_parameters})")
+        if self.has_drawn and self.passes.is_sharded:
+            said.append("how large drawn noise is (parameters are sharded)")
+        long = [at for at in self.watched if self._attention_for(self.row.record.lengths[at]) != OWN]
+        if isinstance(self.row.samples, str):
+            said.append(f"samples alone, and media beside others ({self.row.samples})")
+        elif long:
+            said.append(f"{OWN} attention of {counted(len(long), 'long sample')} ({QUICK} took its place)")
+        return tuple(said)
+
+
+def _has_rates(model: torch.nn.Module) -> bool:
+    """Whether a rate is above 0, which a kernel of its own may mind without drawing where it could be seen."""
+
+    def rates() -> list[Any]:
+        owners = [*model.modules(), *configs_of(model)]
+        return [value for owner in owners for value in vars(owner).values() if type(value) is float]
+
+    before = rates()
+    with repeatable_training(model):
+        return rates() != before
+
+
+def _without_padding(ran: Pass, inputs: Mapping[str, Any]) -> Pass:
+    kept = _is_token(inputs)[0].to(ran.hidden.device)
+    return replace(
+        ran,
+        hidden=ran.hidden[kept],
+        of_loss=None if ran.of_loss is None else ran.of_loss[kept],
+        of_inputs=None if ran.of_inputs is None else ran.of_inputs[kept],
+    )
+
+
+def _gap(one: Pass, other: Pass) -> Gap:
+    return gap_of(one.hidden, other.hidden)
+
+
+def _most(one: torch.Tensor, other: torch.Tensor, span: Span) -> float:
+    return gap_of(one[slice(*span)], other[slice(*span)]).most
+
+
+class _Joined(NamedTuple):
+    loss: torch.Tensor | None
+    inputs: torch.Tensor | None
+    parameters: Mapping[str, torch.Tensor]
+
+
+def _joined(samples: Sequence[Pass], gradient: Mapping[str, torch.Tensor] | None = None) -> _Joined:
+    """What samples give together. Of a row the gradient of parameters is known as a whole."""
+    loss, inputs = (
+        torch.cat(found) if len(found := [one for one in parts if one is not None]) == len(samples) else None
+        for parts in ([one.of_loss for one in samples], [one.of_inputs for one in samples])
+    )
+    return _Joined(loss, inputs, gradients.added([one.gradient for one in samples]) if gradient is None else gradient)
+
+
+def _apart(one: _Joined, other: _Joined) -> Gradients:
+    return Gradients(
+        _share(one.loss, other.loss),
+        _share(one.inputs, other.inputs),
+        gradients.difference(one.parameters, other.parameters),
+    )
+
+
+def _share(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
+    """What two gradients differ by, as a share of the larger."""
+    if one is None and other is None:
+        return 0.0
+    if one is None or other is None:
+        return 1.0
+    one, other = one.float(), other.float()
+    return float((one - other).norm() / torch.maximum(one.norm(), other.norm()).clamp_min(1e-30))
+
+
+def prove_in_training(of: InTraining) -> None:
+    """Raise `IsolationError` at the first thing that is wrong. `not <=`, so that NaN is wrong, too."""
+    limits, exact = of.limits, of.exact
+    equal_alone = all(map(limits.allow, of.gaps)) and (of.of_alone is None or of.of_alone.most <= limits.gradient)
+    without = " With nothing drawn, the samples are right." if of.has_drawn and of.gaps and equal_alone else ""
+    drawn = (
+        "what is drawn at random mixes samples: a dropout, noise or kernel that training takes and a proof without "
+        "draws does not see"
+    )
+    leak = drawn if without else "samples of the trainer's own row see each other"
+    wrong = [size for size in of.moved if not size <= exact.moved]
+    if wrong:
+        _stop(leak, f"other neighbours moved hidden states by {worst(wrong):.3g} of up to {of.largest:.3g}{without}")
+    if of.of_changed is not None:
+        _check_changed(of.of_changed, of, drawn if without else "")
+    for name, gap in zip(of.names, of.gaps, strict=False):
+        if not limits.allow(gap):
+            _stop(
+                "a sample in the trainer's own row does not give what it gives alone",
+                f"hidden states of {name} differ by {gap.most:.3g} of up to {of.largest:.3g}, allowed is "
+                f"{limits.token if limits.token < gap.most else limits.alone:.3g}",
+            )
+    if of.of_alone is not None:
+        _check_alone(of.of_alone, of)
+    for name, (size, chance) in zip(of.names, of.noise_sizes, strict=False):
+        if not abs(size - 1) <= NOISE_LIMIT + STEPS_OF_CHANCE * chance:
+            _stop(
+                "noise on embeddings is scaled by the length of the row, not by that of the sample, or is otherwise "
+                "not what the sample gets alone",
+                f"the noise of {name} is {size:.3g} times as large as alone",
+            )
+
+
+def _check_changed(changed: Gradients, of: InTraining, drawn: str) -> None:
+    again = (
+        "layers that are run again in the backward (gradient checkpointing) do something else than in the forward, such "
+        "as without boundaries; or the backward of attention crosses them"
+        if of.is_checkpointed
+        else "the backward of a row crosses the boundaries of its samples"
+    )
+    if not of.beside <= of.exact.gradient:
+        _stop(drawn or again, f"the loss of some samples has a gradient of {of.beside:.3g} at tokens of others")
+    if not changed.loss <= of.exact.gradient:
+        _stop(
+            "the loss of a sample depends on the samples beside it",
+            f"other neighbours changed its gradient by {changed.loss:.3g} of its length",
+        )
+    if not changed.inputs <= of.exact.gradient:
+        _stop(drawn or again, f"other neighbours changed the gradient of samples by {changed.inputs:.3g} of its length")
+    _check_parts(changed, of.exact.gradient, "other neighbours changed the gradient that samples give to", drawn or again)
+
+
+def _check_alone(alone: Gradients, of: InTraining) -> None:
+    limit = of.limits.gradient
+    backward = (
+        "the backward of the trainer's own row is not that of its samples one by one: a function with a backward of its "
+        "own, something that is detached, or a layer that is run again otherwise (gradient checkpointing)"
+    )
+    if not alone.loss <= limit:
+        _stop(
+            "the trainer's loss of a row is not that of its samples",
+            f"its gradient at the last layer differs by {alone.loss:.3g} of its length, allowed is {limit:.3g}",
+        )
+    if not alone.inputs <= limit:
+        _stop(backward, f"the gradient differs by {alone.inputs:.3g} of its length, allowed is {limit:.3g}")
+    _check_parts(alone, limit, f"allowed is {limit:.3g}, and there is another gradient of", backward)
+
+
+def _check_parts(found: Gradients, limit: float, said: str, cause: str) -> None:
+    wrong = {part: off for part, off in found.parts.items() if not off <= limit}
+    if wrong:
+        part = max(wrong, key=wrong.__getitem__)
+        _stop(cause, f"{said} parameters of the {part} part, by {wrong[part]:.3g} of its length")
+
+
+def _stop(cause: str, said: str) -> None:
+    raise IsolationError(f"isolation does not hold in the first batch of the trainer: {cause}. ({said})", cause=cause)

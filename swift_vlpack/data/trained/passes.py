@@ -1,0 +1,171 @@
+"""One forward and backward as training runs them, and what it gave to every token of the row."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+NUM_KEPT = 2**16
+"""Numbers of a parameter's gradient that are compared: of a larger one every n-th."""
+_HIDDEN, _OF_LOSS, _OF_INPUTS, _EMBEDDED = "hidden", "of_loss", "of_inputs", "embedded"
+
+ComputeLoss = Callable[[Mapping[str, Any], bool], torch.Tensor]
+"""The trainer's loss of collated samples, packed or not, with autocast and all else that it does to a batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What one pass gave. Tensors of tokens are (num_tokens, width)."""
+
+    loss: float
+    hidden: torch.Tensor
+    """What the last layer gives, of which logits are made."""
+    of_loss: torch.Tensor | None
+    """The gradient of the loss for that; none without a backward."""
+    of_inputs: torch.Tensor | None
+    """The gradient of the loss for what the first layer reads: the whole backward of the layers went into it."""
+    embedded: torch.Tensor | None
+    """The embeddings of the tokens, with what is drawn for them."""
+    gradient: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Of trained parameters, in part."""
+    has_drawn: bool = False
+    """Whether anything was drawn at random."""
+
+
+class Passes:
+    """Runs a model by the trainer's loss, and leaves no gradient on it."""
+
+    def __init__(self, model: Any, compute_loss: ComputeLoss, scale: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """`scale` is what training multiplies a loss with before its backward, for gradients in 16 bits."""
+        self.model = model
+        self.compute_loss = compute_loss
+        self.scale = scale
+        self.decoder = model.get_decoder()
+        self.is_sharded = any(hasattr(one, "device_mesh") or hasattr(one, "ds_id") for one in model.parameters())
+        self.why_no_parameters = "they are sharded" if self.is_sharded else _who_takes_gradients(model)
+
+    def run(self, inputs: Mapping[str, Any], *, packed: bool, backward: bool = True, seed: int = 0) -> Pass:
+        """One pass, its backward too unless told otherwise; with the same seed it draws the same."""
+        _seed_all(seed)
+        before = _states_of_torch()
+        with (
+            self._parameters() as gradient,
+            _seen(self.model, self.decoder) as seen,
+        ):
+            loss = self.compute_loss(inputs, packed)
+            has_drawn = not all(map(torch.equal, before, _states_of_torch()))
+            if backward and loss.requires_grad:
+                self.scale(loss).backward()
+        if _HIDDEN not in seen:
+            raise RuntimeError(f"{type(self.decoder).__name__}, the layers of the model, gave no hidden states")
+        return Pass(
+            loss=float(loss.detach()),
+            hidden=seen[_HIDDEN],
+            of_loss=seen.get(_OF_LOSS),
+            of_inputs=seen.get(_OF_INPUTS),
+            embedded=seen.get(_EMBEDDED),
+            gradient=gradient,
+            has_drawn=has_drawn,
+        )
+
+    @contextmanager
+    def _parameters(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Take the gradient of each trained parameter away as soon as it is there.
+
+        `torch.autograd.grad` would not touch `.grad`, and cannot be used with reentrant checkpointing. Where others
+        wait for gradients (an engine, an optimizer that steps in the backward), parameters are frozen for the time.
+        """
+        found: dict[str, torch.Tensor] = {}
+        trained = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
+        before = {name: one.grad for name, one in trained.items()}
+        handles = []
+        try:
+            for name, parameter in trained.items():
+                parameter.grad = None
+                if self.why_no_parameters:
+                    parameter.requires_grad_(False)
+                else:
+                    handles.append(parameter.register_post_accumulate_grad_hook(partial(_take, found, name)))
+            yield found
+        finally:
+            for handle in handles:
+                handle.remove()
+            for name, parameter in trained.items():
+                parameter.requires_grad_(True)
+                parameter.grad = before[name]
+
+
+def _who_takes_gradients(model: torch.nn.Module) -> str | None:
+    """Whether a backward does more than to fill `.grad`: an optimizer that steps in it, an engine that reduces."""
+    trained = [one for one in model.parameters() if one.requires_grad]
+    if any(getattr(one, "_post_accumulate_grad_hooks", None) or one._backward_hooks for one in trained):
+        return "something else takes them in the backward"
+    return None
+
+
+def _take(found: dict[str, torch.Tensor], name: str, parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    step = -(-parameter.grad.numel() // NUM_KEPT)
+    kept = parameter.grad.reshape(-1)[::step].float().clone()
+    found[name] = found[name] + kept if name in found else kept  # a layer that is run again may come twice
+    parameter.grad = None
+
+
+@contextmanager
+def _seen(model: Any, decoder: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """Note what goes into the layers of the model and comes out, and the gradients there."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def gradient(name: str, tensor: torch.Tensor) -> None:
+        def note(grad: torch.Tensor) -> None:
+            seen[name] = grad.detach()[0].clone()
+
+        if not tensor.requires_grad:
+            tensor.requires_grad_(True)  # frozen embeddings; what the layers do to them is looked at all the same
+        tensor.register_hook(note)
+
+    def embedded(module: Any, args: Any, made: torch.Tensor) -> None:
+        seen[_EMBEDDED] = made.detach()[0].clone()
+
+    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = kwargs.get("inputs_embeds")
+        if given is not None:
+            gradient(_OF_INPUTS, given)
+        else:
+            handles.append(embeddings.register_forward_hook(lambda module, args, made: gradient(_OF_INPUTS, made)))
+
+    def after(module: Any, args: Any, made: Any) -> None:
+        hidden = made if isinstance(made, torch.Tensor) else made[0]
+        seen[_HIDDEN] = hidden.detach()[0].clone()
+        if hidden.requires_grad:
+            gradient(_OF_LOSS, hidden)
+
+    embeddings = model.get_input_embeddings()
+    handles = [
+        embeddings.register_forward_hook(embedded),
+        decoder.register_forward_pre_hook(before, with_kwargs=True),
+        decoder.register_forward_hook(after),
+    ]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _states_of_torch() -> list[torch.Tensor]:
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() and torch.cuda.is_initialized() else ()
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]

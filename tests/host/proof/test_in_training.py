@@ -1,0 +1,244 @@
+"""The proof on the first batch that trains: by the trainer's own path, in real runs of tiny models."""
+
+import json
+import logging
+import re
+import shutil
+import sys
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.data import get_worker_info
+from transformers import AttentionInterface
+
+from swift_vlpack.data.model import attention
+from swift_vlpack.data.model.collate import Collator, batch_of
+from swift_vlpack.data.proof.isolation import IsolationError
+from tests.environment import packing_options
+from tests.host.proof import sabotage as s
+from tests.host.runs import packed_argv, train
+from tests.rows import mixed_rows, text_row, write_jsonl
+
+FAMILY = "qwen2_5_vl"
+LORA = {"tuner_type": "lora", "target_modules": "all-linear"}
+VERIFIED = "isolation verified in training: the first batch of the trainer"
+
+
+@pytest.fixture(autouse=True)
+def environment():
+    packing_options(packing_drop_last="false")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Rows with and without images, and more words than the proof's own short samples have."""
+    folder = tmp_path_factory.mktemp("data")
+    rows = mixed_rows(folder, 20, largest=160) + [text_row(f"question {n}", "answer " * 60) for n in range(8)]
+    return write_jsonl(folder / "train.jsonl", rows)
+
+
+@pytest.fixture
+def run(small_folder, data, tmp_path, caplog):
+    """Train two steps; the losses, and what the proof said of the first batch."""
+
+    def trained(folder=None, **options):
+        caplog.clear()
+        settings = {"dataset": data, "max_steps": 2, "split_dataset_ratio": 0, **options}
+        with caplog.at_level(logging.INFO):
+            result = train(packed_argv(folder or small_folder(FAMILY), FAMILY, tmp_path / "run", **settings))
+        said = [record.getMessage() for record in caplog.records if VERIFIED in record.getMessage()]
+        return [(line["loss"], line["grad_norm"], line["token_acc"]) for line in result["log_history"] if "loss" in line], said
+
+    return trained
+
+
+@pytest.fixture
+def with_dropout(small_folder, tmp_path):
+    """A model with dropout in its attention."""
+    shutil.copytree(small_folder(FAMILY), folder := tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["attention_dropout"] = 0.3
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def attending(monkeypatch):
+    """Train with another attention."""
+
+    def put(attend):
+        monkeypatch.setattr(attention, "segmented_attention", attend)
+        AttentionInterface.register(attention.NAME, attend)
+
+    yield put
+    monkeypatch.undo()
+    attention.register()
+
+
+# -- it holds, and changes nothing ------------------------------------------------------------------------------------
+
+RIGHT = {
+    "defaults of the host": {**LORA, "dataloader_num_workers": 1, "torch_dtype": "bfloat16"},
+    "noise": {**LORA, "neftune_noise_alpha": 5, "gradient_accumulation_steps": 2},
+    "no checkpointing": {**LORA, "gradient_checkpointing": "false", "label_smoothing_factor": 0.1},
+    "vision": {"freeze_vit": "false", "freeze_aligner": "false"},
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_first_batch_is_verified_and_training_goes_on_as_without(name, run):
+    """ISO-16 ISO-18: no batch is used up, no number drawn, no gradient and no metric left."""
+    options = RIGHT[name]
+    proved, (line,) = run(**options)
+    draws = "with all that is drawn at random" if "tuner_type" in options else "nothing is drawn at random"
+    assert draws in line
+    assert ("layers run again in the backward" in line) == ("gradient_checkpointing" not in options)
+    assert "other neighbours move hidden states by 0.0e+00, gradients by 0.0e+00" in line
+    assert re.search(r"in it equals? the model's own attention within \S+, gradients within \S+$", line)
+    packing_options(packing_drop_last="false", packing_verify="false")
+    plain, said = run(**options)
+    assert said == []
+    assert proved == plain
+
+
+# -- what is wrong in training alone ----------------------------------------------------------------------------------
+
+
+def is_run_again_by_the_reentrant_form():
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "backward" and frame.f_code.co_filename.endswith("utils/checkpoint.py"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def test_layers_that_forget_boundaries_when_they_are_run_again_are_stopped(run, attending):
+    """ISO-16: by the form of checkpointing that trains; the proof before takes the other."""
+
+    @s.if_packed
+    def forgetting(right, args, ends, options):
+        return s.whole_row(*args, **options) if is_run_again_by_the_reentrant_form() else right()
+
+    attending(forgetting)
+    with pytest.raises(IsolationError, match=r"layers that are run again in the backward \(gradient checkpointing\)"):
+        run()
+    with pytest.raises(IsolationError, match="layers that are run again"):
+        run(**LORA)
+
+
+@pytest.mark.parametrize("options", [{}, LORA])
+def test_dropout_of_attention_that_leaks_is_stopped(options, run, attending, with_dropout):
+    """ISO-16"""
+
+    @s.if_packed
+    def leaking(right, args, ends, options):
+        return s.whole_row(*args, **options) if options.get("dropout") else right()
+
+    attending(leaking)
+    said = r"what is drawn at random mixes samples.*moved hidden states by .*With nothing drawn, the samples are right"
+    with pytest.raises(IsolationError, match=said):
+        run(with_dropout, **options)
+
+
+def test_dropout_of_an_adapter_that_mixes_is_stopped(run, monkeypatch):
+    """ISO-16: its second matrix is 0 at the first step, so it shows in the gradient of parameters alone."""
+    right = torch.nn.Dropout.forward
+
+    def mixing(self, states):
+        made = right(self, states)
+        return made + made.mean(dim=1, keepdim=True) if self.training and self.p > 0 and states.dim() == 3 else made
+
+    monkeypatch.setattr(torch.nn.Dropout, "forward", mixing)
+    said = r"what is drawn at random mixes samples.*changed the gradient that samples give to parameters"
+    with pytest.raises(IsolationError, match=said):
+        run(**LORA)
+
+
+def test_noise_by_the_length_of_the_row_is_stopped(run, monkeypatch):
+    """ISO-16"""
+    from swift_vlpack.host.training import callback
+
+    monkeypatch.setattr(callback, "noise_by_sample", lambda trainer: None)
+    with pytest.raises(IsolationError, match=r"noise on embeddings is scaled by the length of the row.*0\.\d+ times"):
+        run(neftune_noise_alpha=5)
+
+
+def test_backward_that_is_wrong_in_full_rows_is_stopped(run, attending):
+    """ISO-16: the proof before has gradients of its short samples only."""
+    packing_options(packing_drop_last="false", packing_length="900")
+
+    @s.if_packed
+    def wrong(right, args, ends, options):
+        return s.with_a_wrong_backward(*args, cu_seq_lens_q=ends, **options) if ends[-1] > 600 else right()
+
+    attending(wrong)
+    with pytest.raises(IsolationError, match=r"the backward of the trainer's own row is not that of its samples"):
+        run(max_length=900)
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
+
+
+def rolled(inputs, record):
+    labels = inputs["labels"].roll(1, dims=-1)
+    labels[:, 0] = -100
+    return {"labels": labels}
+
+
+def lost(inputs, record):
+    ends = inputs["cu_seq_lens_q"]
+    kept = torch.cat([ends[:2], ends[3:]])
+    return {"cu_seq_lens_q": kept, "cu_seq_lens_k": kept}
+
+
+def other_positions(inputs, record):
+    positions = inputs["position_ids"].clone()
+    positions[1:, :, record.lengths[0] :] += 1
+    return {"position_ids": positions}
+
+
+def exchanged(inputs, record):
+    return {"pixel_values": inputs["pixel_values"].flip(0)} if "pixel_values" in inputs else {}
+
+
+def other_tokens(inputs, record):
+    return {"input_ids": inputs["input_ids"].roll(1, dims=-1)}
+
+
+WRONG = {
+    "labels": (rolled, "labels of train:"),
+    "boundary": (lost, "cu_seq_lens_q of the batch are"),
+    "positions": (other_positions, "position_ids of train:"),
+    "pixels": (exchanged, "pixel_values are not those of the samples"),
+    "tokens": (other_tokens, "input_ids of train:"),
+}
+
+
+def changing(monkeypatch, change, *, is_in_workers_only):
+    right = Collator.row
+
+    def row(self, pack):
+        made = right(self, pack)
+        if (is_in_workers_only and get_worker_info() is None) or made.record is None or len(made.record.lengths) < 3:
+            return made
+        return batch_of({**made, **change(made, made.record)}, made.record, made.beside)
+
+    monkeypatch.setattr(Collator, "row", row)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_batches_that_workers_make_wrongly_are_stopped(name, run, monkeypatch):
+    """ISO-17: the process that proves makes them rightly."""
+    change, said = WRONG[name]
+    changing(monkeypatch, change, is_in_workers_only=True)
+    with pytest.raises(IsolationError, match=rf"the collator, or a dataloader worker, .*{said}"):
+        run(dataloader_num_workers=1)
+
+
+def test_boundary_that_the_collator_loses_is_stopped(run, monkeypatch):
+    """ISO-17"""
+    changing(monkeypatch, lost, is_in_workers_only=False)
+    with pytest.raises(IsolationError, match="cu_seq_lens_q of the batch are"):
+        run()
