@@ -161,7 +161,9 @@ def proved(
             evidence = _evidence(subject, of, finding)
             cause, seen = cause_of(evidence), where(finding.row, evidence)
     except BoundaryError as error:
-        finding, cause, seen = Finding(str(error)), "positions are not restarted at the boundaries", ""
+        is_of_positions = "position" in str(error)
+        cause = "positions are not restarted at the boundaries" if is_of_positions else "the row is not its samples"
+        finding, seen = Finding(str(error)), ""
     except ImportError as error:
         finding, cause, seen = Finding(str(error)), of_linear_attention(), ""
     except CheckpointError as error:

@@ -293,6 +293,38 @@ def no_room_behind(subject: Subject, num_tokens: int) -> Broken:
             handle.remove()
 
 
+@contextmanager
+def experts_with_a_capacity(subject: Subject, num_tokens: int) -> Broken:
+    """About half of the tokens are sent to an expert that has room for so many of a row."""
+
+    def cut(module: Any, args: Any, made: torch.Tensor) -> torch.Tensor:
+        is_sent = args[0][..., 0] > 0
+        return made * (~is_sent | (is_sent.cumsum(-1) <= num_tokens))[..., None]
+
+    handles = [layer.mlp.register_forward_hook(cut) for layer in subject.model.model.layers]
+    try:
+        yield subject
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def norm_over_the_row(subject: Subject) -> Broken:
+    """The norms divide by the root of the mean over all tokens, not over each by itself."""
+
+    def over_all(module: Any, args: Any, made: torch.Tensor) -> torch.Tensor:
+        hidden = args[0]
+        return module.weight * hidden * hidden.square().mean(dim=(-2, -1), keepdim=True).rsqrt()
+
+    handles = [layer.input_layernorm.register_forward_hook(over_all) for layer in subject.model.model.layers]
+    try:
+        yield subject
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 # -- images ------------------------------------------------------------------------------------------------------------
 
 

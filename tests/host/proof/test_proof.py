@@ -183,6 +183,24 @@ def test_tolerance_follows_the_noise_that_was_measured_within_bounds(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_model_that_is_sure_of_all_it_says_is_verified(dtype):
+    """ISO-11 ISO-13: its loss has a gradient of nothing but rounding, as of a run that is resumed in a bad state."""
+    right = s.llama()
+    with torch.no_grad():
+        right.model.lm_head.weight.mul_(2000)
+    right.model.to(dtype)
+    samples = [{**one, "labels": certain(right, one)} for one in text_samples(*LENGTHS)]
+    assert proved(right, samples).gradient < (0.1 if dtype == torch.bfloat16 else 1e-4)
+
+
+def certain(subject, sample):
+    """What the model itself expects, as labels."""
+    with torch.no_grad():
+        expected = subject.run([sample], packed=False).logits[0].argmax(-1).tolist()
+    return [-100, *expected[:-1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("make", [s.llama, s.gpt_oss])
 def test_noise_is_what_another_attention_makes(make, dtype):
     """ISO-13: eager against segments; within a few times, on a dense model and where experts are chosen."""

@@ -98,6 +98,19 @@ def test_attention_that_drops_what_the_model_asks_for_is_stopped(name):
     check(s.attending(make(), attend), text_samples(*LENGTHS), cause, old)
 
 
+def test_experts_with_a_capacity_are_stopped():
+    """ISO-5 ISO-9 ISO-15: tokens early in the row take the room of later ones, and attention is right."""
+    cause = r"outside of attention: model\.layers\.\d\.mlp \(LlamaMLP\).*capacity of experts"
+    check(s.experts_with_a_capacity(s.llama(), 30), text_samples(*LENGTHS), cause, MISNAMED)
+
+
+def test_norms_over_the_row_are_stopped():
+    """ISO-5 ISO-9 ISO-15: a padded batch does not mix its samples by them, so it is not said to."""
+    broken = s.norm_over_the_row(s.llama())
+    cause = r"vlpack: samples see each other outside of attention: model\.layers\.\d\.input_layernorm .*statistics over"
+    check(broken, text_samples(*LENGTHS), cause, MISNAMED)
+
+
 def test_cache_that_lives_on_is_stopped():
     """ISO-5 ISO-9"""
     attending = s.attending(s.llama(), s.keeping_a_cache())
