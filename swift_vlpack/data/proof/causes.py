@@ -9,6 +9,8 @@ from typing import Any
 from swift_vlpack.data.seam.configs import text_config_of
 
 NO_BOUNDARIES = ("sdpa", "eager", "flex_attention")
+ALONE, ANOTHER, MIXED = "its samples alone", "something else", "its samples mixed"
+"""What a padded batch is: in the last, a sample moves when another one changes."""
 EMBEDDINGS = -1
 """The number of the layer, where what enters the first one differs already."""
 _STATEFUL = ("linear", "mamba", "conv", "recurrent")
@@ -40,6 +42,18 @@ class Profile:
 
 
 @dataclass(frozen=True, slots=True)
+class Module:
+    """A part of the model: its name, its class, and whether it is attention or in it."""
+
+    name: str
+    kind: str
+    is_attention: bool
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.kind})"
+
+
+@dataclass(frozen=True, slots=True)
 class Evidence:
     """What is known of a row that is not its samples alone."""
 
@@ -57,8 +71,10 @@ class Evidence:
     """Where the difference begins."""
     layer_type: str = ""
     is_only_in_training: bool = False
-    is_so_unpacked: bool = False
-    """The host's padded batch of the same samples, by the model's own attention, is not its samples alone either."""
+    module: Module | None = None
+    """Where the difference begins, inside of the layer; none where that is not known."""
+    unpacked: str = ALONE
+    """What the host's padded batch of the same samples, by the model's own attention, is."""
     window: int | None = None
     rope_type: str = "default"
     model_types: tuple[str, ...] = field(default=())
@@ -72,8 +88,10 @@ def cause_of(evidence: Evidence) -> str:
         return f"attention {name} knows no boundaries; leave attn_impl unset, so that packing chooses its own"
     has_moved = evidence.moved or (evidence.moved_by_media and evidence.given is None)
     cause = _of_moved(evidence) if has_moved else _of_differing(evidence)
-    if evidence.is_so_unpacked:
+    if evidence.unpacked == MIXED:
         return f"the model mixes the samples of any batch, without packing too. In the pack, {cause}"
+    if evidence.unpacked == ANOTHER:
+        return f"{cause}. A padded batch, without packing, does not give what its samples give alone either"
     if evidence.is_only_in_training:
         return f"in training mode, not in evaluation, {cause}"
     return cause
@@ -117,6 +135,11 @@ def _of_moved(evidence: Evidence) -> str:
         return (
             "images, videos or sounds of one sample reach another: their features are put at the tokens of another "
             "sample, or the vision tower mixes them"
+        )
+    if evidence.module and not evidence.module.is_attention:
+        return (
+            f"samples see each other outside of attention: {evidence.module} gives a sample something else when the "
+            f"tokens of another one change{_over_the_row(evidence.module)}"
         )
     if any(moved < changed for changed, moved in evidence.moved):
         return (
@@ -162,9 +185,27 @@ def _of_differing(evidence: Evidence) -> str:
         return of_linear_attention(evidence.layer_type.replace("_", " "))
     if differing and all(profile.is_edge for profile in differing):
         return "a boundary is shifted: only a few tokens where samples meet differ (wrong cu_seq_lens)"
+    if evidence.module and not evidence.module.is_attention and evidence.layer != EMBEDDINGS:
+        return (
+            f"{evidence.module} gives a sample something else in the row than alone, and it is no attention"
+            f"{_over_the_row(evidence.module)}"
+        )
     if differing and not evidence.profiles[0].differs:
-        return "positions are not restarted at the boundaries, or are those of the whole row: all but the first differ"
+        return (
+            "all but the first sample differ: attention takes other positions than it was given, which do not restart "
+            "at the boundaries, or has room for fewer tokens than the row has"
+        )
     return _of_attention(evidence, differing)
+
+
+def _over_the_row(module: Module) -> str:
+    """What a module of this kind may do with all tokens of the row."""
+    words = f"{module.name} {module.kind}".lower()
+    if "norm" in words:
+        return " (statistics over the tokens of the row, where each token should have its own)"
+    if any(word in words for word in ("mlp", "expert", "moe", "router", "gate", "feed_forward", "ffn")):
+        return " (room for a number of tokens of the row, as the capacity of experts, or a count over all of them)"
+    return " (it computes over all tokens of the row)"
 
 
 def _are_shorter(differing: Sequence[Profile], profiles: Sequence[Profile]) -> bool:

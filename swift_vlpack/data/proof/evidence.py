@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
 from swift_vlpack.data.model import attention
-from swift_vlpack.data.proof.causes import EMBEDDINGS, Evidence, Profile, facts_of
+from swift_vlpack.data.proof.causes import (
+    ALONE,
+    ANOTHER,
+    EMBEDDINGS,
+    MIXED,
+    Evidence,
+    Module,
+    Profile,
+    facts_of,
+)
 from swift_vlpack.data.proof.changes import can_be_replaced, kinds_of_media, media_of, replaced, with_other_media
 from swift_vlpack.data.proof.reference import fitting, own_attention, repeatable_training, untouched
-from swift_vlpack.data.proof.subject import Subject, length_of
+from swift_vlpack.data.proof.subject import VISION_PARTS, Subject, length_of
 from swift_vlpack.data.proof.tolerance import Limits, gap_by_token, gap_of
 from swift_vlpack.data.rows.samples import Encoded
 
-_VISION = ("visual", "vision", "audio", "image")
+_NOT_MOVED = 1e-5
+"""Of a module's output, as a share of the largest: the same kernels compute it from the same numbers, in any type."""
+_NUM_COLUMNS = 16
+"""Features of a token that are enough to see that it moved."""
 
 
 def evidence_of(subject: Subject, row: Sequence[Encoded], limits: Limits) -> Evidence:
@@ -31,8 +43,9 @@ def evidence_of(subject: Subject, row: Sequence[Encoded], limits: Limits) -> Evi
             moved = _moved(subject, row, limits, asked, lambda sample: _with_other_tokens(subject, sample))
             by_media = _moved(subject, row, limits, asked, _with_other_media)
             layer = None if worst is None else first_layer(subject, row, worst, limits)
+            module = _module_of(subject, row, limits, worst, moved)
             given = _given(subject, row, profiles, limits)
-            is_so_unpacked = _is_so_unpacked(subject, row, profiles, limits)
+            unpacked = _unpacked(subject, row, profiles, limits)
     return Evidence(
         attention=attention.name_of(subject.model.config),
         profiles=tuple(profiles),
@@ -41,7 +54,8 @@ def evidence_of(subject: Subject, row: Sequence[Encoded], limits: Limits) -> Evi
         moved_by_media=by_media,
         given=given,
         layer=layer,
-        is_so_unpacked=is_so_unpacked,
+        module=module,
+        unpacked=unpacked,
         layer_type=_type_of(layer, facts["model_types"]),
         is_only_in_training=any(p.differs for p in profiles) and not any(p.differs for p in in_evaluation),
         **facts,
@@ -87,12 +101,76 @@ def first_layer(subject: Subject, row: Sequence[Encoded], sample: int, limits: L
     return None
 
 
+def _module_of(
+    subject: Subject, row: Sequence[Encoded], limits: Limits, worst: int | None, moved: Mapping[tuple[int, int], int]
+) -> Module | None:
+    """The first module whose output moved with another sample, or is not what the worst sample has alone."""
+    allowed = _NOT_MOVED if moved else limits.relative
+    if moved:
+        changed, at = min(moved)
+        other = _with_other_tokens(subject, row[changed])
+        assert other is not None
+        with _outputs(subject, row, at) as here:
+            subject.run(row, packed=True)
+        with _outputs(subject, row, at) as there:
+            subject.run([*row[:changed], other, *row[changed + 1 :]], packed=True)
+    elif worst is not None:
+        with _outputs(subject, row, worst) as here:
+            subject.run(row, packed=True)
+        with _own_for(subject, row[worst]), _outputs(subject, [row[worst]], 0) as there:
+            subject.run([row[worst]], packed=False)
+    else:
+        return None
+    for name, output in here.items():
+        other_output = there.get(name)
+        if other_output is None or other_output.shape != output.shape:
+            continue
+        if not float((output - other_output).abs().max()) <= allowed * max(1e-6, float(other_output.abs().max())):
+            return _module(subject.model, name)
+    return None
+
+
+def _module(model: torch.nn.Module, name: str) -> Module:
+    """A module by name, and whether it or one around it is attention."""
+    path = name.split(".")
+    kinds = [type(model.get_submodule(".".join(path[: depth + 1]))).__name__ for depth in range(len(path))]
+    is_attention = any("attention" in kind.lower() or "attn" in part for kind, part in zip(kinds, path, strict=True))
+    return Module(name, kinds[-1], is_attention)
+
+
+@contextmanager
+def _outputs(subject: Subject, row: Sequence[Encoded], sample: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Some columns of what each module of the language model gives a sample of the row, in the order they end."""
+    num_tokens, start = sum(map(length_of, row)), sum(map(length_of, row[:sample]))
+    seen: dict[str, torch.Tensor] = {}
+
+    def note(name: str, made: Any) -> None:
+        made = made[0] if isinstance(made, tuple) else made
+        if not isinstance(made, torch.Tensor) or made.dim() < 2 or not made.is_floating_point():
+            return
+        flat = made.detach().reshape(-1, made.shape[-1])
+        if num_tokens <= len(flat) < 2 * num_tokens:  # padding may follow
+            own = flat[start : start + length_of(row[sample])]
+            seen.setdefault(name, own[:, :: -(-own.shape[1] // _NUM_COLUMNS)].float().cpu())
+
+    handles = [
+        module.register_forward_hook(lambda module, args, made, name=name: note(name, made))
+        for name, module in subject.model.named_modules()
+        if name and "rotary" not in name and not any(part in name for part in VISION_PARTS)
+    ]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def decoder_layers(model: Any) -> Sequence[torch.nn.Module]:
     """The layers of the language model: the longest list of modules that is not the vision tower's."""
     lists: list[Sequence[torch.nn.Module]] = [
         list(module)
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.ModuleList) and not any(part in name for part in _VISION)
+        if isinstance(module, torch.nn.ModuleList) and not any(part in name for part in VISION_PARTS)
     ]
     return max(lists, key=len, default=())
 
@@ -150,18 +228,23 @@ def _moved(
     return pairs
 
 
-def _is_so_unpacked(subject: Subject, row: Sequence[Encoded], profiles: Sequence[Profile], limits: Limits) -> bool:
-    """Whether the host's padded batch of two samples is not the two alone."""
+def _unpacked(subject: Subject, row: Sequence[Encoded], profiles: Sequence[Profile], limits: Limits) -> str:
+    """What the host's padded batch of two samples does: it is the two alone, another, or it mixes them."""
     if len(row) < 2:
-        return False
+        return ALONE
     two = _two_of(row, profiles)
     with _own_for(subject, max(two, key=length_of)):
         try:
             together = subject.run(two, packed=False).logits
         except RuntimeError:
-            return False  # the host has no batch of them: pictures of different sizes (Mistral 3)
+            return ALONE  # the host has no batch of them: pictures of different sizes (Mistral 3)
         alone = [subject.run([sample], packed=False).logits[0] for sample in two]
-    return any(not gap_of(*pair).over_tokens <= limits.alone for pair in zip(together, alone, strict=True))
+        if all(gap_of(*pair).over_tokens <= limits.alone for pair in zip(together, alone, strict=True)):
+            return ALONE
+        other = _with_other_media(two[1]) or two[1]
+        other = _with_other_tokens(subject, other) or other
+        after = subject.run([two[0], other], packed=False).logits[0]
+    return ANOTHER if gap_of(together[0], after).most <= limits.moved else MIXED
 
 
 def _two_of(row: Sequence[Encoded], profiles: Sequence[Profile]) -> list[Encoded]:

@@ -3,43 +3,77 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 
+from swift_vlpack.data.proof.reference import InSingle
+from swift_vlpack.data.proof.subject import VISION_PARTS
+
 _CHECKPOINT = "_gradient_checkpointing_func"
 """What transformers and ms-swift run a layer by that does not keep what its backward needs."""
-_PARTS = ("visual", "vision", "audio", "image")
+_BYTES_IN_SINGLE = 2**33
+"""That the weights of a model may take in float32 until its backward is done, beside the model."""
 
 
 @contextmanager
-def small_set(model: torch.nn.Module) -> Iterator[dict[str, torch.nn.Parameter]]:
-    """The weights of norms and the biases, which every path of the model goes through, frozen or not.
+def small_set(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the weights of norms and the biases, which every path of the model goes through, frozen or not.
 
     Their gradients are taken by `torch.autograd.grad`, which fills no `.grad` and wakes no hook of DDP's. Layers that
     are run again in the backward are so here, too, by the form of checkpointing that knows that function. Empty where
     parameters are sharded: no rank has a gradient to compare.
     """
-    chosen = {name: one for name, one in model.named_parameters() if one.dim() == 1 and one.is_floating_point()}
-    if any(_is_sharded(parameter) for parameter in model.parameters()):
-        chosen = {}
+    chosen = _norms_and_biases(model) if not is_sharded(model) else {}
     before = [(parameter, parameter.requires_grad) for parameter in chosen.values()]
+    try:
+        for parameter in chosen.values():
+            parameter.requires_grad_(True)
+        with _run_again(model):
+            yield chosen
+    finally:
+        for parameter, was_required in before:
+            parameter.requires_grad_(was_required)
+
+
+@contextmanager
+def small_set_in_single(model: torch.nn.Module) -> Iterator[tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]]:
+    """Yield float32 copies of the small set, by name and by the `id` of the parameter.
+
+    Without names where a backward would keep too many weights in float32: a layer that is run again in the backward
+    keeps its own only, any other keeps them until the backward comes.
+    """
+    leaves = {name: one.detach().float().requires_grad_(True) for name, one in _norms_and_biases(model).items()}
+    by_id = {id(one): leaves[name] for name, one in _norms_and_biases(model).items()}
+    num_bytes = sum(4 * one.numel() for one in model.parameters() if one.element_size() == 2)
+    with _run_again(
+        model, lambda: (nullcontext(), InSingle(next(model.parameters()).device.type, by_id))
+    ) as num_run_again:
+        yield (leaves if num_run_again or num_bytes <= _BYTES_IN_SINGLE else {}), by_id
+
+
+def _norms_and_biases(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: one for name, one in model.named_parameters() if one.dim() == 1 and one.is_floating_point()}
+
+
+@contextmanager
+def _run_again(model: torch.nn.Module, contexts: Callable[[], Any] | None = None) -> Iterator[int]:
+    """Checkpoint by torch's own form without reentrance; yields how many modules are checkpointed.
+
+    `contexts` makes the contexts of a layer's forward and of its second run.
+    """
     checkpointed = [
         (module, vars(module)[_CHECKPOINT]) for module in model.modules() if vars(module).get(_CHECKPOINT) is not None
     ]
     try:
-        for parameter in chosen.values():
-            parameter.requires_grad_(True)
         for module, _ in checkpointed:
-            vars(module)[_CHECKPOINT] = _not_reentrant()
-        yield chosen
+            vars(module)[_CHECKPOINT] = _not_reentrant(contexts)
+        yield len(checkpointed)
     finally:
-        for parameter, was_required in before:
-            parameter.requires_grad_(was_required)
         for module, checkpoint in checkpointed:
             vars(module)[_CHECKPOINT] = checkpoint
 
@@ -69,17 +103,19 @@ def _squares(
     lengths: dict[str, float] = {}
     gaps: dict[str, float] = {}
     for name in {**one, **other}:
-        part = next((part for part in _PARTS if part in name), "language")
+        part = next((part for part in VISION_PARTS if part in name), "language")
         here, there = (side[name].float() if name in side else torch.zeros(()) for side in (one, other))
         lengths[part] = lengths.get(part, 0.0) + max(float((here * here).sum()), float((there * there).sum()))
         gaps[part] = gaps.get(part, 0.0) + float((here - there).square().sum())
     return lengths, gaps
 
 
-def _not_reentrant() -> Any:
+def _not_reentrant(contexts: Callable[[], Any] | None) -> Any:
     """Torch's own, below what a host has put around it to choose the form (ms-swift takes the reentrant one)."""
-    return partial(inspect.unwrap(torch.utils.checkpoint.checkpoint), use_reentrant=False)
+    options = {} if contexts is None else {"context_fn": contexts}
+    return partial(inspect.unwrap(torch.utils.checkpoint.checkpoint), use_reentrant=False, **options)
 
 
-def _is_sharded(parameter: torch.nn.Parameter) -> bool:
-    return hasattr(parameter, "device_mesh") or not parameter.numel()
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Whether ranks hold parts of the parameters."""
+    return any(hasattr(parameter, "device_mesh") or not parameter.numel() for parameter in model.parameters())

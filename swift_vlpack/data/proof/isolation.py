@@ -8,7 +8,7 @@ Measured against the model's own truth: its own attention, each sample alone, co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,10 +18,10 @@ from torch.utils.checkpoint import CheckpointError
 from swift_vlpack.core.errors import BoundaryError, VLPackError
 from swift_vlpack.core.words import counted
 from swift_vlpack.data.model import attention
-from swift_vlpack.data.proof.causes import cause_of, of_linear_attention
+from swift_vlpack.data.proof.causes import Evidence, cause_of, of_linear_attention
 from swift_vlpack.data.proof.changes import kinds_of_media, with_other_media
 from swift_vlpack.data.proof.evidence import evidence_of, where
-from swift_vlpack.data.proof.measure import Measured, measured
+from swift_vlpack.data.proof.measure import NOTHING_LEFT_OUT, InSingle, LeftOut, Measured, measured
 from swift_vlpack.data.proof.subject import Subject
 from swift_vlpack.data.proof.tolerance import Limits, worst
 from swift_vlpack.data.rows.samples import Encoded
@@ -57,21 +57,80 @@ class Proof:
     largest_logit: float
     num_more: int = 0
     """Samples in rows of the plan."""
-    num_rows_left_out: int = 0
-    """Rows of the plan that would have taken too long."""
+    left_out: LeftOut = NOTHING_LEFT_OUT
+    """What of the rows of the plan was not looked at."""
     limits: Limits | None = None
     """What rounding may do on this model."""
+    dtype: str = ""
+    """The data type that the model computes in."""
+    in_single: InSingleSaid | None = None
+    """The same in float32, of a model that computes in 16 bits."""
+    not_in_single: str = ""
+    """Why there is none, where there should be."""
+
+    @property
+    def num_rows_left_out(self) -> int:
+        """Rows of the plan that were not looked at."""
+        return self.left_out.num_rows
+
+    @property
+    def is_sharp(self) -> bool:
+        """Whether packed equals alone within a limit that would notice what is wrong."""
+        return self.in_single is not None or self.limits is None or self.limits.would_notice(self.largest_logit)
 
     def line(self, attention: str) -> str:
-        """The line that the log shows."""
-        gradient = "not compared, parameters are sharded" if self.gradient is None else f"within {self.gradient:.1e}"
-        more = f"; so do {counted(self.num_more, 'sample')} in rows of the plan" if self.num_more else ""
-        left = f"; {counted(self.num_rows_left_out, 'long row')} of the plan left out" if self.num_rows_left_out else ""
-        return (
-            f"isolation verified: max difference {self.moved} over {self.num_samples} samples, attention {attention} "
-            f"(packed equals the model's own attention within {self.alone:.1e} of logits up to "
-            f"{self.largest_logit:.1f}, gradients {gradient}{more}{left})"
-        )
+        """The line that the log shows. "Verified" it says only of what a limit would have noticed."""
+        over = f"max difference {self.moved} over {self.num_samples} samples, attention {attention}"
+        if self.is_sharp:
+            return f"isolation verified: {over} ({'; '.join(self._parts())})"
+        return f"isolation: no sample sees another, {over}; the rest is not sharp ({'; '.join(self._parts())})"
+
+    def _parts(self) -> Iterator[str]:
+        """What was compared, and what was left out."""
+        of_logits, of_gradient = f"logits up to {self.largest_logit:.1f}", _within(self.gradient)
+        if self.in_single is not None:
+            of_single = "not compared in float32, for memory"
+            if self.in_single.gradient is not None:
+                of_single = _within(self.in_single.gradient)
+            yield (
+                f"in float32 packed equals the model's own attention within {self.in_single.alone:.1e} of {of_logits}, "
+                f"gradients {of_single}; in {self.dtype}, as it trains, within {self.alone:.1e}, gradients "
+                f"{of_gradient}, which is rounding"
+            )
+        elif self.is_sharp:
+            own = f"packed equals the model's own attention within {self.alone:.1e} of {of_logits}"
+            yield f"{own}, gradients {of_gradient}"
+        else:
+            assert self.limits is not None
+            yield (
+                f"packed equals the model's own attention only up to the rounding of {self.dtype}: within "
+                f"{self.alone:.1e} of {of_logits}, and {self.limits.alone:.1e} would pass; gradients {of_gradient}, "
+                f"and {self.limits.gradient:.1e} would pass"
+            )
+            if self.not_in_single:
+                yield f"not compared in float32: {self.not_in_single}"
+        if self.num_more:
+            in_dtype = f" in {self.dtype}" if self.in_single is not None else ""
+            yield f"so do {counted(self.num_more, 'sample')} in rows of the plan{in_dtype}"
+        if self.left_out.num_rows:
+            yield (
+                f"{counted(self.left_out.num_rows, 'long row')} of the plan left out, "
+                f"{counted(self.left_out.num_tokens, 'token')}"
+            )
+        if self.left_out.num_samples:
+            yield f"{counted(self.left_out.num_samples, 'sample')} too long for the model's own attention left out"
+
+
+class InSingleSaid(NamedTuple):
+    """What the comparison in float32 gave."""
+
+    alone: float
+    gradient: float | None
+    """None where it would take too much memory."""
+
+
+def _within(gradient: float | None) -> str:
+    return "not compared, parameters are sharded" if gradient is None else f"within {gradient:.1e}"
 
 
 class Finding(NamedTuple):
@@ -80,6 +139,8 @@ class Finding(NamedTuple):
     said: str
     row: Sequence[Encoded] | None = None
     cause: str = ""
+    is_in_single: bool = False
+    """Whether it was found in float32, and its cause is to be looked for there."""
 
 
 def proved(
@@ -97,10 +158,12 @@ def proved(
             return proof_from(of)
         cause, seen, numbers = finding.cause, "", proof_from(of)
         if finding.row is not None:
-            evidence = evidence_of(subject, finding.row, of.limits)
+            evidence = _evidence(subject, of, finding)
             cause, seen = cause_of(evidence), where(finding.row, evidence)
     except BoundaryError as error:
-        finding, cause, seen = Finding(str(error)), "positions are not restarted at the boundaries", ""
+        is_of_positions = "position" in str(error)
+        cause = "positions are not restarted at the boundaries" if is_of_positions else "the row is not its samples"
+        finding, seen = Finding(str(error)), ""
     except ImportError as error:
         finding, cause, seen = Finding(str(error)), of_linear_attention(), ""
     except CheckpointError as error:
@@ -108,6 +171,13 @@ def proved(
     details = "; ".join(filter(None, (finding.said, seen)))
     said = f"isolation could not be verified with attention {name}: {cause}. ({details})"
     raise IsolationError(said, cause=cause, measured=numbers)
+
+
+def _evidence(subject: Subject, of: Measured, finding: Finding) -> Evidence:
+    assert finding.row is not None
+    if finding.is_in_single and of.in_single is not None:
+        return evidence_of(of.in_single.subject, finding.row, of.in_single.limits)
+    return evidence_of(subject, finding.row, of.limits)
 
 
 def proof_from(of: Measured) -> Proof:
@@ -119,10 +189,18 @@ def proof_from(of: Measured) -> Proof:
         alone=worst([gap.most for gap in gaps]),
         gradient=worst(list(of.gradient.values())) if of.gradient else None,
         largest_logit=of.largest_logit,
-        num_more=sum(len(row.samples) for row in of.rows_of_plan),
-        num_rows_left_out=of.num_rows_left_out,
+        num_more=sum(len(row.gaps) for row in of.rows_of_plan),
+        left_out=of.left_out,
         limits=of.limits,
+        dtype=str(of.dtype).removeprefix("torch."),
+        in_single=None if of.in_single is None else _said_of(of.in_single),
+        not_in_single=of.not_in_single,
     )
+
+
+def _said_of(single: InSingle) -> InSingleSaid:
+    gradient = worst(list(single.gradient.values())) if single.gradient else None
+    return InSingleSaid(worst([gap.most for gap in single.row.gaps]), gradient)
 
 
 def finding_in(of: Measured) -> Finding | None:
@@ -132,6 +210,8 @@ def finding_in(of: Measured) -> Finding | None:
         return Finding(f"logits are nan or infinite {said}", cause="the model itself gives them, without packing, too")
     if targets := next(filter(None, (row.targets for row in of.rows)), None):
         return Finding(targets, cause="labels or loss weights of the row are not those of its samples")
+    if tokens := next(filter(None, (row.tokens for row in of.rows)), None):
+        return Finding("compared as whole numbers, which no rounding moves", cause=tokens)
     if not of.repeated <= limits.alone:
         return Finding(
             f"the same row gave logits that differ by {of.repeated:.3g} when it was run again {said}",
@@ -149,12 +229,14 @@ def finding_in(of: Measured) -> Finding | None:
             f"{said}",
             of.samples,
         )
+    if finding := _in_single(of):
+        return finding
     for number, row in enumerate(of.rows):
         if not all(map(limits.allow, row.gaps)):
             turned = ", while a row before it, of the same samples in another order, is right" if number == 1 else ""
             return Finding(
                 f"a packed sample does not give what the model's own attention gives it alone: logits differ by "
-                f"{worst([gap.most for gap in row.gaps]):.3g}{turned} {said}",
+                f"{worst([gap.most for gap in row.gaps]):.3g}{turned} {said}{_or_rounding(of)}",
                 row.samples,
             )
     return _misplaced_media(of) or _blindness(of, said) or _gradient(of)
@@ -172,6 +254,27 @@ def with_twins(samples: Sequence[Encoded]) -> list[Encoded]:
             seen.add(kinds)
             twins.append(with_other_media(sample))
     return [*samples, *twins]
+
+
+def _in_single(of: Measured) -> Finding | None:
+    """What is wrong in float32, in logits; there no rounding can be meant."""
+    single = of.in_single
+    if single is None or all(map(single.limits.allow, single.row.gaps)):
+        return None
+    return Finding(
+        "a packed sample does not give what the model's own attention gives it alone, in float32 too: logits differ by "
+        f"{worst([gap.most for gap in single.row.gaps]):.3g} (largest logit {of.largest_logit:.3g})",
+        single.row.samples,
+        is_in_single=True,
+    )
+
+
+def _or_rounding(of: Measured) -> str:
+    """What a refusal in 16 bits may be, too."""
+    if torch.finfo(of.dtype).bits > 16:
+        return ""
+    known = "in float32 they are equal" if of.in_single else "it could not be repeated in float32"
+    return f"; {known}, so it may be rounding: `vlpack verify` with --torch_dtype float32 tells it from a mistake"
 
 
 def _of_repeated(of: Measured) -> str:
@@ -217,12 +320,21 @@ def _blindness(of: Measured, said: str) -> Finding | None:
 
 
 def _gradient(of: Measured) -> Finding | None:
-    wrong = {part: off for part, off in of.gradient.items() if not off <= of.limits.gradient}
+    single = of.in_single
+    compared = [(of.gradient, of.limits, _or_rounding(of))]
+    if single is not None:
+        compared = [(single.gradient, single.limits, ", in float32 too"), *compared]
+    wrong = [
+        (off, part, said)
+        for gradient, limits, said in compared
+        for part, off in gradient.items()
+        if not off <= limits.gradient
+    ]
     if not wrong:
         return None
-    part = max(wrong, key=wrong.__getitem__)
+    off, part, said = wrong[0]
     return Finding(
-        f"the gradient of the {part} part is off by {wrong[part]:.3g} of its length, while logits and labels are equal",
+        f"the gradient of the {part} part is off by {off:.3g} of its length, while logits and labels are equal{said}",
         cause="the backward of a pack is not that of its samples one by one: a function with a backward of its own "
         "(the attention, a fused kernel), or something that is detached",
     )

@@ -2,29 +2,52 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from swift_vlpack.data.lengths.sizes import num_supervised
 from swift_vlpack.data.proof import gradients
 from swift_vlpack.data.proof.changes import kinds_of_media, replaced, with_other_media
-from swift_vlpack.data.proof.cost import affordable
-from swift_vlpack.data.proof.reference import fitting, longest_for_own, own_attention, repeatable_training, untouched
-from swift_vlpack.data.proof.subject import Ran, Subject, length_of
+from swift_vlpack.data.proof.reference import (
+    fitting,
+    in_single,
+    longest_for_own,
+    own_attention,
+    repeatable_training,
+    untouched,
+)
+from swift_vlpack.data.proof.subject import Ran, Subject, length_of, with_cut_head
 from swift_vlpack.data.proof.tolerance import (
+    TIMES_NOISE,
+    TIMES_NOISE_BESIDE_SINGLE,
+    TIMES_PADDED,
     Limits,
     Noise,
     gap_of,
     precision_of,
     rounded_otherwise,
+    rounds_coarsely,
     worst,
 )
 from swift_vlpack.data.proof.truth import AgainstAlone, Truth
 from swift_vlpack.data.rows.samples import Encoded
+
+TOKENS_ALLOWED, SHARE_OF_EPOCH = 16_384, 0.02
+"""Tokens of rows of the plan that a proof looks at: so many, or this share of an epoch, whichever is more."""
+
+
+@dataclass(frozen=True, slots=True)
+class InSingle:
+    """A few of the samples again, packed and alone, in float32."""
+
+    subject: Subject
+    row: AgainstAlone
+    gradient: Mapping[str, float]
+    """Empty where the backward would take too much memory."""
+    limits: Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +72,14 @@ class Measured:
     rows: Sequence[AgainstAlone]
     """The pack, the same with its samples the other way round, and rows of the plan."""
     gradient: Mapping[str, float]
-    num_rows_left_out: int
+    left_out: LeftOut
     has_experts: bool
+    in_single: InSingle | None
+    """None where the model computes in 32 bits already, or cannot be asked."""
+    not_in_single: str
+    """Why it could not be asked."""
+    padded: Noise
+    """What a padded batch differs from its samples, without us; measured where there is no `in_single`."""
 
     @property
     def rows_of_plan(self) -> Sequence[AgainstAlone]:
@@ -65,7 +94,23 @@ class Measured:
     @property
     def limits(self) -> Limits:
         """What rounding may do on this model, in units of the logits."""
-        return Limits.of(self.dtype, self.largest_logit, self.noise, self.repeated, has_experts=self.has_experts)
+        times = TIMES_NOISE if self.in_single is None else TIMES_NOISE_BESIDE_SINGLE
+        noise = self.noise.times(times).at_least(self.padded.times(TIMES_PADDED))
+        return Limits.of(self.dtype, self.largest_logit, noise, self.repeated, has_experts=self.has_experts)
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """What of the rows of the plan was not looked at."""
+
+    num_rows: int = 0
+    num_tokens: int = 0
+    """Of rows that no proof of this size looks at."""
+    num_samples: int = 0
+    """Samples of rows that were looked at, too long for the model's own attention."""
+
+
+NOTHING_LEFT_OUT = LeftOut()
 
 
 def measured(
@@ -75,17 +120,23 @@ def measured(
 
     Runs the same forwards whatever they give: ranks that wait for each other in one must do equally many.
     """
-    began = time.monotonic()
     with untouched(subject.model), repeatable_training(subject.model):
         truth = Truth(subject, samples)
         samples = truth.known(samples)
-        compared = Compared(subject, samples)
+        with own_attention(subject.model):
+            subject = truth.subject = with_cut_head(subject, truth.short)
+        has_experts = any("expert" in name for name, _ in subject.model.named_modules())
+        compared = Compared(subject, samples, has_experts=has_experts)
         repeated = worst(_moved(subject, samples, compared.packed))
         own, own_media, moves, moves_by_media = _changed(subject, samples, compared.packed)
-        num_tokens = sum(map(length_of, samples))
-        kept = affordable(subject, rows, num_tokens, time.monotonic() - began, tokens_of_epoch)
-        kept = [row for row in kept if truth.is_for(row)]
-        of_plan = [AgainstAlone.of(row, subject.run(row, packed=True), map(truth.of, row)) for row in kept]
+        few = [samples[at] for at in compared.few]
+        single, why_not, padded = None, "", Noise(0.0, 0.0)
+        if rounds_coarsely(subject.model, compared.dtype):
+            single, why_not = _in_single(subject, few, has_experts=has_experts)
+            padded = padded if single else compared.padded(samples)
+        kept = affordable(rows, tokens_of_epoch)
+        of_plan = [_against_known(subject, truth, row) for row in kept]
+        looked_at = [row for row in of_plan if row is not None]
         return Measured(
             samples=samples,
             alone=[ran.logits[0] for ran in compared.alone],
@@ -96,28 +147,88 @@ def measured(
             repeated=repeated,
             moves=moves,
             moves_by_media=moves_by_media,
-            rows=[*compared.against_alone(samples), *of_plan],
+            rows=[*compared.against_alone(samples), *looked_at],
             gradient=compared.gradient,
-            num_rows_left_out=len(rows) - len(kept),
-            has_experts=any("expert" in name for name, _ in subject.model.named_modules()),
+            left_out=LeftOut(
+                num_rows=len(rows) - len(looked_at),
+                num_tokens=_tokens_in(rows) - _tokens_in([row.samples for row in looked_at]),
+                num_samples=sum(len(row.samples) - len(row.gaps) for row in looked_at),
+            ),
+            has_experts=has_experts,
+            in_single=single,
+            not_in_single=why_not,
+            padded=padded,
         )
+
+
+def affordable(rows: Sequence[Sequence[Encoded]], tokens_of_epoch: int) -> list[Sequence[Encoded]]:
+    """Choose rows of the plan by their tokens: the first in any case, then what fits of the others.
+
+    Counted in tokens, so that a busy machine looks at as much as an idle one, and every rank at the same.
+    """
+    left = max(TOKENS_ALLOWED, SHARE_OF_EPOCH * tokens_of_epoch)
+    kept: list[Sequence[Encoded]] = []
+    for row in rows:
+        if not kept or _tokens_in([row]) <= left:
+            kept.append(row)
+            left -= _tokens_in([row])
+    return kept
+
+
+def _tokens_in(rows: Sequence[Sequence[Encoded]]) -> int:
+    return sum(length_of(sample) for row in rows for sample in row)
+
+
+def _against_known(subject: Subject, truth: Truth, row: Sequence[Encoded]) -> AgainstAlone | None:
+    """A whole row of the plan against those of its samples of which the model's own attention can say it."""
+    is_known = [truth.is_for([sample]) for sample in row]
+    if not any(is_known):
+        return None
+    alone = (truth.of(sample) if known else None for sample, known in zip(row, is_known, strict=True))
+    return AgainstAlone.of(row, subject.run(row, packed=True), alone)
+
+
+def _in_single(subject: Subject, samples: Sequence[Encoded], *, has_experts: bool) -> tuple[InSingle | None, str]:
+    """Compare samples packed and alone in float32, on the very model; or say why that cannot be done."""
+    model = subject.model
+    if gradients.is_sharded(model):
+        return None, "parameters are sharded"
+    try:
+        with gradients.small_set_in_single(model) as (parameters, leaves):
+            device = next(model.parameters()).device.type
+
+            def forward_context() -> AbstractContextManager[None]:
+                return in_single(subject.forward_context(), device, leaves)
+
+            again = replace(subject, forward_context=forward_context)
+            alone = []
+            for sample in samples:
+                with own_attention(model, fitting(model, length_of(sample))):
+                    alone.append(again.run([sample], packed=False, parameters=parameters))
+            packed = again.run(samples, packed=True, parameters=parameters)
+            off = gradients.difference(packed.gradient, gradients.added([ran.gradient for ran in alone]))
+    except Exception as error:  # a kernel that computes in 16 bits only, memory: nothing that is wrong with the packs
+        return None, f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    largest = worst([float(ran.logits[0].abs().max()) for ran in alone])
+    of_row = AgainstAlone.of(samples, packed, alone)
+    return InSingle(again, of_row, off, Limits.sharp(largest, has_experts=has_experts)), ""
 
 
 class Compared:
     """One pack and its samples alone: logits of all, and the gradient of those whose backward is cheap enough."""
 
-    def __init__(self, subject: Subject, samples: Sequence[Encoded]) -> None:
+    def __init__(self, subject: Subject, samples: Sequence[Encoded], *, has_experts: bool) -> None:
         self.subject = subject
         limit = longest_for_own(subject.model, is_trained=True)
         by_length = sorted(range(len(samples)), key=lambda at: length_of(samples[at]))
         graded = [at for at in range(len(samples)) if length_of(samples[at]) <= limit] or by_length[:2]
-        num_targets = sum(num_supervised(samples[at]) for at in graded)
-        self.options: Any = {"num_targets": max(1, num_targets)}
+        self.few = [at for at in _short_of_each_kind(samples) if at in graded]
+        """The places of a short sample of each kind."""
         with gradients.small_set(subject.model) as parameters:
-            self.options["parameters"] = parameters
+            self.options: Any = {"parameters": parameters}
             self.alone, self.dtype = self._alone(samples, graded)
             with own_attention(subject.model):
-                self.noise = self._noise(samples, [at for at in _short_of_each_kind(samples) if at in graded])
+                self.noise = self._noise(samples, self.few, num_draws=2 if has_experts else 1)
             short = [samples[at] for at in graded]
             together = subject.run(short, packed=True, **self.options)
         self.packed = together if len(short) == len(samples) else subject.run(samples, packed=True)
@@ -133,6 +244,19 @@ class Compared:
             AgainstAlone.of(samples[::-1], self.turned, self.alone[::-1]),
         ]
 
+    def padded(self, samples: Sequence[Encoded]) -> Noise:
+        """How far the host's padded batch of a few samples is from them alone, by the model's own attention."""
+        few = [samples[at] for at in self.few]
+        with gradients.small_set(self.subject.model) as parameters, own_attention(self.subject.model):
+            try:
+                batch = self.subject.run(few, packed=False, parameters=parameters)
+            except RuntimeError:
+                return Noise(0.0, 0.0)  # the host has no batch of them: pictures of different sizes (Mistral 3)
+        alone = [self.alone[at] for at in self.few]
+        gaps = [gap_of(*pair).over_tokens for pair in zip(batch.logits, (ran.logits[0] for ran in alone), strict=True)]
+        off = gradients.difference(batch.gradient, gradients.added([ran.gradient for ran in alone]))
+        return Noise(worst(gaps), worst(list(off.values())))
+
     def _alone(self, samples: Sequence[Encoded], graded: Sequence[int]) -> tuple[list[Ran], torch.dtype]:
         ran: list[Ran] = []
 
@@ -145,10 +269,11 @@ class Compared:
         dtype = precision_of(self.subject.model, run)
         return ran, dtype
 
-    def _noise(self, samples: Sequence[Encoded], chosen: Sequence[int]) -> Noise:
-        """What rounding does to these samples, alone. The lesser of two draws, as a rare one takes other experts."""
+    def _noise(self, samples: Sequence[Encoded], chosen: Sequence[int], num_draws: int) -> Noise:
+        """What rounding does to these samples, alone: the least of some draws, as a rare one takes other experts."""
         model, draws = self.subject.model, []
-        for seed, options in enumerate((self.options, {})):
+        for seed in range(num_draws):
+            options = self.options if seed == 0 else {}
             with rounded_otherwise(model, self.dtype, seed):
                 draws.append([self.subject.run([samples[at]], packed=False, **options) for at in chosen])
         gaps = [

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from swift_vlpack.data.seam.configs import text_config_of
 
@@ -24,6 +26,9 @@ _DRAWS = re.compile(r"drop|jitter|neftune_noise_alpha")
 """Rates of what a model draws at random while it trains, by the names that models give them."""
 _DROPOUTS = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
 _SCALARS = (bool, int, float, str, type(None))
+_OF_16_BITS = (torch.bfloat16, torch.float16)
+_CHOOSING = ("embedding", "__getitem__", "index_select")
+"""Operations that take some rows of a tensor: these are widened, not the whole, which may be a vocabulary."""
 
 
 @contextmanager
@@ -74,6 +79,59 @@ def own_attention(model: Any, name: str = OWN) -> Iterator[None]:
         yield
     finally:
         _restore(settings)
+
+
+class InSingle(TorchFunctionMode):
+    """Compute in float32 whatever the weights are in: each 16-bit tensor is widened as an operation takes it.
+
+    A second model may not fit into memory beside the first. Here at most one weight is there twice, or those of a layer
+    that is run again in the backward. `leaves` are float32 copies of parameters whose gradients are asked for.
+
+    Autocast is off for each operation, because accelerate wraps it around the model's own forward.
+    """
+
+    def __init__(self, device: str, leaves: Mapping[int, torch.Tensor]) -> None:
+        super().__init__()
+        self.device = device
+        self.leaves = leaves
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__"):  # of an attribute
+            made = func(*args, **kwargs)
+            return self._widened(made) if isinstance(made, torch.dtype) else made
+        if name in ("bfloat16", "half"):
+            return self._widened(args[0])
+        widened = self._leaf if name in _CHOOSING else self._widened
+        args, kwargs = tree_map(widened, args), tree_map(widened, kwargs)
+        with torch.autocast(self.device, enabled=False):
+            return tree_map(self._widened, func(*args, **kwargs))
+
+    def _leaf(self, value: Any) -> Any:
+        return self.leaves.get(id(value), value) if isinstance(value, torch.Tensor) else value
+
+    def _widened(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            value = self._leaf(value)
+            return value.float() if value.dtype in _OF_16_BITS else value
+        return torch.float32 if isinstance(value, torch.dtype) and value in _OF_16_BITS else value
+
+
+@contextmanager
+def in_single(
+    forward_context: AbstractContextManager[Any], device: str, leaves: Mapping[int, torch.Tensor]
+) -> Iterator[None]:
+    """Run a forward in float32: without autocast and TF32, and with 16-bit weights widened."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        with forward_context, InSingle(device, leaves):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
 
 
 def longest_for_own(model: Any, *, is_trained: bool = False) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,9 @@ from swift_vlpack.data.rows.samples import Encoded
 _FEW_WORDS = 200
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k")
 """Counted from the start of the row. Of two samples and padding they are as many numbers as of both alone."""
+_OF_THE_BATCH = (*_BOUNDARIES, "position_ids", "attention_mask", "cache_position")
+"""Inputs with other values in a pack than alone, rightly; positions are compared by themselves."""
+_AXES = ("time", "height", "width")
 
 
 class Truth:
@@ -57,28 +61,40 @@ class AgainstAlone(NamedTuple):
 
     samples: Sequence[Encoded]
     gaps: Sequence[Gap]
-    """How far the logits of each sample are apart."""
+    """How far the logits of each sample are apart, of those that were compared."""
     targets: str | None
     """What is wrong with labels or loss weights."""
     inputs: str | None
     """Which media are not those of the samples, one after the other."""
+    tokens: str | None
+    """What else is wrong that is a whole number: positions, kinds of tokens, boundaries."""
 
     @classmethod
-    def of(cls, samples: Sequence[Encoded], packed: Ran, alone: Iterable[Ran]) -> AgainstAlone:
-        """Compare them; what each gives alone is asked for one after the other, as its logits are large."""
-        gaps, targets, inputs = [], [], []
+    def of(cls, samples: Sequence[Encoded], packed: Ran, alone: Iterable[Ran | None]) -> AgainstAlone:
+        """Compare them; what each gives alone is asked for one after the other, as its logits are large.
+
+        None stands for a sample of which that cannot be said.
+        """
+        gaps, targets, inputs, tokens = [], [], [], [wrong_boundaries_of(packed.inputs, list(map(length_of, samples)))]
         for at, (sample, ran) in enumerate(zip(samples, alone, strict=True)):
+            inputs.append({} if ran is None else ran.inputs)
+            if ran is None:
+                continue
             gaps.append(gap_of(packed.logits[at], ran.logits[0]))
             targets.append(wrong_targets_of(sample, at, packed, ran))
-            inputs.append(ran.inputs)
-        return cls(samples, gaps, next(filter(None, targets), None), wrong_inputs_of(packed.inputs, inputs))
+            start = sum(map(length_of, samples[:at]))
+            tokens.append(
+                wrong_positions_of(sample, at, packed, ran) or wrong_tokens_of(sample, at, start, packed, ran)
+            )
+        media = wrong_inputs_of(packed.inputs, inputs) if len(gaps) == len(samples) else None
+        return cls(samples, gaps, next(filter(None, targets), None), media, next(filter(None, tokens), None))
 
 
 def wrong_inputs_of(packed: Mapping[str, Any], alone: Sequence[Mapping[str, Any]]) -> str | None:
     """The name of what the model is handed of media in another order than that of the samples; none where all is right.
 
-    What has one entry for each image, video or sound, in the row as alone. What is filled up to another shape, or has
-    an entry for each token, nobody can tell by looking: the logits say it.
+    Compared is what has one entry for each image, video or sound, in the row as alone. What is filled up to another
+    shape cannot be told by looking: the logits say it. What has an entry for each token: `wrong_tokens_of`.
     """
     for name, joined in packed.items():
         if name in _BOUNDARIES:
@@ -91,9 +107,67 @@ def wrong_inputs_of(packed: Mapping[str, Any], alone: Sequence[Mapping[str, Any]
     return None
 
 
+def wrong_boundaries_of(inputs: Mapping[str, Any], lengths: Sequence[int]) -> str | None:
+    """What is wrong with the boundaries of a row that is handed some; behind its samples there may be padding."""
+    ends = [0, *accumulate(lengths)]
+    for name in _BOUNDARIES:
+        if (given := inputs.get(name)) is None:
+            continue
+        found = [end for end in dict.fromkeys(given.flatten().tolist()) if end <= ends[-1]]
+        if found == ends:
+            continue
+        lost = ", ".join(str(at + 1) for at, end in enumerate(ends[:-1]) if end not in found)
+        if set(found) <= set(ends):
+            return f"the boundary before sample {lost or len(ends)} of the row is lost (wrong {name})"
+        return f"a boundary is shifted: where sample {lost} of the row starts, {name} has another token (wrong {name})"
+    return None
+
+
+def wrong_positions_of(sample: Encoded, at: int, packed: Ran, alone: Ran) -> str | None:
+    """What is wrong with the positions of a sample in the row: they are those that it has alone, up to one constant.
+
+    Rotary embeddings see differences of positions only, so all of a sample, and all its axes, may be moved by as much.
+    """
+    if not packed.positions or not alone.positions:
+        return None
+    here, there = (ran.positions[number].long().cpu() for ran, number in ((packed, at), (alone, 0)))
+    axes = max(len(here), len(there))
+    moved = here.expand(axes, -1) - there.expand(axes, -1)
+    wrong = torch.nonzero(moved != moved[0, 0])
+    if not len(wrong):
+        return None
+    token = int(wrong[:, 1].min())
+    axis = int(wrong[wrong[:, 1] == token][0, 0])
+    named = f" ({_AXES[axis]})" if axes == len(_AXES) else ""
+    return (
+        f"positions of {_name(sample, at)} in the row are not those that it has alone, from its token {token} on{named}"
+    )
+
+
+def wrong_tokens_of(sample: Encoded, at: int, start: int, packed: Ran, alone: Ran) -> str | None:
+    """What else of whole numbers the model is handed for each token, and is not what the sample has alone."""
+    length = length_of(sample)
+    for name, joined in packed.inputs.items():
+        own: Any = alone.inputs.get(name)
+        if name in _OF_THE_BATCH or not (_is_of_tokens(joined, start + length) and _is_of_tokens(own, length)):
+            continue
+        if own.shape[1] == length and not torch.equal(joined[:, start : start + length].cpu(), own.cpu()):
+            return f"{name} of {_name(sample, at)} in the row are not those that it has alone"
+    return None
+
+
+def _is_of_tokens(value: Any, at_least: int) -> bool:
+    is_whole = isinstance(value, torch.Tensor) and not value.is_floating_point() and not value.is_complex()
+    return is_whole and value.dim() == 2 and value.shape[0] == 1 and value.shape[1] >= at_least
+
+
+def _name(sample: Encoded, at: int) -> str:
+    return str(sample.get("sample_id", f"sample {at + 1}"))
+
+
 def wrong_targets_of(sample: Encoded, at: int, packed: Ran, alone: Ran) -> str | None:
     """What is wrong with labels or loss weights of a sample in the row, where they are not those that it has alone."""
-    name = sample.get("sample_id", f"sample {at + 1}")
+    name = _name(sample, at)
     labels, expected = packed.labels[at], alone.labels[0]
     assert labels is not None
     assert expected is not None

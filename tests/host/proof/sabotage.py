@@ -78,6 +78,16 @@ def positions_of_the_row(row: Row, samples: Sequence[Encoded]) -> Row:
     return with_inputs(row, position_ids=positions) if len(samples) > 1 else row
 
 
+def axes_of_positions(row: Row, samples: Sequence[Encoded], order: Sequence[int]) -> Row:
+    """Height and width are each other, or both are time: the axes of mRoPE in another order."""
+    return with_inputs(row, position_ids=row.inputs["position_ids"][list(order)])
+
+
+def token_types_of_text(row: Row, samples: Sequence[Encoded], name: str) -> Row:
+    """No token is told to be one of an image."""
+    return with_inputs(row, **{name: torch.zeros_like(row.inputs[name])})
+
+
 def grids_exchanged(row: Row, samples: Sequence[Encoded]) -> Row:
     """The images are in order, and their grids are not."""
     if "pixel_values" not in row.inputs:
@@ -141,6 +151,11 @@ def without_window(module: Any, q: Any, k: Any, v: Any, mask: Any, **options: An
 def badly_scaled(*args: Any, **options: Any) -> Any:
     """By the size of another head."""
     return segmented_attention(*args, **{**options, "scaling": options["scaling"] * 1.5})
+
+
+def scaled_a_little(*args: Any, **options: Any) -> Any:
+    """By a tenth too much."""
+    return segmented_attention(*args, **{**options, "scaling": options["scaling"] * 1.1})
 
 
 def whole_row(module: Any, q: Any, k: Any, v: Any, mask: Any, is_causal: bool = True, **options: Any) -> Any:
@@ -271,6 +286,38 @@ def no_room_behind(subject: Subject, num_tokens: int) -> Broken:
         return made * kept[:, None]
 
     handles = [layer.mlp.register_forward_hook(cut) for layer in subject.model.model.layers]
+    try:
+        yield subject
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def experts_with_a_capacity(subject: Subject, num_tokens: int) -> Broken:
+    """About half of the tokens are sent to an expert that has room for so many of a row."""
+
+    def cut(module: Any, args: Any, made: torch.Tensor) -> torch.Tensor:
+        is_sent = args[0][..., 0] > 0
+        return made * (~is_sent | (is_sent.cumsum(-1) <= num_tokens))[..., None]
+
+    handles = [layer.mlp.register_forward_hook(cut) for layer in subject.model.model.layers]
+    try:
+        yield subject
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def norm_over_the_row(subject: Subject) -> Broken:
+    """The norms divide by the root of the mean over all tokens, not over each by itself."""
+
+    def over_all(module: Any, args: Any, made: torch.Tensor) -> torch.Tensor:
+        hidden = args[0]
+        return module.weight * hidden * hidden.square().mean(dim=(-2, -1), keepdim=True).rsqrt()
+
+    handles = [layer.input_layernorm.register_forward_hook(over_all) for layer in subject.model.model.layers]
     try:
         yield subject
     finally:

@@ -5,7 +5,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from swift_vlpack.data.proof.causes import EMBEDDINGS, Evidence, Profile, cause_of, facts_of
+from swift_vlpack.data.proof.causes import (
+    ALONE,
+    ANOTHER,
+    EMBEDDINGS,
+    MIXED,
+    Evidence,
+    Module,
+    Profile,
+    cause_of,
+    facts_of,
+)
 from swift_vlpack.data.proof.evidence import evidence_of, few_of, where
 from swift_vlpack.data.proof.reference import own_attention
 from swift_vlpack.data.proof.tolerance import Limits
@@ -13,6 +23,8 @@ from tests.host.proof import sabotage as s
 from tests.host.proof.subjects import text_samples
 
 RIGHT, PICTURE = Profile(30, False, None, None), Profile(30, True, None, None)
+MLP, NORM = Module("layers.0.mlp", "Experts", False), Module("layers.0.norm", "RMSNorm", False)
+ATTENTION = Module("layers.0.self_attn.o_proj", "Linear", True)
 WRONG, WRONG_PICTURE = Profile(30, False, 0, 29), Profile(30, True, 4, 29)
 LIMITS = Limits(1e-4, 1e-4, 1e-3, 1e-3)
 
@@ -43,7 +55,17 @@ CAUSES = {
     "pictures only, in the embeddings": (seen(WRONG_PICTURE, RIGHT, layer=EMBEDDINGS), "wrong order, their grids exch"),
     "pictures only, in the first layer": (seen(WRONG_PICTURE, RIGHT, layer=0), "positions of images or videos"),
     "pictures only, deeper": (seen(WRONG_PICTURE, RIGHT, layer=2), "from layer 2 on: .*deepstack"),
-    "all but the first": (seen(RIGHT, WRONG, WRONG), "positions are not restarted at the boundaries, or are those of"),
+    "all but the first": (seen(RIGHT, WRONG, WRONG), "which do not restart at the boundaries, or has room for fewer"),
+    "experts, from a token on": (
+        seen(RIGHT, WRONG, WRONG, module=MLP), r"layers\.0\.mlp \(Experts\) gives .* no attention .*capacity of exp",
+    ),
+    "outside of attention": (
+        seen(WRONG, WRONG, moved={(1, 0): 30}, module=NORM), r"outside of attention: .*norm \(RMSNorm\).*statistics",
+    ),
+    "inside of attention": (seen(RIGHT, WRONG, WRONG, moved=LATER, module=ATTENTION), "causal and has no boundaries"),
+    "un-packed something else": (
+        seen(WRONG, WRONG, module=NORM, unpacked=ANOTHER), r"^layers.*A padded batch, without packing, does not give",
+    ),
     "all from the first token": (seen(WRONG, WRONG), "from their first token on, .*sinks"),
     "all from the second token": (seen(*[Profile(30, False, 1, 29)] * 2), "second token on, .*scaling, soft cap"),
     "behind the window": (seen(Profile(30, False, 16, 29), RIGHT, window=16), "its window is 16 tokens"),
@@ -63,7 +85,7 @@ CAUSES = {
         seen(RIGHT, WRONG, WRONG, moved=LATER, is_only_in_training=True), "in training mode, not in eval.*, samples",
     ),
     "un-packed too": (
-        seen(WRONG_PICTURE, PICTURE, RIGHT, layer=EMBEDDINGS, is_so_unpacked=True), "mixes the samples of any batch",
+        seen(WRONG_PICTURE, PICTURE, RIGHT, layer=EMBEDDINGS, unpacked=MIXED), "mixes the samples of any batch",
     ),
 }  # fmt: skip
 
@@ -91,7 +113,7 @@ def test_evidence_names_sample_tokens_and_layer():
     assert (evidence.layer, evidence.profiles[0].differs, evidence.profiles[1].first) == (1, False, 0)
     assert set(evidence.moved) == {(0, 1), (0, 2), (1, 2)}
     assert not evidence.is_only_in_training
-    assert not evidence.is_so_unpacked
+    assert evidence.unpacked == ALONE
     assert where(samples, evidence) == (
         "text:1, number 2 of 3 in its row, differs from token 0 to 8 of 9, first in layer 1"
     )
@@ -119,7 +141,7 @@ def test_model_that_mixes_any_batch_is_told_from_a_wrong_pack():
         return made + made.mean(dim=(0, 1), keepdim=True) if made.shape[:2].numel() > 31 else made
 
     handle = right.model.get_input_embeddings().register_forward_hook(mix)
-    assert evidence_of(right, text_samples(24, 25, 31), LIMITS).is_so_unpacked
+    assert evidence_of(right, text_samples(24, 25, 31), LIMITS).unpacked == MIXED
     handle.remove()
 
 
