@@ -50,7 +50,7 @@ def settled(monkeypatch):
             patch.setattr(SftArguments, "__post_init__", lambda self: self._init_model_kwargs())
             for name, value in environ.items():
                 patch.setenv(name, value)
-            args, rest = parse_args(SftArguments, list(flags))
+            args, rest = parse_args(SftArguments, ["--model", "m", "--dataset", "d", *flags])
             assert rest == []
             if not is_ours(args):
                 return {"packing": False}

@@ -24,7 +24,7 @@ from swift_vlpack.core.account.bench_advice import advice_on, speed_of
 from swift_vlpack.core.account.bench_text import bench_text
 from swift_vlpack.core.checkup.machine import num_cores
 from swift_vlpack.core.errors import ConfigError, VLPackError
-from swift_vlpack.launch import RunLaunch, run_launch
+from swift_vlpack.launch import RunLaunch, check_launch, run_launch
 
 
 class PhaseFailed(VLPackError):
@@ -57,6 +57,7 @@ def _bench(argv: Sequence[str]) -> int:
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} must be at least 1, got {getattr(args, name)}")
     launch = run_launch(flags, os.environ, needs_gpu=True)
+    check_launch(launch)
     signal.signal(signal.SIGTERM, _stop)
     start = time.perf_counter()
     settings = {"steps": args.steps, "seconds": args.seconds, "num_rows": args.rows}
