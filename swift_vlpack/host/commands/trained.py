@@ -169,8 +169,10 @@ def _place(name: str, origins: Mapping[str, str]) -> str:
     source, _, row = name.rpartition(":")
     row, _, _ = row.partition("/")  # behind which is the part, where a row was cut
     number = row.removeprefix("loaded-")
-    if source not in origins or not number.isdecimal():
+    if not number.isdecimal():
         return f"row {row} of the stream"
+    if source not in origins:
+        return f"row {int(number) + 1} of the stream"
     return place(origins[source], int(number), is_loaded=number != row)
 
 

@@ -223,8 +223,11 @@ def _reported_lost(one: _Loading, numbers: NDArray[np.int64] | None) -> list[int
         return None
     lost: list[int] = np.setdiff1d(np.arange(one.num_read), numbers).tolist()
     if lost:
-        shown = ", ".join(map(str, lost[:NUM_LOST_NAMED])) + (", ..." if len(lost) > NUM_LOST_NAMED else "")
+        shown = ", ".join(str(row + 1) for row in lost[:NUM_LOST_NAMED]) + (
+            ", ..." if len(lost) > NUM_LOST_NAMED else ""
+        )
         logger.warning(
-            f"source {name}: ms-swift's loader or preprocess_func deleted {len(lost)} of {one.num_read} rows: {shown}"
+            f"source {name}: ms-swift's loader or preprocess_func deleted {len(lost)} of {one.num_read} rows, "
+            f"counted from 1: {shown}"
         )
     return lost
