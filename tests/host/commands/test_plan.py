@@ -16,7 +16,7 @@ from swift_vlpack.host import pipeline
 from swift_vlpack.host.args import _fold_batch_size
 from swift_vlpack.host.commands.plan import training_report
 from swift_vlpack.host.commands.process import run
-from swift_vlpack.host.commands.run import _is_of_network
+from swift_vlpack.host.messages import is_of_network as said_to_be
 from swift_vlpack.host.ranks import counted_as
 from tests.host.runs import epoch_report, log_lines, packed_argv, train
 from tests.images import BROKEN, REASON_OF, make, photo
@@ -340,10 +340,10 @@ def test_hub_that_cannot_be_reached_is_said_to_be_that(mix, tmp_path, capsys):
 )
 def test_errors_of_the_network_are_told_from_others(error, is_of_network):
     """CLI-14"""
-    assert _is_of_network(error) is is_of_network
+    assert said_to_be(error) is is_of_network
     wrapped = OSError("cannot find the files")
     wrapped.__cause__ = error
-    assert _is_of_network(wrapped) is is_of_network
+    assert said_to_be(wrapped) is is_of_network
 
 
 @pytest.mark.slow
