@@ -11,6 +11,7 @@ from swift_vlpack.core.packing.boundaries import Boundaries
 from swift_vlpack.core.packing.packer import Packer
 from swift_vlpack.core.packing.records import Item, Pack
 from swift_vlpack.core.packing.registry import register_strategy
+from swift_vlpack.core.words import INSTALL
 
 __version__ = "0.1.0"
 __all__ = [
@@ -54,4 +55,4 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(import_module(_NEED_TORCH[name]), name)
     except ModuleNotFoundError as error:
-        raise ImportError(f"{name} needs {error.name}, which a full `pip install swift-vlpack` brings") from error
+        raise ImportError(f"{name} needs {error.name}, which {INSTALL} brings") from error

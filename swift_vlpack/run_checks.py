@@ -329,6 +329,19 @@ def check_folder(what: str, folder: Path) -> None:
         raise ConfigError(f"{what} {folder}: {there} cannot be written ({error.strerror}); name another one") from None
 
 
+def check_file(what: str, path: Path) -> None:
+    """Refuse a file that cannot be written; leaves it as it is."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(f"{what} {path}: no such directory; name a file in one that exists")
+    if path.is_dir():
+        raise ConfigError(f"{what} {path} is a directory; name a file in it")
+    if not path.exists():
+        check_folder(f"{what} {path}: folder", folder)
+    elif not os.access(path, os.W_OK):
+        raise ConfigError(f"{what} {path} cannot be written; name a file that can be")
+
+
 def _near(path: str) -> str:
     """Return the end of an error about a missing file: one with a name like it, else where it was looked for."""
     folder = Path(path).parent

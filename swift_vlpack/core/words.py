@@ -13,6 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
+INSTALL = "`pip install .` in a checkout of swift_vlpack"
+"""The way to get all that this package needs; it has no name on an index yet, which anybody could take."""
+
 
 def counted(number: int, one: str, many: str | None = None) -> str:
     """A number with what it counts."""
@@ -26,5 +29,5 @@ def by_reason(counts: Mapping[str, int]) -> str:
 
 def did_you_mean(given: object, known: Iterable[str]) -> str:
     """Return the end of an error about a mistyped name; nothing where no known name is close."""
-    close = get_close_matches(str(given), sorted(known), n=1)
+    close = get_close_matches(str(given), sorted(set(known)), n=1)
     return f"; did you mean {close[0]}?" if close else ""

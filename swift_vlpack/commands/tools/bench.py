@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from swift_vlpack.commands.become import add_config_flag, never, run_flags
-from swift_vlpack.commands.command import Command
+from swift_vlpack.commands.command import Command, Parser
 from swift_vlpack.commands.packing_flags import add_packing_flags
 from swift_vlpack.core.account.bench_advice import advice_on, speed_of
 from swift_vlpack.core.account.bench_text import bench_text
@@ -50,7 +50,7 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="vlpack bench", add_help=False, allow_abbrev=False)
+    parser = Parser(prog="vlpack bench", add_help=False, allow_abbrev=False)
     _add_own_flags(parser)
     args, command, flags = run_flags(parser, argv)
     for name in ("steps", "seconds", "rows"):
