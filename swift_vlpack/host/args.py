@@ -13,7 +13,9 @@ from typing import Any
 
 from swift.arguments import PretrainArguments, SftArguments, get_supported_tuners
 from swift.dataset import DATASET_MAPPING
+from swift.model import MODEL_MAPPING
 from swift.utils import get_logger, parse_args
+from transformers import PretrainedConfig
 
 from swift_vlpack.core.config import ENV_PREFIX, PackingConfig, checked, chosen_options, is_planned
 from swift_vlpack.core.errors import ConfigError
@@ -35,6 +37,8 @@ OVERFLOW = "_vlpack_overflow"
 """Attribute of arguments that asked for `--truncation_strategy split`: the option that it is."""
 OURS = (SftArguments, PretrainArguments)
 """`swift sft`, and `swift pt`, which is the same with two other defaults; other commands have subclasses of these."""
+_NO_ARCHITECTURE = "null"
+"""What ms-swift notes of a model type that names none."""
 OWN_ATTENTION = (None, "sdpa", "eager", attention.NAME)
 
 
@@ -152,6 +156,7 @@ def prepare_args(args: Any, *, flash_check: Callable[[Any], None]) -> None:
     """Check a packed run before anything is loaded, and bring its arguments into the shape packing needs."""
     config = packing_config(args)
     refuse_combinations(vars(args), config)  # again: what the task is may follow from the model
+    _refuse_another_model(args)
     if config.fusion_config is not None:
         args.dataset = [spec.dataset for spec in read_fusion_config(config.fusion_config).sources]
     if args.attn_impl not in OWN_ATTENTION:
@@ -162,6 +167,22 @@ def prepare_args(args: Any, *, flash_check: Callable[[Any], None]) -> None:
         _count_tokens_of_all_ranks(args)
     if CALLBACK not in args.callbacks:
         args.callbacks = [*args.callbacks, CALLBACK]
+
+
+def _refuse_another_model(args: Any) -> None:
+    """Compare `--model_type` with the architecture that the model's config.json names, as far as ms-swift knows it.
+
+    ms-swift believes the option: it would load weights into another architecture, and encode rows by its template.
+    """
+    own = args.model_meta.architectures
+    found = (PretrainedConfig.get_config_dict(args.model_dir)[0].get("architectures") or [None])[0]
+    types = [name for name, meta in MODEL_MAPPING.items() if found in meta.architectures]
+    if not types or not own or own == [_NO_ARCHITECTURE] or found in own:
+        return
+    raise ConfigError(
+        f"--model_type {args.model_type} is for {', '.join(own)}, but config.json of {args.model} says {found}, which "
+        f"is --model_type {' or '.join(types)}; give the right one, or leave --model_type out"
+    )
 
 
 def _refuse_what_cannot_be(args: Any, config: PackingConfig) -> None:

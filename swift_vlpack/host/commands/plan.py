@@ -92,9 +92,10 @@ def _write_list(feed: PlannedFeed, path: Path) -> int:
         else:
             path.unlink(missing_ok=True)
     except OSError as error:  # whose report has taken a length pass, which is too dear to lose
+        lost = counted(len(lines), "left-out row")
         logger.error(
-            f"packing: {path} cannot be written ({error.strerror}), so {counted(len(lines), 'left-out row')} are not "
-            "listed; name another file with --failures"
+            f"packing: {path} cannot be written ({error.strerror}), so the list of {lost} is missing; name another "
+            "file with --failures"
         )
         return 0
     return len(lines)
