@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import socket
+from pathlib import Path
 
 import httpx
 import pytest
@@ -346,7 +347,9 @@ def test_hub_that_cannot_be_reached_is_said_to_be_that(mix, tmp_path, capsys):
     argv = packed_argv("no/such-model", FAMILY, tmp_path / "out", dataset=mix / "chat.jsonl")
     assert run("plan", settings_of(tmp_path), "sft", *argv) == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert last.startswith(f"vlpack plan: the hub cannot be reached: no/such-model is no file or folder in {Path.cwd()}")
+    assert last.startswith(
+        f"vlpack plan: the hub cannot be reached: no/such-model is no file or folder in {Path.cwd()}"
+    )
     assert "it was looked for on Hugging Face" in last
     assert "refuses" not in last
     assert "local folder" in last
