@@ -1,7 +1,7 @@
 """Pack vision-language samples for ms-swift: pack at once, lose nothing, prove it."""
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.epoch.mix import schedule
@@ -11,6 +11,17 @@ from swift_vlpack.core.packing.boundaries import Boundaries
 from swift_vlpack.core.packing.packer import Packer
 from swift_vlpack.core.packing.records import Item, Pack
 from swift_vlpack.core.packing.registry import register_strategy
+from swift_vlpack.core.words import INSTALL
+
+if TYPE_CHECKING:  # for type checkers and editors; all of it needs torch, and is loaded when it is first asked for
+    from swift_vlpack.data.feeds.dataset import PackingDataset
+    from swift_vlpack.data.lengths.sizes import LengthIndex
+    from swift_vlpack.data.model.choose_attention import choose_attention
+    from swift_vlpack.data.model.collate import Collator
+    from swift_vlpack.data.model.prepare import prepare_model
+    from swift_vlpack.data.proof.prove import prove
+    from swift_vlpack.data.proof.verify import verify
+    from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
 
 __version__ = "0.1.0"
 __all__ = [
@@ -54,4 +65,9 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(import_module(_NEED_TORCH[name]), name)
     except ModuleNotFoundError as error:
-        raise ImportError(f"{name} needs {error.name}, which a full `pip install swift-vlpack` brings") from error
+        raise ImportError(f"{name} needs {error.name}, which {INSTALL} brings") from error
+
+
+def __dir__() -> list[str]:
+    """Name what is loaded later too, so that a shell completes it."""
+    return sorted({*globals(), *__all__})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import signal
@@ -12,8 +11,10 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from swift_vlpack import __version__
-from swift_vlpack.commands.command import Command
+from swift_vlpack.commands.command import Command, Parser
 from swift_vlpack.core.errors import ConfigError, VLPackError
+from swift_vlpack.core.words import INSTALL, did_you_mean
+from swift_vlpack.run_checks import OF_TRAINING
 
 EXIT_USAGE = 2
 _WHERE = {
@@ -48,11 +49,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except VLPackError as error:
         print(f"vlpack {name}: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in ("", "swift_vlpack"):
+            raise
+        print(f"vlpack {name}: needs {error.name}, which is not installed; {INSTALL} brings it", file=sys.stderr)
+        return EXIT_USAGE
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
 
 def _run(name: str, argv: Sequence[str]) -> int:
+    if name and not name.startswith("-") and name not in _WHERE:
+        meant = f"; did you mean vlpack sft {name}?" if name.endswith(OF_TRAINING) else did_you_mean(name, _WHERE)
+        raise ConfigError(f"there is no such command{meant or ' (vlpack --help lists all)'}")
     command = command_of(name) if name in _WHERE else None
     # Most of the flags of a run are ms-swift's, which argparse does not know.
     if command and command.run_of and not {"-h", "--help"} & set(argv) and command.is_of_a_run(argv[1:]):
@@ -65,14 +74,13 @@ def _run(name: str, argv: Sequence[str]) -> int:
 def _need_ms_swift() -> None:
     if find_spec("swift") is None:
         raise ConfigError(
-            "ms-swift is not installed; a full `pip install swift-vlpack` brings it. Numpy alone is enough for "
-            "`vlpack plan --lengths`"
+            f"ms-swift is not installed; {INSTALL} brings it. Numpy alone is enough for `vlpack plan --lengths`"
         )
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """All subcommands with their own flags."""
-    made = argparse.ArgumentParser(prog="vlpack", description="Vision-language packing for ms-swift.")
+    made = Parser(prog="vlpack", description="Vision-language packing for ms-swift.")
     made.add_argument("--version", action="version", version=f"vlpack {__version__}")
     made.set_defaults(root=made)
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -12,14 +12,15 @@ import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from swift_vlpack.core.config import ENV_PREFIX, checked, chosen_options, option_names
+from swift_vlpack.core.config import ENV_PREFIX, PackingConfig, checked, chosen_options, kind_of, option_names
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.core.packing.registry import known_names
-from swift_vlpack.swift_flags import flag_names, source_file
+from swift_vlpack.core.words import did_you_mean
+from swift_vlpack.run_checks import OF_TRAINING, PLUGINS, Registered, check_run, given_options, loose_word
+from swift_vlpack.swift_flags import flag_names, source_file, tuner_types
 from swift_vlpack.yaml_files import read_yaml
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,6 @@ COMMANDS = ("sft", "pt")
 FLAGS_OF_SWIFT = ("packing", "packing_length")
 """Options that are flags of ms-swift as well and go to it as they are."""
 
-PLUGINS = "external_plugins"
 CONFIG_FILE = "SWIFT_CONFIG_FILE"
 """ms-swift's variable of the training file, which it copies beside the checkpoints."""
 _OF_TORCHRUN = ("NPROC_PER_NODE", "MASTER_PORT", "NNODES", "NODE_RANK", "MASTER_ADDR")
@@ -47,6 +47,9 @@ class Launch:
 
     command: list[str]
     environ: dict[str, str]
+    flags: list[str]
+    """Those of ms-swift in the command."""
+    config: PackingConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class RunLaunch:
     flags: list[str]
     environ: dict[str, str]
     num_ranks: int
+    config: PackingConfig
 
 
 def plugin_path() -> Path:
@@ -69,8 +73,26 @@ def train_launch(argv: Sequence[str], environ: Mapping[str, str], *, command: st
     It is the one that `swift sft` or `swift pt` would start and wait for, so a signal meets the training process or
     torchrun.
     """
-    flags, own = _taken_apart(argv, environ)
-    return Launch([sys.executable, *_torchrun(own), str(source_file("swift", "cli", command)), *flags], own)
+    flags, own, config = _taken_apart(argv, environ)
+    script = str(source_file("swift", "cli", command))
+    return Launch([sys.executable, *_torchrun(own), script, *flags], own, flags, config)
+
+
+def check_launch(launch: Launch | RunLaunch) -> None:
+    """Refuse what cannot become a run while it costs nothing: before an import, a model, a network."""
+    if _is_ignoring_errors(launch.flags):
+        return
+    options = given_options(launch.flags)
+    plugins = [path for name in PLUGINS for path in options.get(name, ())]
+    is_plain = all(map(is_our_plugin, plugins))  # a plugin may register what only the training process knows
+    registered = Registered((), tuner_types()) if is_plain else Registered()
+    check_run(options, launch.config, registered, is_training=isinstance(launch, Launch))
+
+
+def is_our_plugin(path: str) -> bool:
+    """Whether the file is the plugin of this package, by its content: a copy or another checkout of it counts."""
+    file = Path(path)
+    return file.is_file() and file.read_bytes() == plugin_path().read_bytes()
 
 
 def run_launch(
@@ -80,12 +102,13 @@ def run_launch(
 
     With `needs_gpu` it has those that one rank of the run has; otherwise none.
     """
-    flags, variables = _taken_apart(argv, environ)
+    flags, variables, config = _taken_apart(argv, environ)
     num_ranks = checked_num_ranks(_num_ranks(variables) if num_ranks is None else num_ranks)
     own = {name: value for name, value in variables.items() if name not in _OF_A_RANK}
     own.setdefault("LOG_LEVEL", "WARNING")  # ms-swift prints pages; who wants them sets INFO
     # Where it saw several GPUs, ms-swift would take its one process for a model spread over them.
-    return RunLaunch(flags, {**own, **(_gpus_of_a_rank(own, num_ranks) if needs_gpu else {_GPUS: ""})}, num_ranks)
+    own |= _gpus_of_a_rank(own, num_ranks) if needs_gpu else {_GPUS: ""}
+    return RunLaunch(flags, own, num_ranks, config)
 
 
 def _gpus_of_a_rank(environ: Mapping[str, str], num_ranks: int) -> dict[str, str]:
@@ -118,10 +141,12 @@ def _num_ranks(environ: Mapping[str, str]) -> int:
     return int(counts[0]) * int(counts[1])
 
 
-def _taken_apart(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """The run as flags of ms-swift alone, and its environment, in which the packing options are."""
+def _taken_apart(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str], dict[str, str], PackingConfig]:
+    """The run as flags of ms-swift alone, its environment, in which the packing options are, and these, checked."""
     flags, rest = split_flags(argv)
-    path = rest.pop(0) if rest and rest[0].endswith((".yaml", ".yml", ".json")) else None
+    path = rest.pop(0) if rest and rest[0].endswith(OF_TRAINING) else None
+    if rest and not rest[0].startswith("--"):  # the last list in the file would swallow it
+        raise ConfigError(loose_word(rest[0]))
     content = {} if path is None else _read(path)
     variables = {**_variables(content.pop("ENV", None), path, environ), **environ}
     if path is not None:
@@ -129,13 +154,13 @@ def _taken_apart(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[list[
     keys = {name: content.pop(name) for name in option_names() if name in content}
     _refuse_unknown(content, rest, path)
     options = chosen_options(variables, keys, flags)
-    has_plugins = PLUGINS in content or any(_option_name(part.partition("=")[0]) == PLUGINS for part in rest)
-    checked(_checked_here(options, variables, environ, has_plugins))
+    has_plugins = PLUGINS[0] in content or any(_option_name(part.partition("=")[0]) == PLUGINS[0] for part in rest)
     options.setdefault("packing", "true")
+    config = checked(_checked_here(options, variables, environ, has_plugins))
     own = {ENV_PREFIX + name.upper(): _text(value) for name, value in options.items() if name not in FLAGS_OF_SWIFT}
     given = {**keys, **flags, "packing": options["packing"]}  # a length in the environment stays there
     of_swift = [part for name in FLAGS_OF_SWIFT if name in given for part in (f"--{name}", _text(given[name]))]
-    return [*_with_plugin([*_as_flags(content), *rest]), *of_swift], {**variables, **own}
+    return [*_with_plugin([*_as_flags(content), *rest]), *of_swift], {**variables, **own}, config
 
 
 def _checked_here(
@@ -180,13 +205,13 @@ def _as_flags(keys: Mapping[str, Any]) -> list[str]:
 def _with_plugin(flags: list[str]) -> list[str]:
     """The last list of plugins is the one that counts; ours comes first in it."""
     own = str(plugin_path())
-    lists = [at for at, flag in enumerate(flags) if _option_name(flag.partition("=")[0]) == PLUGINS]
+    lists = [at for at, flag in enumerate(flags) if _option_name(flag.partition("=")[0]) == PLUGINS[0]]
     if not lists:
-        return [*flags, f"--{PLUGINS}", own]
+        return [*flags, f"--{PLUGINS[0]}", own]
     at = lists[-1]
     _, _, value = flags[at].partition("=")
     after = [*([value] if value else []), *flags[at + 1 :]]
-    return [*flags[:at], f"--{PLUGINS}", *([] if own in after else [own]), *after]
+    return [*flags[:at], f"--{PLUGINS[0]}", *([] if own in after else [own]), *after]
 
 
 def split_flags(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -204,6 +229,8 @@ def split_flags(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
             continue
         if not has_value:
             is_bare = at == len(argv) or argv[at].startswith("--")
+            if is_bare and "true" not in kind_of(option):
+                raise ConfigError(f"--{option} needs a value: {kind_of(option)}")
             value = "true" if is_bare else argv[at]
             at += not is_bare
         flags[option] = value
@@ -217,16 +244,19 @@ def _option_name(flag: str) -> str:
 def _refuse_unknown(keys: Iterable[str], flags: Sequence[str], path: str | None) -> None:
     """Name every key and flag that ms-swift does not have, and what was meant: it would say so in half a minute."""
     known = flag_names()
-    if not known or "--ignore_args_error" in flags or "ignore_args_error" in keys:
+    if not known or _is_ignoring_errors(flags) or "ignore_args_error" in keys:
         return
     given = [flag.partition("=")[0] for flag in flags if flag.startswith("--")]
     unknown = [name for name in given if " " not in name and not _is_known(_option_name(name), known)]
-    problems = [f"unknown option {name}{_meant(_option_name(name), known, '--')}" for name in unknown]
-    problems += [
-        f"{path}: unknown key {key}{_meant(str(key), known)}" for key in keys if not _is_known(str(key), known)
-    ]
+    names = {*known, *option_names()}
+    problems = [f"unknown option {name}{_meant(name, {f'--{one}' for one in names})}" for name in unknown]
+    problems += [f"{path}: unknown key {key}{_meant(key, names)}" for key in keys if not _is_known(str(key), known)]
     if problems:
         raise ConfigError(f"{'; '.join(problems)} (`swift sft --help` and `vlpack sft --help` list all)")
+
+
+def _is_ignoring_errors(flags: Sequence[str]) -> bool:
+    return any(_option_name(flag.partition("=")[0]) == "ignore_args_error" for flag in flags)
 
 
 def _is_known(name: str, known: frozenset[str]) -> bool:
@@ -235,9 +265,8 @@ def _is_known(name: str, known: frozenset[str]) -> bool:
     return any(option.startswith((name, name.removeprefix("no_"))) for option in known)
 
 
-def _meant(name: str, known: frozenset[str], dashes: str = "") -> str:
-    close = get_close_matches(name, sorted({*known, *option_names()}), n=1)
-    return f", did you mean {dashes}{close[0]}?" if close else ""
+def _meant(name: object, known: Iterable[str]) -> str:
+    return did_you_mean(name, known).replace(";", ",")
 
 
 def _text(value: Any) -> str:

@@ -36,6 +36,18 @@ class Flag(NamedTuple):
     text: str
     """What the docstring of the class says of it; empty where that says nothing."""
 
+    @property
+    def takes_list(self) -> bool:
+        """Whether any number of values may follow it."""
+        return re.search(r"\b[Ll]ist\[", ast.unparse(self.annotation)) is not None
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The only values that it takes, as they are typed; none where it takes any."""
+        if not re.match(r"(?:Optional\[)?Literal\[", ast.unparse(self.annotation)):
+            return ()
+        return tuple(str(part.value) for part in ast.walk(self.annotation) if isinstance(part, ast.Constant))
+
 
 def flag_names() -> frozenset[str]:
     """All of them; none where this ms-swift or transformers is built in a way that cannot be read."""
@@ -49,6 +61,20 @@ def flags() -> dict[str, Flag]:
         return dict(_fields("swift.arguments", "SftArguments"))
     except (_Lost, OSError, SyntaxError, ValueError):
         return {}
+
+
+@cache
+def tuner_types() -> frozenset[str]:
+    """Read the values of `--tuner_type` that need no plugin; none where this ms-swift is built in another way."""
+    try:
+        built_in = _tree(_place("swift.arguments.base_args.base_args").path)
+        mapped = _tree(_place("swift.tuner_plugin.mapping").path)
+        (function,) = (line for line in built_in.body if getattr(line, "name", "") == "get_supported_tuners")
+    except (_Lost, OSError, SyntaxError, ValueError):
+        return frozenset()
+    keys = [key for part in ast.walk(mapped) if isinstance(part, ast.Dict) for key in part.keys]
+    parts = [*ast.walk(function), *keys]
+    return frozenset(part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str))
 
 
 def _fields(module: str, name: str) -> Iterator[tuple[str, Flag]]:

@@ -175,12 +175,12 @@ def test_flag_wins_over_variable(length_file, capsys, monkeypatch):
         ("", [], ["no lengths in it"]),
         ("[1, 2", [], ["line 1", "not JSON"]),
         ("12\nx\n", [], ["line 2", "not JSON"]),
-        ('{"tokens": 3}', [], ["row 0", "neither length nor lengths"]),
-        ("[1, 2.5]", [], ["row 1", "integer", "2.5"]),
-        ('[1, "a"]', [], ["row 1", "integer", "'a'"]),
-        ("[1, true]", [], ["row 1", "integer", "True"]),
-        ('[1, {"lengths": []}]', [], ["row 1", "lengths"]),
-        ("[1, -4]", [], ["item 1", "at least 1", "-4"]),
+        ('{"tokens": 3}', [], ["row 1", "neither length nor lengths"]),
+        ("[1, 2.5]", [], ["row 2", "integer", "2.5"]),
+        ('[1, "a"]', [], ["row 2", "integer", "'a'"]),
+        ("[1, true]", [], ["row 2", "integer", "True"]),
+        ('[1, {"lengths": []}]', [], ["row 2", "lengths"]),
+        ("[1, -4]", [], ["row 2", "at least 1", "-4"]),
         ("[1, 4]", ["--packing_buffer", "no"], ["packing_buffer", "'no'", "whole number"]),
         ("[1, 4]", ["--num_ranks", "0"], ["num_ranks", "0"]),
     ],
@@ -218,6 +218,64 @@ def test_mistake_in_what_to_plan_stops_before_ms_swift_is_started(argv, part, ca
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert part in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["plna", "--json"], "vlpack plna: there is no such command; did you mean plan?"),
+        (["train.yaml"], "vlpack train.yaml: there is no such command; did you mean vlpack sft train.yaml?"),
+        (["x"], "vlpack x: there is no such command (vlpack --help lists all)"),
+        (["cache", "lst"], "; did you mean list?"),
+        (["completion", "bsh"], "; did you mean bash?"),
+        (["cache", "list", "--sourc", "x"], "; did you mean --source?"),
+        (["plan", "--lengths", "x.json", "--packing_bufer", "3"], "; did you mean --packing_buffer?"),
+        (["plan", "--model", "m", "--dataset", "d", "--num_ranks", "many"], "invalid int value: 'many'"),
+        ([], "required"),
+    ],
+)
+def test_mistyped_word_is_one_line_with_what_was_meant(argv, said, capsys):
+    """CLI-35"""
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert said in err
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("no/such/bad.jsonl", "--failures no/such/bad.jsonl: no such directory"),
+        ("folder", "--failures folder is a directory; name a file in it"),
+        ("/proc/bad.jsonl", "--failures /proc/bad.jsonl: folder /proc: /proc cannot be written"),
+    ],
+)
+def test_list_that_cannot_be_written_is_known_before_the_length_pass(name, said, tmp_path, monkeypatch, capsys):
+    """CLI-34"""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    assert main(["plan", "--model", "owner/m", "--dataset", "owner/d", "--failures", name]) == 2
+    assert capsys.readouterr().err.startswith(f"vlpack plan: {said}")
+
+
+@pytest.mark.parametrize("kind", ["missing", "unreadable", "damaged"])
+def test_notes_of_a_run_that_cannot_be_read_are_not_taken_for_none(kind, tmp_path, capsys):
+    """CLI-36"""
+    notes = tmp_path / "vlpack" / "run.jsonl"
+    notes.parent.mkdir()
+    if kind == "unreadable":
+        notes.mkdir()  # as a file without the right to read, which a test as root has
+    elif kind == "damaged":
+        notes.write_text("\0\0\n\0\n")
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    (note,) = json.loads(capsys.readouterr().out)["notes"]
+    said = {
+        "missing": "it was trained by an earlier version",
+        "unreadable": f"({notes}) cannot be read: Is a directory",
+        "damaged": f"({notes}, 2 lines) are damaged",
+    }
+    assert said[kind] in note
+    assert ("earlier version" in note) is (kind == "missing")
 
 
 @pytest.mark.parametrize("kind", ["directory", "not numpy", "matrix", "binary"])

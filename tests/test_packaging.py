@@ -17,6 +17,7 @@ import numpy
 import pytest
 
 import swift_vlpack
+from swift_vlpack.core.words import INSTALL
 
 ROOT = Path(__file__).parent.parent
 NOT_SOURCE = (".venv*", ".git", ".*_cache", "__pycache__", "*.egg-info", "build", "dist", "demo_output")
@@ -149,12 +150,31 @@ def test_command_plans_on_numpy_alone(with_numpy_only):
 def test_what_needs_more_says_which_package_is_missing(with_numpy_only):
     """PKG-3"""
     done = with_numpy_only("-c", "import swift_vlpack; swift_vlpack.Collator")
-    assert "ImportError: Collator needs torch, which a full `pip install swift-vlpack` brings" in done.stderr
+    assert f"ImportError: Collator needs torch, which {INSTALL} brings" in done.stderr
     for command in ("sft", "pt", "plan"):
         done = with_numpy_only("-m", "swift_vlpack", command, "--model", "some", "--dataset", "some.jsonl")
         assert done.returncode == 2
-        assert done.stderr.startswith(f"vlpack {command}: ms-swift is not installed; a full `pip install swift-vlpack`")
+        assert done.stderr.startswith(f"vlpack {command}: ms-swift is not installed; `pip install .` in a checkout")
         assert len(done.stderr.splitlines()) == 1
+
+
+def test_command_that_needs_a_package_says_which(with_numpy_only, tmp_path):
+    """PKG-3"""
+    (tmp_path / "vlpack").mkdir()
+    done = with_numpy_only("-m", "swift_vlpack", "report", str(tmp_path))
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert done.stderr.startswith("vlpack report: needs rich, which is not installed; `pip install .` in a checkout")
+    assert json.loads(with_numpy_only("-m", "swift_vlpack", "report", str(tmp_path), "--json").stdout)["notes"]
+
+
+def test_nobody_is_sent_to_a_name_on_an_index_that_is_not_ours():
+    """PKG-6: the package is not published, so anybody could register it."""
+    folders = ("swift_vlpack", "docs", "configs")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*")] + [ROOT / "README.md"]
+    files = [path for path in files if path.suffix in (".py", ".md", ".yaml")]
+    advice = re.compile(r"pip install[^`\n]*(?<![\w./-])swift[-_]vlpack(?!\S*\.whl)")
+    assert len(files) > 200
+    assert [str(path) for path in files if advice.search(path.read_text())] == []
 
 
 def test_machine_without_ms_swift_is_looked_at_all_the_same(with_numpy_only, tmp_path):

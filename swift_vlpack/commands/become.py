@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from swift_vlpack.core.errors import ConfigError
-from swift_vlpack.launch import COMMANDS, run_launch
+from swift_vlpack.launch import COMMANDS, check_launch, run_launch
 
 STDOUT, STDERR = 1, 2
 """Their file numbers."""
@@ -66,6 +66,7 @@ def become_run(
     `settings`, JSON, are those of the command itself.
     """
     made = run_launch(flags, os.environ, num_ranks=getattr(args, "num_ranks", None), **launch)
+    check_launch(made)
     report = os.dup(STDOUT)
     os.set_inheritable(report, True)
     os.dup2(STDERR, STDOUT)  # what libraries print is no part of the report

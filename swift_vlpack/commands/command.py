@@ -3,9 +3,34 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
+
+from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.core.words import did_you_mean
+
+_UNKNOWN = re.compile(r"(?:invalid choice: '|unrecognized arguments: )([^' ]+)")
+
+
+class Parser(argparse.ArgumentParser):
+    """Says a mistake in one line, without the usage, and what was meant."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse would print and leave with."""
+        match = _UNKNOWN.search(message)
+        raise ConfigError(f"{message}{did_you_mean(match[1], _words_of(self)) if match else ''}")
+
+
+def _words_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Yield the flags and choices of a parser, and of those below it."""
+    for action in parser._actions:
+        yield from action.option_strings
+        yield from map(str, action.choices or ())
+        if isinstance(action.choices, dict):
+            for below in action.choices.values():
+                yield from _words_of(below)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from swift_vlpack.commands.become import add_run_flags, become_run, run_flags
-from swift_vlpack.commands.command import Command
+from swift_vlpack.commands.command import Command, Parser
 from swift_vlpack.commands.packing_flags import add_packing_flags
 from swift_vlpack.commands.run_folder import run_found, run_meant
 from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.run_checks import check_file
 
 _WIDTH_OF_FILES = 120
 _NUM_SPIKES = 5
@@ -65,7 +66,7 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(argv: Sequence[str]) -> NoReturn:
-    parser = argparse.ArgumentParser(prog="vlpack inspect", add_help=False, allow_abbrev=False)
+    parser = Parser(prog="vlpack inspect", add_help=False, allow_abbrev=False)
     _add_own_flags(parser)
     args, command, flags = _flags_of_run(parser, argv)
     _check(args)
@@ -103,10 +104,8 @@ def _check(args: argparse.Namespace) -> None:
     for name, least in (("random", 1), ("examples", 1), ("loss_spikes", 1), ("step", 1), ("pack", 0), ("epoch", 0)):
         if (value := getattr(args, name)) is not None and value < least:
             raise ConfigError(f"--{name} must be at least {least}, got {value}")
-    if args.html is not None and not args.html.absolute().parent.is_dir():
-        raise ConfigError(f"--html {args.html}: no such directory; name a file in one that exists")
-    if args.html is not None and args.html.is_dir():
-        raise ConfigError(f"--html {args.html} is a directory; name a file in it")
+    if args.html is not None:
+        check_file("--html", args.html)
     if args.html is not None and args.loss_spikes is not None:
         raise ConfigError("--html is a page of packs, and --loss-spikes lists steps; give --step N of one of them")
     if args.html is not None and (args.json or args.examples is not None):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from swift_vlpack.commands.become import add_run_flags, become_run, run_flags
-from swift_vlpack.commands.command import Command
+from swift_vlpack.commands.command import Command, Parser
 from swift_vlpack.commands.packing_flags import add_packing_flags, is_given
 from swift_vlpack.core.account.plan_report import plan_report
 from swift_vlpack.core.account.plan_text import plan_text
@@ -20,6 +20,7 @@ from swift_vlpack.core.epoch.length_files import read_lengths
 from swift_vlpack.core.epoch.planner import plan_of_rows
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.launch import checked_num_ranks
+from swift_vlpack.run_checks import check_file
 
 LIST = "vlpack_failures.jsonl"
 """Rows that a plan leaves out."""
@@ -50,7 +51,7 @@ def _add_flags_of_a_run(parser: argparse.ArgumentParser) -> None:
         "--failures",
         type=Path,
         metavar="FILE",
-        help=f"where to list the rows of a run that are left out, if there are any (default: {LIST} next to CONFIG)",
+        help=f"where to list the rows of a run that are left out, if there are any (default: {LIST} in this folder)",
     )
 
 
@@ -83,7 +84,7 @@ def config_of(args: argparse.Namespace) -> PackingConfig:
 
 
 def _plan_run(argv: Sequence[str]) -> NoReturn:
-    parser = argparse.ArgumentParser(prog="vlpack plan", add_help=False, allow_abbrev=False)
+    parser = Parser(prog="vlpack plan", add_help=False, allow_abbrev=False)
     _add_flags_of_a_run(parser)
     args, command, flags = run_flags(parser, argv)
     settings = {"form": "json" if args.json else "text", "failures": str(_list_of(args))}
@@ -92,12 +93,8 @@ def _plan_run(argv: Sequence[str]) -> NoReturn:
 
 def _list_of(args: argparse.Namespace) -> Path:
     """The file for the rows that are left out; one that cannot be written is better known before the length pass."""
-    path: Path = args.failures or Path(args.config or "").parent / LIST
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise ConfigError(f"--failures {path}: no such directory; name a file in one that exists")
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"{path} cannot be written; name a file that can be with --failures")
+    path: Path = args.failures or Path(LIST)
+    check_file("--failures", path)
     return path
 
 

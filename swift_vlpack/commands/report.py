@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from swift_vlpack.commands.command import Command
+from swift_vlpack.run_checks import check_file
 from swift_vlpack.view.page import write_page
 from swift_vlpack.view.report.report_page import report_page
 from swift_vlpack.view.report.report_text import print_report
@@ -26,6 +27,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.html is not None:
+        check_file("--html", args.html)
     report = run_report(find_run(args.output_dir))
     if args.html is not None:
         write_page(args.html, report_page(report))

@@ -10,7 +10,7 @@ from typing import NoReturn
 from swift_vlpack.commands.become import become, never
 from swift_vlpack.commands.command import Command
 from swift_vlpack.commands.packing_flags import add_packing_flags
-from swift_vlpack.launch import train_launch
+from swift_vlpack.launch import check_launch, train_launch
 
 
 def _command(name: str, text: str) -> Command:
@@ -33,6 +33,7 @@ def _command(name: str, text: str) -> Command:
 
 def _train(name: str, argv: Sequence[str]) -> NoReturn:
     launch = train_launch(argv, os.environ, command=name)
+    check_launch(launch)
     print(f"run sh: `{' '.join(launch.command)}`", flush=True)  # as ms-swift says it
     become(launch.command, launch.environ)
 

@@ -12,13 +12,13 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from difflib import get_close_matches
 from functools import cache
 from typing import Any, get_type_hints
 
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.core.packing.registry import ALIASES, WINDOW, strategy_named
 from swift_vlpack.core.packing.strategies import STRATEGIES
+from swift_vlpack.core.words import did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +57,8 @@ class PackingConfig:
     )
     packing_strategy: str = _option(
         "binpack",
-        "binpack is ms-swift's own, greedy keeps the order, exact packs tightest, window lays documents end to end and "
-        "cuts wherever a pack is full; module:function for one of your own",
+        "binpack is ms-swift's own, greedy keeps the order (sequential is its name there), exact packs tightest, "
+        "window lays documents end to end and cuts wherever a pack is full; module:function for one of your own",
         (*STRATEGIES, WINDOW),
     )
     # `exact` is within hundredths of a per cent of the bound from 256 on (docs/strategies.md); the others gain by more.
@@ -280,9 +280,7 @@ def options_in_env(environ: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def _unknown(key: str, known: tuple[str, ...]) -> str:
-    close = get_close_matches(key, known, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    return f"unknown packing option {key!r}{hint} Known: {', '.join(known)}"
+    return f"unknown packing option {key!r}{did_you_mean(key, known) or '.'} Known: {', '.join(known)}"
 
 
 def _typed(name: str, value: Any, kind: Any) -> Any:
@@ -337,22 +335,20 @@ _CONVERT: dict[Any, tuple[Callable[[Any], Any], str]] = {
 
 
 def _check_choices(config: PackingConfig) -> None:
-    if config.packing_mode not in MODES:
-        raise ConfigError(f"packing_mode must be one of {', '.join(MODES)}, got {config.packing_mode!r}")
-    if config.packing_attention not in ATTENTIONS:
-        raise ConfigError(
-            f"packing_attention must be one of {', '.join(ATTENTIONS)}, got {config.packing_attention!r}; flash-attn "
-            "is asked for by ms-swift's --attn_impl"
-        )
+    for name, choices, more in (
+        ("packing_mode", MODES, ""),
+        ("packing_attention", ATTENTIONS, "; flash-attn is asked for by ms-swift's --attn_impl"),
+        ("packing_loss", LOSSES, ""),
+        ("packing_overflow", OVERFLOWS, ""),
+    ):
+        if (value := getattr(config, name)) not in choices:
+            hint = did_you_mean(value, choices) or more
+            raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}{hint}")
     if config.packing_any_family and not config.packing_verify:
         raise ConfigError(
             "packing_any_family=true with packing_verify=false: whether a family that ms-swift does not pack can be "
             "packed is what the proof finds out; leave packing_verify at true"
         )
-    if config.packing_loss not in LOSSES:
-        raise ConfigError(f"packing_loss must be one of {', '.join(LOSSES)}, got {config.packing_loss!r}")
-    if config.packing_overflow not in OVERFLOWS:
-        raise ConfigError(f"packing_overflow must be one of {', '.join(OVERFLOWS)}, got {config.packing_overflow!r}")
     strategy_named(config.packing_strategy)  # refuses what cannot be found
     if config.packing_strategy == "binpack" and config.has_caps:
         caps = ("packing_max_samples", "packing_max_images", "packing_max_patches")

@@ -16,6 +16,9 @@ except ImportError:  # no such locks on this system, which has no shared disk ei
     fcntl = None  # type: ignore[assignment]
 
 
+_NO_ROW = "there is no row in it"
+
+
 def read(path: Path) -> Iterator[Any]:
     """The values of a file; none where it cannot be read."""
     with suppress(OSError), path.open("rb") as file:
@@ -27,6 +30,32 @@ def parsed(lines: Iterable[bytes]) -> Iterator[Any]:
     for line in lines:
         with suppress(ValueError):
             yield json.loads(line)
+
+
+def broken_line(path: Path) -> tuple[int, str] | None:
+    """Find the first line of a file of JSON, counted from 1, that is no row, and what is wrong with it."""
+    with path.open("rb") as file:
+        if path.suffix == ".json" and file.read(1 << 16).lstrip()[:1] == b"[":  # a list of rows, over any lines
+            return _broken_list(path)
+        file.seek(0)
+        num_rows = 0
+        for number, line in enumerate(file, start=1):
+            num_rows += bool(line.strip())
+            try:
+                row = json.loads(line) if line.strip() else {}
+            except ValueError as error:  # of its text, or of its letters
+                return number, f"not JSON ({getattr(error, 'msg', error)})"
+            if not isinstance(row, dict):
+                return number, f"a row must be an object, got {line.decode().strip()[:40]}"
+    return None if num_rows else (1, _NO_ROW)
+
+
+def _broken_list(path: Path) -> tuple[int, str] | None:
+    try:
+        rows = json.loads(path.read_bytes())
+    except ValueError as error:
+        return getattr(error, "lineno", 1), f"not JSON ({getattr(error, 'msg', error)})"
+    return None if rows else (1, _NO_ROW)
 
 
 def with_numbers(value: Any) -> Any:

@@ -1,14 +1,20 @@
-"""Counts as a reader expects them.
+"""Counts as a reader expects them, and names that were mistyped.
 
 >>> counted(1, "pack"), counted(2, "pack"), counted(0, "pack cut in two", "packs cut in two")
 ('1 pack', '2 packs', '0 packs cut in two')
 >>> by_reason({"oversize": 2, "file_missing": 1}), by_reason({})
 ('oversize 2, file_missing 1', 'none')
+>>> did_you_mean("lorra", ("full", "lora")), did_you_mean("x", ("full", "lora"))
+('; did you mean lora?', '')
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+
+INSTALL = "`pip install .` in a checkout of swift_vlpack"
+"""The way to get all that this package needs; it has no name on an index yet, which anybody could take."""
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:
@@ -19,3 +25,9 @@ def counted(number: int, one: str, many: str | None = None) -> str:
 def by_reason(counts: Mapping[str, int]) -> str:
     """Reasons with how often."""
     return ", ".join(f"{reason} {count}" for reason, count in counts.items()) or "none"
+
+
+def did_you_mean(given: object, known: Iterable[str]) -> str:
+    """Return the end of an error about a mistyped name; nothing where no known name is close."""
+    close = get_close_matches(str(given), sorted(set(known)), n=1)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -11,19 +11,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from swift.arguments import PretrainArguments, SftArguments
+from swift.arguments import PretrainArguments, SftArguments, get_supported_tuners
+from swift.dataset import DATASET_MAPPING
+from swift.model import MODEL_MAPPING
 from swift.utils import get_logger, parse_args
+from transformers import PretrainedConfig
 
 from swift_vlpack.core.config import ENV_PREFIX, PackingConfig, checked, chosen_options, is_planned
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.core.packing.parts import Cutting
-from swift_vlpack.core.packing.registry import WINDOW
 from swift_vlpack.data.model import attention
 from swift_vlpack.data.rows.fusion_config import read_fusion_config
 from swift_vlpack.host.ranks import num_ranks_of_run
 from swift_vlpack.host.seam import CALLBACK
 from swift_vlpack.host.training.losses import refuse_loss_type
-from swift_vlpack.launch import plugin_path
+from swift_vlpack.launch import CONFIG_FILE, is_our_plugin
+from swift_vlpack.run_checks import Registered, check_run, refuse_combinations
+from swift_vlpack.yaml_files import read_yaml
 
 logger = get_logger()
 
@@ -33,6 +37,8 @@ OVERFLOW = "_vlpack_overflow"
 """Attribute of arguments that asked for `--truncation_strategy split`: the option that it is."""
 OURS = (SftArguments, PretrainArguments)
 """`swift sft`, and `swift pt`, which is the same with two other defaults; other commands have subclasses of these."""
+_NO_ARCHITECTURE = "null"
+"""What ms-swift notes of a model type that names none."""
 OWN_ATTENTION = (None, "sdpa", "eager", attention.NAME)
 
 
@@ -58,29 +64,31 @@ def settle_options(args: Any) -> None:
         return
     options = chosen_options(os.environ, flags={name: getattr(args, name) for name in given})
     config = checked({**options, "packing": True})
+    _read_training_file_again()
+    registered = Registered(None if args.custom_dataset_info else set(DATASET_MAPPING), get_supported_tuners())
+    check_run(vars(args), config, registered)
     _split_as_ours(args, options, config)
+    _refuse_what_cannot_be(args, dataclasses.replace(config, **getattr(args, OVERFLOW, {})))
     for name in set(options) & {"packing_length", "packing_strategy"}:
         setattr(args, name, getattr(config, name))
+
+
+def _read_training_file_again() -> None:
+    """Refuse a file with a key that is given twice, of which ms-swift took the last."""
+    path = os.environ.get(CONFIG_FILE)
+    if path and os.path.isfile(path):  # it may have been a file of the moment
+        read_yaml(Path(path), path)
 
 
 def _split_as_ours(args: Any, options: dict[str, Any], config: PackingConfig) -> None:
     """ms-swift's own way of splitting rows is ours; what it has beside that goes on as without it."""
     if args.truncation_strategy != "split":
         return
-    _refuse_truncation_of_windows(args, config)
     asked = options.get("packing_overflow", "split")
     if asked != "split":
         raise ConfigError(f"--truncation_strategy split and packing_overflow={asked} contradict each other; give one")
     args.truncation_strategy = "delete"
     setattr(args, OVERFLOW, {"packing_overflow": "split"})
-
-
-def _refuse_truncation_of_windows(args: Any, config: PackingConfig) -> None:
-    if config.packing_strategy == WINDOW and args.truncation_strategy in ("split", "left", "right"):
-        raise ConfigError(
-            "packing_strategy=window cuts rows wherever a pack is full, so --truncation_strategy "
-            f"{args.truncation_strategy} cannot be used with it; leave that out, or take another strategy"
-        )
 
 
 def _wants_packing(args: Any, given: set[str]) -> bool:
@@ -135,7 +143,7 @@ def portable(args: Any) -> Any:
     saved = copy.copy(args)
     vars(saved).pop(OVERFLOW, None)
     for name in ("external_plugins", "custom_register_path"):
-        setattr(saved, name, [path for path in getattr(args, name, None) or () if not _is_our_plugin(path)])
+        setattr(saved, name, [path for path in getattr(args, name, None) or () if not is_our_plugin(path)])
     saved.callbacks = [name for name in args.callbacks if name != CALLBACK]
     saved.training_args = copy.copy(args.training_args)
     saved.training_args.callbacks = saved.callbacks
@@ -144,15 +152,11 @@ def portable(args: Any) -> Any:
     return saved
 
 
-def _is_our_plugin(path: str) -> bool:
-    """By its content, so that a copy or another checkout of it counts."""
-    return Path(path).read_bytes() == plugin_path().read_bytes()
-
-
 def prepare_args(args: Any, *, flash_check: Callable[[Any], None]) -> None:
     """Check a packed run before anything is loaded, and bring its arguments into the shape packing needs."""
     config = packing_config(args)
-    _refuse_what_cannot_be(args, config)
+    refuse_combinations(vars(args), config)  # again: what the task is may follow from the model
+    _refuse_another_model(args)
     if config.fusion_config is not None:
         args.dataset = [spec.dataset for spec in read_fusion_config(config.fusion_config).sources]
     if args.attn_impl not in OWN_ATTENTION:
@@ -165,32 +169,23 @@ def prepare_args(args: Any, *, flash_check: Callable[[Any], None]) -> None:
         args.callbacks = [*args.callbacks, CALLBACK]
 
 
+def _refuse_another_model(args: Any) -> None:
+    """Compare `--model_type` with the architecture that the model's config.json names, as far as ms-swift knows it.
+
+    ms-swift believes the option: it would load weights into another architecture, and encode rows by its template.
+    """
+    own = args.model_meta.architectures
+    found = (PretrainedConfig.get_config_dict(args.model_dir)[0].get("architectures") or [None])[0]
+    types = [name for name, meta in MODEL_MAPPING.items() if found in meta.architectures]
+    if not types or not own or own == [_NO_ARCHITECTURE] or found in own:
+        return
+    raise ConfigError(
+        f"--model_type {args.model_type} is for {', '.join(own)}, but config.json of {args.model} says {found}, which "
+        f"is --model_type {' or '.join(types)}; give the right one, or leave --model_type out"
+    )
+
+
 def _refuse_what_cannot_be(args: Any, config: PackingConfig) -> None:
-    if config.fusion_config is not None and args.dataset:
-        raise ConfigError(
-            f"both --dataset ({', '.join(args.dataset)}) and fusion_config ({config.fusion_config}) name the data; "
-            "give one of them"
-        )
-    if not (args.dataset or args.cached_dataset or config.fusion_config):
-        raise ConfigError("there is no data to train on: give --dataset or fusion_config")
-    for is_so, what, way_out in (
-        (args.task_type != "causal_lm", f"--task_type {args.task_type}", "it is for causal_lm"),
-        (args.group_by_length, "--group_by_length true", "packs are matched in cost already"),
-        (args.interleave_prob, "--interleave_prob", "give ratios in a fusion_config"),
-        (args.cached_dataset or args.cached_val_dataset, "--cached_dataset", "use --dataset"),
-        (args.tuner_backend == "unsloth", "--tuner_backend unsloth", "use peft"),
-        (args.sequence_parallel_size > 1, "--sequence_parallel_size above 1", "set it to 1"),
-        ((args.deepspeed_autotp_size or 1) > 1, "--deepspeed_autotp_size above 1", "every rank trains on other packs"),
-        (args.use_flash_ckpt, "--use_flash_ckpt true", "it says that a checkpoint is saved before it is; leave it out"),
-        (
-            args.streaming and config.fusion_config,
-            "--streaming true with a fusion_config",
-            "ratios need data with a length; leave --streaming out, or name the files with --dataset",
-        ),
-    ):
-        if is_so:
-            raise ConfigError(f"{what} cannot be used with packing: {way_out}")
-    _refuse_truncation_of_windows(args, config)
     cutting = Cutting.of(config)
     if cutting is not None and cutting.how != "drop" and args.truncation_strategy in ("left", "right"):
         raise ConfigError(
@@ -202,11 +197,6 @@ def _refuse_what_cannot_be(args: Any, config: PackingConfig) -> None:
         raise ConfigError(
             f"packing_loss={config.packing_loss} weighs samples by loss_scale, which --loss_type and "
             "--label_smoothing_factor do not see; leave these out, or packing_loss"
-        )
-    if not is_planned(config, is_sized=not args.streaming) and not args.max_steps > 0:
-        raise ConfigError(
-            "buffer mode does not know how many packs there will be: set --max_steps, "
-            "or use packing_mode=plan without --streaming, which knows"
         )
 
 

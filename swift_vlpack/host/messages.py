@@ -1,10 +1,12 @@
-"""What a user sees of this package in a training run: lines in ms-swift's log, and one line for a mistake."""
+"""Show a user of a training run lines in ms-swift's log, and one line for a mistake."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 
 from swift_vlpack.core.errors import VLPackError
@@ -12,6 +14,64 @@ from swift_vlpack.core.errors import VLPackError
 EXIT_USAGE = 2
 _FORESEEN = (VLPackError, OSError, ValueError, ImportError)
 """Causes of our errors that are no bug of ours."""
+_OF_ARGUMENTS = "swift.arguments"
+"""The package in which ms-swift reads its options, and looks for the model."""
+_NO_ANSWER = frozenset(
+    (
+        "ConnectionError",
+        "TimeoutError",
+        "Timeout",
+        "gaierror",
+        "TransportError",
+        "MaxRetryError",
+        "OfflineModeIsEnabled",
+    )
+)
+
+
+class Refused(VLPackError):
+    """ms-swift cannot work with what it was given."""
+
+
+@contextmanager
+def said_by_swift(what: str, names: Sequence[str] = ()) -> Iterator[None]:
+    """Turn an error by which ms-swift, or a library below it, refuses an input into one line.
+
+    `names` are what may have been looked for on a hub.
+    """
+    try:
+        yield
+    except VLPackError:
+        raise
+    except Exception as error:
+        if not is_of_network(error) and not isinstance(error, (ValueError, AssertionError, OSError)):
+            raise
+        raise Refused(refusal(error, what, names)) from error
+
+
+def refusal(error: BaseException, what: str, names: Sequence[str] = ()) -> str:
+    """Say in one line what ms-swift refuses; `what` tells its part in it."""
+    if not is_of_network(error):
+        return f"ms-swift {what}: {one_line(error)}"
+    hub = "ModelScope"
+    if os.environ.get("USE_HF", "").lower() in ("1", "true"):
+        endpoint = os.environ.get("HF_ENDPOINT")
+        hub = f"Hugging Face ({endpoint})" if endpoint else "Hugging Face"
+    remote = [name for name in names if not os.path.exists(name.rpartition("#")[0] or name)]
+    wanted = ", ".join(remote) or "what was named"
+    return (
+        f"the hub cannot be reached: {wanted} is no file or folder in {os.getcwd()}, so it was looked for on {hub}, "
+        f"which did not answer: {one_line(error)} (check the name, the network, HTTPS_PROXY and HF_ENDPOINT, choose "
+        "the other hub by --use_hf, or give a local folder or file)"
+    )
+
+
+def is_of_network(error: BaseException | None) -> bool:
+    """Whether the error, or its cause, is that no answer came; each library has classes of its own for that."""
+    if error is None:
+        return False
+    names = {base.__name__ for base in type(error).__mro__}
+    return bool(names & _NO_ANSWER) or is_of_network(error.__cause__ or error.__context__)
 
 
 class _ToSwift(logging.Handler):
@@ -51,6 +111,8 @@ def quiet_mistakes() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
             return
+        if (names := _refused_names(error, trace)) is not None:
+            error = Refused(refusal(error, "refuses the options", names))
         if not isinstance(error, VLPackError) or _is_surprising(error):
             before(kind, error, trace)
             return
@@ -60,6 +122,24 @@ def quiet_mistakes() -> None:
 
     hook.is_of_vlpack = True  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+def _refused_names(error: BaseException, trace: TracebackType | None) -> list[str] | None:
+    """Return the models of the options that ms-swift refuses; None where the error is of another kind.
+
+    It is a refusal where ms-swift itself raises it, or a hub that it asks, while it reads its arguments: an error in a
+    plugin of the user, or in this package, is a bug.
+    """
+    names, module = None, ""
+    while trace is not None:
+        module = trace.tb_frame.f_globals.get("__name__", "")
+        own = trace.tb_frame.f_locals.get("self")
+        if module.startswith(_OF_ARGUMENTS) and own is not None:
+            adapters = getattr(own, "adapters", None) or ()
+            names = [str(name) for name in (getattr(own, "model", None), *adapters) if name]
+        trace = trace.tb_next
+    is_of_swift = isinstance(error, (ValueError, AssertionError, OSError)) and module.startswith("swift.")
+    return names if is_of_swift or is_of_network(error) else None
 
 
 def one_line(error: BaseException) -> str:

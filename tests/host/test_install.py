@@ -12,6 +12,7 @@ from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.data.model import attention
 from swift_vlpack.host import seam
 from swift_vlpack.host.install import activate, deactivate, install
+from swift_vlpack.host.messages import quiet_mistakes
 from swift_vlpack.host.seam import UnsupportedSwift, check_seam
 from swift_vlpack.launch import plugin_path
 from tests.host.runs import epoch_report, packed_argv, train
@@ -166,6 +167,39 @@ def test_mistake_is_one_line_and_a_bug_keeps_its_traceback():
     for code in ("{}['a']", "raise DataError('odd') from KeyError('a')"):
         status, said = uncaught(code)
         assert (status, "Traceback" in said, "KeyError: 'a'" in said) == (1, True, True)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("no/such-model", "the hub cannot be reached: no/such-model is no file or folder in "),
+        ("FOLDER", "ms-swift refuses the options: "),
+    ],
+)
+def test_what_ms_swift_refuses_while_it_reads_its_options_is_one_line(model, said, tmp_path, monkeypatch):
+    """CLI-12 CLI-14: in plain `swift sft` too; an error of the user's own plugin keeps its traceback."""
+    from swift.arguments import SftArguments
+
+    shown = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: shown.append("traceback"))
+    monkeypatch.setattr(sys, "__stderr__", SimpleNamespace(write=shown.append, flush=lambda: None))
+    install()
+    quiet_mistakes()
+    (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"], "vision_config": {}}')
+    monkeypatch.setenv("USE_HF", "1")
+    model = str(tmp_path) if model == "FOLDER" else model
+    with pytest.raises(Exception) as raised:  # noqa: PT011 - of any library
+        SftArguments(model=model, dataset=["owner/name"], packing=True, output_dir=str(tmp_path / "out"))
+    with pytest.raises(SystemExit) as left:
+        sys.excepthook(raised.type, raised.value, raised.tb)
+    assert left.value.code == 2
+    assert "".join(shown).startswith(f"swift_vlpack: {said}")
+    shown.clear()
+    (tmp_path / "mine.py").write_text("raise ValueError('a bug of mine')")
+    with pytest.raises(ValueError, match="a bug of mine") as raised:
+        SftArguments(model=model, dataset=["owner/name"], packing=True, external_plugins=[str(tmp_path / "mine.py")])
+    sys.excepthook(raised.type, raised.value, raised.tb)
+    assert shown == ["traceback"]
 
 
 def test_interrupt_says_nothing():

@@ -50,7 +50,7 @@ def settled(monkeypatch):
             patch.setattr(SftArguments, "__post_init__", lambda self: self._init_model_kwargs())
             for name, value in environ.items():
                 patch.setenv(name, value)
-            args, rest = parse_args(SftArguments, list(flags))
+            args, rest = parse_args(SftArguments, ["--model", "m", "--dataset", "d", *flags])
             assert rest == []
             if not is_ours(args):
                 return {"packing": False}
@@ -181,3 +181,26 @@ def test_defaults_of_the_table_are_those_of_the_options():
     """CONF-9"""
     config = PackingConfig(packing_length=1)
     assert all(getattr(config, option) == VALUES[option][3] for option in ("packing_strategy", "packing_buffer"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "said"),
+    [
+        (["--dataset", "rowz.jsonl"], {}, "--dataset rowz.jsonl: no such file; did you mean rows.jsonl?"),
+        (["--tuner_type", "lorra"], {}, "got 'lorra'; did you mean lora?"),
+        (["--output_dir", "rows.jsonl"], {}, "--output_dir rows.jsonl: "),
+        (["--group_by_length", "true"], {}, "--group_by_length true cannot be used with packing"),
+        (["--streaming", "true"], {}, "set --max_steps"),
+        ([], {"SWIFT_CONFIG_FILE": "twice.yaml"}, "twice.yaml: seed is given 2 times, on lines 1 and 3"),
+        (["--truncation_strategy", "left"], {"VLPACK_PACKING_OVERFLOW": "split"}, "are two rules for long rows"),
+    ],
+)
+def test_plain_swift_is_refused_before_a_model_is_looked_for(flags, environ, said, settled, tmp_path, monkeypatch):
+    """CLI-30 CLI-31 CLI-12: when the plugin is loaded, which is before ms-swift looks at the model."""
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "rows.jsonl", [text_row(0)])
+    (tmp_path / "twice.yaml").write_text("seed: 1\nmodel: m\nseed: 2\n")
+    with pytest.raises(ConfigError) as refused:
+        settled(["--packing", "true", "--packing_length", "64", *flags], environ)
+    assert said in str(refused.value)
+    assert settled(["--packing", "false", *flags], {})["packing"] is False, "it is ms-swift that judges other runs"

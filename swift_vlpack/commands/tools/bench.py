@@ -18,13 +18,13 @@ from typing import Any, NoReturn
 import numpy as np
 
 from swift_vlpack.commands.become import add_config_flag, never, run_flags
-from swift_vlpack.commands.command import Command
+from swift_vlpack.commands.command import Command, Parser
 from swift_vlpack.commands.packing_flags import add_packing_flags
 from swift_vlpack.core.account.bench_advice import advice_on, speed_of
 from swift_vlpack.core.account.bench_text import bench_text
 from swift_vlpack.core.checkup.machine import num_cores
 from swift_vlpack.core.errors import ConfigError, VLPackError
-from swift_vlpack.launch import RunLaunch, run_launch
+from swift_vlpack.launch import RunLaunch, check_launch, run_launch
 
 
 class PhaseFailed(VLPackError):
@@ -50,13 +50,14 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="vlpack bench", add_help=False, allow_abbrev=False)
+    parser = Parser(prog="vlpack bench", add_help=False, allow_abbrev=False)
     _add_own_flags(parser)
     args, command, flags = run_flags(parser, argv)
     for name in ("steps", "seconds", "rows"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} must be at least 1, got {getattr(args, name)}")
     launch = run_launch(flags, os.environ, needs_gpu=True)
+    check_launch(launch)
     signal.signal(signal.SIGTERM, _stop)
     start = time.perf_counter()
     settings = {"steps": args.steps, "seconds": args.seconds, "num_rows": args.rows}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from swift_vlpack.commands.become import add_config_flag, become_run, never, run_flags
-from swift_vlpack.commands.command import Command
+from swift_vlpack.commands.command import Command, Parser
 from swift_vlpack.commands.packing_flags import add_packing_flags
 
 
@@ -22,7 +22,7 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _verify(argv: Sequence[str]) -> NoReturn:
-    parser = argparse.ArgumentParser(prog="vlpack verify", add_help=False, allow_abbrev=False)
+    parser = Parser(prog="vlpack verify", add_help=False, allow_abbrev=False)
     _add_own_flags(parser)
     args, command, flags = run_flags(parser, argv)
     become_run("verify", args, command, flags, {"form": "json" if args.json else "text"}, needs_gpu=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from swift_vlpack.core.words import INSTALL
+
 STOP, WARN, NOTE = "stop", "warn", "note"
 """Training would not start, or not go on; it may fail or be slow; good to know."""
 MB, GB = 2**20, 2**30
@@ -33,7 +35,7 @@ def _on_packages(facts: Mapping[str, Any]) -> Iterator[Advice]:
         yield Advice(STOP, "Python 3.10 or newer is needed; make another environment")
     required = facts["packages"]["required"]
     if missing := [name for name, package in required.items() if package["version"] is None]:
-        yield Advice(STOP, f"{', '.join(missing)} not installed; `pip install swift-vlpack` brings all that trains")
+        yield Advice(STOP, f"{', '.join(missing)} not installed; {INSTALL} brings all that trains")
     for name, package in required.items():
         if package["version"] is not None and not package["fits"]:
             wanted = f"{name}{package['wanted']}"

@@ -36,7 +36,7 @@ def read_lengths(path: Path) -> Lengths:
     if not rows:
         raise DataError(f"{path}: no lengths in it; expected {_KNOWN}")
     return Lengths(
-        [_length(row, f"{path}: row {number}") for number, row in enumerate(rows)],
+        [_length(row, f"{path}: row {number}") for number, row in enumerate(rows, start=1)],
         _counts(rows, "images"),
         _counts(rows, "patches"),
     )
@@ -86,6 +86,8 @@ def _length(row: Any, where: str) -> Any:
         return sum(row)
     if isinstance(row, bool) or not isinstance(row, int):
         raise DataError(f"{where}: length must be an integer, got {row!r} ({type(row).__name__})")
+    if row < 1:
+        raise DataError(f"{where}: length must be at least 1, got {row}")
     return row
 
 

@@ -20,6 +20,7 @@ from swift_vlpack.core.epoch.steps import Balance, CostModel, balance_of, balanc
 from swift_vlpack.core.errors import PlanError
 from swift_vlpack.core.packing.alone import is_single_long
 from swift_vlpack.core.packing.bounds import lower_bound
+from swift_vlpack.core.words import counted
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,6 +41,12 @@ class Plan(Sequence[list[int]]):
     seed: int = 0
     num_ranks: int = 1
     """The packs of step s are `plan[s * num_ranks : (s + 1) * num_ranks]`, one a rank."""
+
+    def __repr__(self) -> str:
+        return (
+            f"<Plan: {counted(len(self), 'pack')} of {self.config.packing_length} tokens by {self.method}, "
+            f"{counted(len(self.members), 'item')}, mean fill {self.mean_fill:.1%}>"
+        )
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

@@ -32,6 +32,7 @@ from swift_vlpack.core.packing.records import Item, Pack
 from swift_vlpack.core.packing.registry import WINDOW, strategy_named
 from swift_vlpack.core.packing.strategies import Caps, Groups, fill_oldest
 from swift_vlpack.core.shuffle import permutation
+from swift_vlpack.core.words import counted
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,12 @@ class Packer:
         self._lengths: list[int] = []  # of the held items, kept apart because the strategies live on it
         self._num_windows = 0
         self._shortest = config.packing_length  # of all items that had to share: could a pack have been filled?
+
+    def __repr__(self) -> str:
+        return (
+            f"<Packer by {self.config.packing_strategy}, packs of {self.config.packing_length} tokens: "
+            f"{counted(self.num_pushed, 'item')} pushed, {self.num_held} held, {self.num_emitted} packed>"
+        )
 
     @property
     def num_held(self) -> int:

@@ -23,6 +23,7 @@ from typing import Any, TypeVar, overload
 
 from swift_vlpack.core.errors import ConfigError, StrategyError
 from swift_vlpack.core.packing.strategies import STRATEGIES, Caps, Groups, Strategy
+from swift_vlpack.core.words import did_you_mean
 
 ALIASES = {"sequential": "greedy"}  # ms-swift's name
 WINDOW = "window"
@@ -73,7 +74,7 @@ def strategy_named(name: str) -> Strategy:
         return Checked(name, _imported(name))
     raise ConfigError(
         f"packing_strategy must be one of {', '.join(known_names())}, or module:function for one of your own, "
-        f"got {name!r}"
+        f"got {name!r}{did_you_mean(name, known_names())}"
     )
 
 

@@ -79,6 +79,12 @@ class BufferedPackingDataset(IterableDataset[PackedSamples]):
         # In shared memory, so that workers that live on see the new epoch.
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
 
+    def __repr__(self) -> str:
+        return (
+            f"<BufferedPackingDataset: epoch {self.epoch} of {self.dataset!r}, packs of {self.config.packing_length} "
+            f"tokens, rank {self.rank} of {self.num_ranks}>"
+        )
+
     @property
     def epoch(self) -> int:
         """The number of the epoch that iterating reads."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from os import PathLike
 from typing import Any, Protocol
 
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.epoch.epoch_plan import EpochPlan
+from swift_vlpack.core.errors import DataError
 from swift_vlpack.core.packing.alone import is_single_long
 from swift_vlpack.data.lengths.sizes import size_of
 from swift_vlpack.data.model.prepare import check_ready
@@ -41,6 +43,11 @@ def epoch_plan_of(packs: Packs) -> EpochPlan | None:
 
 def rows_of(dataset: Any, template: Template, config: PackingConfig) -> FusionCaptionDataset | StreamedRows:
     """What was given as one of the two forms of rows: sized rows are the one source of a FusionCaptionDataset."""
+    if isinstance(dataset, (str, bytes, PathLike)):  # whose letters would be the rows
+        raise DataError(
+            f"PackingDataset takes rows, not the name of a file; read {str(dataset)!r} first: "
+            f"[json.loads(line) for line in open({str(dataset)!r})]"
+        )
     if isinstance(dataset, (FusionCaptionDataset, StreamedRows)):
         rows = dataset
     elif hasattr(dataset, "__len__"):

@@ -15,6 +15,7 @@ from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.epoch.epoch_plan import EpochPlan, NameOfRow, Recipe
 from swift_vlpack.core.epoch.plan import Plan
 from swift_vlpack.core.errors import DataError
+from swift_vlpack.core.words import counted
 from swift_vlpack.data.feeds.epochs import Epochs, Extent
 from swift_vlpack.data.feeds.feed import count_left_out
 from swift_vlpack.data.feeds.packs import make_packing, rows_of
@@ -66,6 +67,11 @@ class PlannedPackingDataset(Dataset[PackedSamples]):
         if self._epoch_plan is not None and not self._published.is_there:
             self._published.publish(self._epoch_plan)
         return {**self.__dict__, "_epoch_plan": None, "_epochs": None, "dataset": None}
+
+    def __repr__(self) -> str:
+        if self._epoch_plan is None:
+            return f"<PlannedPackingDataset of {counted(len(self), 'pack')}, a copy in another process>"
+        return f"<PlannedPackingDataset: epoch {self.epoch} of {self.dataset!r}, {self.plan!r}>"
 
     @property
     def epoch_plan(self) -> EpochPlan:

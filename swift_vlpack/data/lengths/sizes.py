@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from swift_vlpack.core.account.reasons import Reason
 from swift_vlpack.core.epoch.cut_rows import CutRows
+from swift_vlpack.core.words import counted
 from swift_vlpack.data.rows.contents import NO_LABEL, contents_of
 from swift_vlpack.data.rows.faults import Fault
 from swift_vlpack.data.rows.samples import Encoded
@@ -62,6 +63,10 @@ class LengthIndex:
         return self.faults.get(index) or Fault(
             self.failures.get(index, Reason.ENCODE_FAILED), "found at an earlier start"
         )
+
+    def __repr__(self) -> str:
+        failed = f", {len(self.failures)} of them without a size" if self.failures else ""
+        return f"<LengthIndex: {counted(len(self), 'row')}, {int(self.lengths.sum())} tokens{failed}>"
 
     def __len__(self) -> int:
         return self.columns.shape[1]

@@ -79,6 +79,9 @@ class Collator:
         self.for_model = for_model
         self._has_warned = False
 
+    def __repr__(self) -> str:
+        return f"<Collator by {type(self.template).__name__}, for_model={self.for_model}, padding_to={self.padding_to}>"
+
     def __call__(self, batch: Sequence[Any]) -> Batch:
         """Collate a list of one pack, or of rows to be padded."""
         if not isinstance(batch[0], list):

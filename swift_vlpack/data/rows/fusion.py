@@ -21,6 +21,7 @@ from swift_vlpack.core.epoch.shares import EVERYTHING, Share
 from swift_vlpack.core.epoch.windows import lost_part
 from swift_vlpack.core.errors import ConfigError, DataError
 from swift_vlpack.core.shuffle import permutation
+from swift_vlpack.core.words import counted
 from swift_vlpack.data.lengths.cache import LengthCache
 from swift_vlpack.data.lengths.sizes import LengthIndex, RowSize, size_of
 from swift_vlpack.data.parts.row_cutter import RowCutter, cutter_of, for_training, left_out_part
@@ -89,6 +90,10 @@ class RowSource:
         if self.sizes is not None and len(self.sizes) != len(self.rows):
             raise DataError(f"source {self.name!r}: {len(self.sizes)} lengths for {len(self.rows)} rows")
 
+    def __repr__(self) -> str:
+        limit = "" if self.sample_limit is None else f", at most {self.sample_limit} of them"
+        return f"<RowSource {self.name}: {counted(len(self.rows), 'row')}{limit}, ratio {self.ratio:g}>"
+
     @property
     def num_used(self) -> int:
         """Rows that take part."""
@@ -139,6 +144,9 @@ class FusionCaptionDataset(Dataset[Encoded]):
     def __getstate__(self) -> dict[str, Any]:
         """For spawned workers, which can mix again."""
         return {**self.__dict__, "_schedule": None}
+
+    def __repr__(self) -> str:
+        return f"<FusionCaptionDataset: {', '.join(map(repr, self.sources))}>"
 
     def set_epoch(self, epoch: int) -> None:
         """Let `dataset[i]` be the i-th row of this epoch."""

@@ -67,7 +67,7 @@ def read_fusion_config(path: str) -> FusionConfig:
         raise ConfigError(f"fusion_config {path}: ratio_by must be one of {', '.join(RATIOS_BY)}, got {ratio_by!r}")
     specs = [
         _spec(entry, f"fusion_config {path}: source {n}", Path(path).parent)
-        for n, entry in enumerate(content["sources"])
+        for n, entry in enumerate(content["sources"], start=1)
     ]
     return FusionConfig(sources=_named_apart(specs, f"fusion_config {path}"), ratio_by=ratio_by)
 

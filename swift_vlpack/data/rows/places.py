@@ -12,15 +12,16 @@ _NUM_FILES_REMEMBERED = 64
 
 
 def place(origin: str, row: int, *, is_loaded: bool = False) -> str:
-    """`file:line` of a row, counted from 0, where the file is one of lines; otherwise the file or data set and the row.
+    """`file:line` of a row where the file is one of lines; otherwise the file or data set and the row.
 
+    `row` counts from 0, as ids do; lines and rows that people read count from 1.
     Blank lines of a `.jsonl` or `.csv` file are no rows, the first line of a `.csv` file has the names of its columns,
     and a quoted field may go over several lines. `is_loaded`: the number is the row's place in what the loader made.
     """
     if is_loaded:
-        return f"{origin} loaded row {row}"
+        return f"{origin} loaded row {row + 1}"
     line = _line(Path(origin), row)
-    return f"{origin} row {row}" if line is None else f"{origin}:{line}"
+    return f"{origin} row {row + 1}" if line is None else f"{origin}:{line}"
 
 
 def _line(path: Path, row: int) -> int | None:

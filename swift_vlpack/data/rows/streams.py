@@ -37,6 +37,9 @@ class StreamedRows:
         self.seed = 0
         """Of what is drawn while rows are read and encoded."""
 
+    def __repr__(self) -> str:
+        return f"<StreamedRows: {self.name}>"
+
     def cut_by(self, config: PackingConfig) -> None:
         """Encode rows to be cut as the options say, from now on."""
         self.template = for_training(self.template, config)

@@ -29,7 +29,7 @@ from swift_vlpack.data.rows.fusion_config import read_fusion_config
 from swift_vlpack.data.rows.samples import Address, SampleError
 from swift_vlpack.host.args import is_ours, packing_config
 from swift_vlpack.host.commands.bench_clock import MOST_PADDED, NUM_WARM, Enough, RowTimer, loader_speed, memory, say
-from swift_vlpack.host.commands.run import NO_TRACE, NOT_PACKED, TrainableRun, run_of, said_by_swift
+from swift_vlpack.host.commands.run import NO_TRACE, NOT_PACKED, TrainableRun, run_of
 from swift_vlpack.host.pipeline import measured_rows, planned_feed
 from swift_vlpack.host.rows.sources import load_sources
 from swift_vlpack.host.training.attention import choose_for, use_attention
@@ -82,8 +82,7 @@ class BenchRun(TrainableRun):
         self.found["seconds"] = round(time.perf_counter() - start, 2)
 
     def _some_sources(self, config: PackingConfig) -> list[RowSource]:
-        with said_by_swift("cannot load the data"):
-            sources, _ = load_sources(self.args, config)
+        sources, _ = load_sources(self.args, config)
         return [some_of(source, self.settings["num_rows"]) for source in sources]
 
 

@@ -13,7 +13,7 @@ from swift_vlpack.data.feeds.streamed_feed import StreamedFeed
 from swift_vlpack.host.args import packing_config
 from swift_vlpack.host.commands.inspect_planned import PlannedRun
 from swift_vlpack.host.commands.inspect_streamed import found_of_stream, found_on_record
-from swift_vlpack.host.commands.run import Run, feed_of, run_of, said_by_swift
+from swift_vlpack.host.commands.run import Run, feed_of, run_of
 from swift_vlpack.host.commands.trained import TrainedRun
 from swift_vlpack.host.commands.wanted import Found, Wanted
 from swift_vlpack.host.pipeline import build_feed
@@ -46,8 +46,7 @@ def look(run: Run, wanted: Wanted) -> Found:
     if trained is not None and wanted.is_of_steps and (trained.kind == StreamedFeed.kind or not can_be_planned):
         return found_on_record(run, trained, wanted)
     if not can_be_planned:
-        with said_by_swift("cannot load the data"):
-            feed, _ = build_feed(run.args, run.template, config)
+        feed, _ = build_feed(run.args, run.template, config)
         assert isinstance(feed, StreamedFeed)
         return found_of_stream(run, feed, wanted)
     planned = feed_of(run)[0] if trained is None else trained.feed(run)

@@ -13,7 +13,7 @@ from swift_vlpack.core.words import counted
 from swift_vlpack.data.feeds.streamed_feed import StreamedFeed
 from swift_vlpack.data.rows.samples import SampleError
 from swift_vlpack.host.commands.look import StreamedPacks
-from swift_vlpack.host.commands.run import Run, said_by_swift
+from swift_vlpack.host.commands.run import Run
 from swift_vlpack.host.commands.stream_rows import local_files, places_of, rows_at
 from swift_vlpack.host.commands.trained import TrainedRun
 from swift_vlpack.host.commands.wanted import Found, Wanted
@@ -92,8 +92,7 @@ def with_places(steps: Sequence[StepShown], run: Run, num_shares: int | None) ->
     """The steps with the lines of rows of a stream, which is read again up to the last of them."""
     if not run.args.streaming or num_shares is None:
         return list(steps)
-    with said_by_swift("cannot load the data"):
-        stream, _ = load_stream(run.args, run.template)
+    stream, _ = load_stream(run.args, run.template)
     stream.seed = data_seed(run.args)
     packs = [pack for step in steps for pack in step.packs]
     places: dict[tuple[int, str], str] = {}

@@ -142,7 +142,7 @@ def where_in(sources: Sequence[RowSource], sample_id: SampleId) -> str:
     """File and line of a sample; of a stream its place there."""
     origin = next((source.origin or source.name for source in sources if source.name == sample_id.source), None)
     if origin is None:
-        return f"row {sample_id.row} of the stream"
+        return f"row {sample_id.row + 1} of the stream"
     return place(origin, sample_id.row, is_loaded=sample_id.is_loaded)
 
 

@@ -16,6 +16,7 @@ from swift_vlpack.core.account.plan_report import plan_report
 from swift_vlpack.core.account.plan_text import plan_text
 from swift_vlpack.core.epoch.rest_of_run import num_steps as num_steps_of
 from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.core.words import counted
 from swift_vlpack.data.feeds.data_report import data_report, left_out_rows, size_of_step
 from swift_vlpack.data.feeds.planned import left_out_by, left_out_warning
 from swift_vlpack.data.feeds.planned_feed import PlannedFeed
@@ -85,8 +86,16 @@ def _check_list(path: Path) -> None:
 def _write_list(feed: PlannedFeed, path: Path) -> int:
     """One JSON object a line for every row that is left out; no file where there are none, nor an earlier one."""
     lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in left_out_rows(feed.epoch_plan, feed.dataset)]
-    if lines:
-        path.write_text("".join(lines), encoding="utf-8")
-    else:
-        path.unlink(missing_ok=True)
+    try:
+        if lines:
+            path.write_text("".join(lines), encoding="utf-8")
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:  # whose report has taken a length pass, which is too dear to lose
+        lost = counted(len(lines), "left-out row")
+        logger.error(
+            f"packing: {path} cannot be written ({error.strerror}), so the list of {lost} is missing; name another "
+            "file with --failures"
+        )
+        return 0
     return len(lines)

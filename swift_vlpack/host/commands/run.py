@@ -15,62 +15,20 @@ from swift.arguments import PretrainArguments
 from swift.pipelines.train.sft import SwiftSft
 
 from swift_vlpack.core.config import is_planned
-from swift_vlpack.core.errors import ConfigError, VLPackError
+from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.data.feeds.planned_feed import PlannedFeed
 from swift_vlpack.host.args import is_ours, packing_config
+from swift_vlpack.host.messages import said_by_swift
 from swift_vlpack.host.pipeline import measured_rows, planned_feed, prepare_dataset
 from swift_vlpack.host.ranks import counted_as
 from swift_vlpack.host.rows.sources import load_sources
+from swift_vlpack.run_checks import given_options
 
 LEFT_OUT = ("ddp_backend", "deepspeed", "fsdp")
 """Options of a run that decide nothing about packs, and need processes that a command does not start."""
 NO_TRACE = ("--report_to", "none", "--add_version", "false")
 
 NOT_PACKED = "--packing false has no packs; leave it out"
-NETWORK_WAY_OUT = (
-    "(check the network, HTTPS_PROXY and HF_ENDPOINT, choose the other hub by --use_hf, or give a local folder or file)"
-)
-_NOBODY_ANSWERED = frozenset(
-    (
-        "ConnectionError",
-        "TimeoutError",
-        "Timeout",
-        "gaierror",
-        "TransportError",
-        "MaxRetryError",
-        "OfflineModeIsEnabled",
-    )
-)
-
-
-class Refused(VLPackError):
-    """ms-swift cannot work with what it was given."""
-
-
-@contextmanager
-def said_by_swift(what: str) -> Iterator[None]:
-    """Make one line of an error by which ms-swift and the libraries below it say that an input is wrong."""
-    try:
-        yield
-    except VLPackError:
-        raise
-    except Exception as error:
-        said = " ".join(str(error).split())
-        if _is_of_network(error):
-            raise Refused(
-                f"the hub cannot be reached, and what was named is no local path: {said} {NETWORK_WAY_OUT}"
-            ) from error
-        if not isinstance(error, (ValueError, AssertionError, OSError)):
-            raise
-        raise Refused(f"ms-swift {what}: {said}") from error
-
-
-def _is_of_network(error: BaseException | None) -> bool:
-    """Whether it, or what it came from, is that nobody answered; each library has classes of its own for that."""
-    if error is None:
-        return False
-    names = {base.__name__ for base in type(error).__mro__}
-    return bool(names & _NOBODY_ANSWERED) or _is_of_network(error.__cause__ or error.__context__)
 
 
 class Run(SwiftSft):
@@ -85,10 +43,11 @@ class Run(SwiftSft):
     def __init__(self, argv: Sequence[str], command: str) -> None:
         if command == "pt":
             self.args_class = PretrainArguments  # which is all that its pipeline changes
-        with said_by_swift("refuses the options"):
+        names = [str(given_options(argv).get("model"))]
+        with said_by_swift("refuses the options", names):
             super(SwiftSft, self).__init__(list(argv))
         self.train_msg: dict[str, Any] = {}
-        with said_by_swift(f"cannot load the {'model' if self.has_weights else 'processor'}"):
+        with said_by_swift(f"cannot load the {'model' if self.has_weights else 'processor'}", names):
             self._prepare_model_tokenizer(load_model=self.has_weights)
             self._prepare_template()
 
@@ -129,8 +88,7 @@ def feed_of(run: Run) -> tuple[PlannedFeed, dict[str, float]]:
             f"{'--streaming true' if args.streaming else 'packing_mode=buffer'} packs rows as they come and cannot be "
             "planned; plan without it, or train with --max_steps"
         )
-    with said_by_swift("cannot load the data"):
-        sources, _ = load_sources(args, config)
+    sources, _ = load_sources(args, config)
     start = time.perf_counter()
     rows = measured_rows(sources, template, args, config)
     measured = time.perf_counter()

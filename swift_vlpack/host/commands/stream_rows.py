@@ -60,7 +60,7 @@ def places_of(rows: Mapping[int, Mapping[str, Any]], files: Sequence[Path]) -> d
                     if needles and all(any(form in line for form in forms) for forms in needles):
                         lines[number].append(f"{path}:{at}")
     return {
-        number: lines[number][0] if len(lines[number]) == 1 else f"row {number} of the stream: {preview(row)}"
+        number: lines[number][0] if len(lines[number]) == 1 else f"row {number + 1} of the stream: {preview(row)}"
         for number, row in rows.items()
     }
 

@@ -25,7 +25,7 @@ from swift_vlpack.data.rows.places import place
 from swift_vlpack.data.rows.saved_rows import SavedSource
 from swift_vlpack.data.rows.targets import choose_targets
 from swift_vlpack.host.args import packing_config
-from swift_vlpack.host.commands.run import Run, said_by_swift
+from swift_vlpack.host.commands.run import Run
 from swift_vlpack.host.pipeline import fused, measured_rows, planned_feed
 from swift_vlpack.host.rows.sources import load_sources
 from swift_vlpack.host.training.pack_log import recorded
@@ -116,8 +116,7 @@ class TrainedRun:
     def feed(self, run: Run) -> PlannedFeed:
         """The feed of the run over the rows as they were planned, without a length pass where a checkpoint has them."""
         config = packing_config(run.args)
-        with said_by_swift("cannot load the data"):
-            sources, _ = load_sources(run.args, config)
+        sources, _ = load_sources(run.args, config)
         if not self.checkpoints:
             return planned_feed(measured_rows(sources, run.template, run.args, config), run.template, run.args, config)
         path = self.checkpoints[-1][1]
@@ -169,8 +168,10 @@ def _place(name: str, origins: Mapping[str, str]) -> str:
     source, _, row = name.rpartition(":")
     row, _, _ = row.partition("/")  # behind which is the part, where a row was cut
     number = row.removeprefix("loaded-")
-    if source not in origins or not number.isdecimal():
+    if not number.isdecimal():
         return f"row {row} of the stream"
+    if source not in origins:
+        return f"row {int(number) + 1} of the stream"
     return place(origins[source], int(number), is_loaded=number != row)
 
 

@@ -13,19 +13,23 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from datasets import Dataset as HfDataset
+from datasets.exceptions import DatasetGenerationError
 from numpy.typing import NDArray
 from swift.dataset import DATASET_MAPPING, DatasetLoader, DatasetMeta, DatasetSyntax, load_dataset
 from swift.utils import get_logger, safe_ddp_context, use_hf_hub
 
 from swift_vlpack.core.config import PackingConfig
-from swift_vlpack.core.errors import DataError
+from swift_vlpack.core.errors import DataError, VLPackError
+from swift_vlpack.core.json_lines import broken_line
 from swift_vlpack.data.rows.fusion import RowSource
 from swift_vlpack.data.rows.fusion_config import SourceSpec, read_fusion_config, specs_of
 from swift_vlpack.data.rows.streams import StreamedRows
+from swift_vlpack.host.messages import Refused, said_by_swift
 from swift_vlpack.host.rows.row_numbers import NumberedPreprocess, Part, column
 
 logger = get_logger()
@@ -78,7 +82,8 @@ def load_sources(args: Any, config: PackingConfig) -> tuple[list[RowSource], HfD
     """The training sources, and the validation rows if there are any: the rows that plain `swift sft` would have."""
     specs = read_fusion_config(config.fusion_config).sources if config.fusion_config else specs_of(args.dataset)
     options = args.get_dataset_kwargs()
-    with _registered(specs, options.get("use_hf")) as loading:
+    datasets = [spec.dataset for spec in specs]
+    with _said_of(datasets), _registered(specs, options.get("use_hf")) as loading:
         train, val_dataset = load_dataset(
             [_asked(one) for one in loading],
             split_dataset_ratio=args.split_dataset_ratio,
@@ -98,16 +103,38 @@ def load_sources(args: Any, config: PackingConfig) -> tuple[list[RowSource], HfD
 
 def load_stream(args: Any, template: Any) -> tuple[StreamedRows, Any]:
     """The rows of `--streaming true`, one after the other, by ms-swift's own loader, and the validation rows."""
-    rows, _ = load_dataset(args.dataset, shuffle=args.dataset_shuffle, **args.get_dataset_kwargs())
+    with _said_of(args.dataset):
+        rows, _ = load_dataset(args.dataset, shuffle=args.dataset_shuffle, **args.get_dataset_kwargs())
     return StreamedRows(rows, template, strict=args.strict), _validation(args) if args.val_dataset else None
 
 
 def _validation(args: Any) -> Any:
     """Sized, also where they come as a stream: every evaluation is over the same rows, and ends."""
-    _, rows = load_dataset(
-        args.val_dataset, split_dataset_ratio=1.0, shuffle=args.val_dataset_shuffle, **args.get_dataset_kwargs()
-    )
-    return list(rows) if args.streaming else rows
+    with _said_of(args.val_dataset):
+        _, rows = load_dataset(
+            args.val_dataset, split_dataset_ratio=1.0, shuffle=args.val_dataset_shuffle, **args.get_dataset_kwargs()
+        )
+        return list(rows) if args.streaming else rows
+
+
+@contextmanager
+def _said_of(datasets: Sequence[str]) -> Iterator[None]:
+    """Turn an error of loading into one line: the file and line that is no JSON, or what was looked for and where."""
+    datasets = list(map(str, datasets))
+    try:
+        with said_by_swift("cannot load the data", datasets):
+            yield
+    except Exception as error:
+        if isinstance(error, VLPackError) and not isinstance(error, Refused):
+            raise
+        for path in map(Path, datasets):
+            if path.suffix in (".json", ".jsonl") and path.is_file() and (broken := broken_line(path)):
+                raise DataError(f"{path}:{broken[0]}: {broken[1]}") from None
+        if isinstance(error, StopIteration):
+            raise DataError(f"there is no row in {' nor in '.join(datasets)}") from None
+        if isinstance(error, DatasetGenerationError):
+            raise DataError(f"{', '.join(datasets)} cannot be loaded: {error.__cause__ or error}") from error
+        raise
 
 
 @contextmanager
@@ -223,8 +250,11 @@ def _reported_lost(one: _Loading, numbers: NDArray[np.int64] | None) -> list[int
         return None
     lost: list[int] = np.setdiff1d(np.arange(one.num_read), numbers).tolist()
     if lost:
-        shown = ", ".join(map(str, lost[:NUM_LOST_NAMED])) + (", ..." if len(lost) > NUM_LOST_NAMED else "")
+        shown = ", ".join(str(row + 1) for row in lost[:NUM_LOST_NAMED]) + (
+            ", ..." if len(lost) > NUM_LOST_NAMED else ""
+        )
         logger.warning(
-            f"source {name}: ms-swift's loader or preprocess_func deleted {len(lost)} of {one.num_read} rows: {shown}"
+            f"source {name}: ms-swift's loader or preprocess_func deleted {len(lost)} of {one.num_read} rows, "
+            f"counted from 1: {shown}"
         )
     return lost

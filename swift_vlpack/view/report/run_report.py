@@ -7,9 +7,10 @@ that kept none, of an earlier version, is reported from its log lines, epoch rep
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from swift_vlpack.core.account.run_log import EPOCH, FOLDER
+from swift_vlpack.core.account.run_log import EPOCH, FILE, FOLDER
 from swift_vlpack.core.account.step_counts import share
 from swift_vlpack.core.words import counted
 from swift_vlpack.view.report import files
@@ -21,9 +22,10 @@ from swift_vlpack.view.report.series import losses_of, series_of, series_of_line
 from swift_vlpack.view.report.timeline import timeline_of
 from swift_vlpack.view.report.totals import Totals, of_epochs, of_legs
 
+_WITHOUT_NOTES = "Totals are those of its epoch reports and checkpoints, without time and padding"
 NO_NOTES = (
     "this run kept no notes (vlpack/run.jsonl): it was trained by an earlier version, or they could not be written. "
-    "Totals are those of its epoch reports and checkpoints, without time and padding"
+    f"{_WITHOUT_NOTES}"
 )
 
 
@@ -73,6 +75,18 @@ def _about(args: dict[str, Any], legs: Sequence[Leg], last_step: int) -> dict[st
         "attention": facts.get("attention"),
         "proof": facts.get("proof"),
     }
+
+
+def _why_no_notes(path: Path) -> str:
+    """Say why nothing is known from the notes of a run."""
+    try:
+        num_lines = len(path.read_bytes().splitlines())
+    except FileNotFoundError:
+        return NO_NOTES
+    except OSError as error:
+        return f"the notes of this run ({path}) cannot be read: {error.strerror}. {_WITHOUT_NOTES}"
+    lines = counted(num_lines, "line")
+    return f"the notes of this run ({path}, {lines}) are damaged: no start of a run is in them. {_WITHOUT_NOTES}"
 
 
 def _last_sign(legs: Sequence[Leg]) -> str | None:
@@ -156,7 +170,7 @@ def _notes(run: RunFolder, legs: Sequence[Leg]) -> list[str]:
     if run.others:
         notes.append(f"the newest of {len(run.others) + 1} runs here is shown; the others are {', '.join(run.others)}")
     if not legs:
-        notes.append(NO_NOTES)
+        notes.append(_why_no_notes(run.path / FOLDER / FILE))
         return notes
     for leg in legs:
         lost = list(leg.lost_steps)

@@ -29,7 +29,7 @@ def test_row_of_a_csv_file_is_the_line_where_it_starts(tmp_path):
     for row in range(3):
         line = int(place(path, row).rsplit(":", 1)[1])
         assert lines[line - 1].startswith(f"q{row},")
-    assert place(path, 7) == f"{path} row 7", "no such row"
+    assert place(path, 7) == f"{path} row 8", "no such row"
 
 
 def test_row_of_a_text_file_is_a_line(tmp_path):
@@ -43,7 +43,7 @@ def test_row_of_anything_else_is_a_number(name, tmp_path):
     """DATA-12"""
     if name.endswith(("parquet", "json")):
         (tmp_path / name).write_bytes(b"x")
-    assert place(str(tmp_path / name), 3) == f"{tmp_path / name} row 3"
+    assert place(str(tmp_path / name), 3) == f"{tmp_path / name} row 4"
 
 
 def test_source_says_where_a_row_is_by_its_number_in_the_file(tmp_path):
@@ -51,7 +51,7 @@ def test_source_says_where_a_row_is_by_its_number_in_the_file(tmp_path):
     path = write(tmp_path / "rows.jsonl", '{"n": 0}\n\n{"n": 1}\n{"n": 2}\n')
     source = RowSource(name="rows", rows=[{}, {}], row_numbers=[0, 2], origin=path)
     assert [source.where(index) for index in range(2)] == [f"{path}:1", f"{path}:4"]
-    assert RowSource(name="mine", rows=[{}]).where(0) == "mine row 0"
+    assert RowSource(name="mine", rows=[{}]).where(0) == "mine row 1"
 
 
 def test_line_is_looked_up_anew_when_the_file_has_changed(tmp_path):
@@ -67,4 +67,4 @@ def test_line_is_looked_up_anew_when_the_file_has_changed(tmp_path):
 def test_csv_file_with_a_field_that_the_reader_refuses_still_has_row_numbers(tmp_path):
     """DATA-12: an image in base64 is longer than `csv` takes."""
     path = write(tmp_path / "rows.csv", "image\n" + "A" * 200_000 + "\n")
-    assert place(path, 0) == f"{path} row 0"
+    assert place(path, 0) == f"{path} row 1"

@@ -57,7 +57,7 @@ def test_files_that_go_and_come_back_are_told_from_other_rows():
     told = compared(without([1]), without([20, 21, 22, 23, 24]))
     assert not told.texts
     assert not told.sizes
-    where = "photos:1 (/data/photos.jsonl row 1, files: /photos/1.jpg)"
+    where = "photos:1 (/data/photos.jsonl row 2, files: /photos/1.jpg)"
     assert str(told.back) == f"{where} has 101 tokens (1 images, 60 patches), then file_missing"
     assert told.gone.num_rows == 5
     assert "photos:22" in str(told.gone)
@@ -74,7 +74,7 @@ def test_other_rows_are_named():
     """RESUME-11"""
     other = source()
     other.rows[17] = {**other.rows[17], **text_row("another")}
-    assert str(compared(source(), other).texts).startswith("photos:17 (/data/photos.jsonl row 17, ")
+    assert str(compared(source(), other).texts).startswith("photos:17 (/data/photos.jsonl row 18, ")
     fewer = replace(source(), rows=source().rows[:-1], sizes=None)
     assert "photos has 39 rows, then 40, from row 39 of then is gone" in str(compared(source(), fewer).texts)
     order = np.random.default_rng(0).permutation(39)

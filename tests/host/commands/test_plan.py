@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import socket
+from pathlib import Path
 
 import httpx
 import pytest
@@ -16,7 +17,7 @@ from swift_vlpack.host import pipeline
 from swift_vlpack.host.args import _fold_batch_size
 from swift_vlpack.host.commands.plan import training_report
 from swift_vlpack.host.commands.process import run
-from swift_vlpack.host.commands.run import _is_of_network
+from swift_vlpack.host.messages import is_of_network as said_to_be
 from swift_vlpack.host.ranks import counted_as
 from tests.host.runs import epoch_report, log_lines, packed_argv, train
 from tests.images import BROKEN, REASON_OF, make, photo
@@ -219,6 +220,32 @@ def test_list_has_every_row_that_is_left_out_and_no_earlier_one_stays(bare_folde
     assert not (tmp_path / "failures.jsonl").exists()
 
 
+def test_report_is_not_lost_where_the_list_cannot_be_written(bare_folder, tmp_path, options, caplog):
+    """CLI-34: a length pass is behind it."""
+    options(packing_drop_last="false")
+    data = write_jsonl(tmp_path / "rows.jsonl", [text_row(), {"messages": []}])
+    argv = packed_argv(bare_folder, FAMILY, tmp_path / "never", dataset=data)
+    report = training_report(argv, num_ranks=1, failures_file=tmp_path / "gone" / "list.jsonl")
+    assert (report["num_samples"], report["failures_file"]) == (1, None)
+    assert "cannot be written (No such file or directory), so the list of 1 left-out row is missing" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("model_type", "said"),
+    [
+        ("qwen2_vl", "--model_type qwen2_vl is for Qwen2VLForConditionalGeneration, but config.json of "),
+        ("qwen2_vl", "says Qwen2_5_VLForConditionalGeneration, which is --model_type qwen2_5_vl"),
+        ("llama", "--model_type llama is for LlamaForCausalLM"),
+    ],
+)
+def test_model_type_of_another_model_is_refused_by_name(model_type, said, bare_folder, tmp_path):
+    """CLI-37"""
+    data = write_jsonl(tmp_path / "rows.jsonl", [text_row()])
+    with pytest.raises(ConfigError) as refused:
+        planned(bare_folder, tmp_path, dataset=data, model_type=model_type)
+    assert said in str(refused.value)
+
+
 def test_file_that_is_no_list_is_kept(bare_folder, tmp_path):
     """CLI-9"""
     data = write_jsonl(tmp_path / "failures.jsonl", [text_row()])
@@ -297,7 +324,7 @@ def test_buffer_mode_cannot_be_planned(bare_folder, mix, tmp_path, options):
     ("flags", "part"),
     [
         ({}, "no data to train on: give --dataset or fusion_config"),
-        ({"dataset": "nowhere.jsonl"}, "is no local path: Couldn't reach 'nowhere.jsonl'"),
+        ({"dataset": "nowhere.jsonl"}, "--dataset nowhere.jsonl: no such file in "),
         ({"dataset": "CHAT", "magic": 3}, "--magic"),
         ({"dataset": "CHAT", "packing_length": 0}, "packing_length must be at least 1"),
     ],
@@ -320,7 +347,10 @@ def test_hub_that_cannot_be_reached_is_said_to_be_that(mix, tmp_path, capsys):
     argv = packed_argv("no/such-model", FAMILY, tmp_path / "out", dataset=mix / "chat.jsonl")
     assert run("plan", settings_of(tmp_path), "sft", *argv) == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert last.startswith("vlpack plan: the hub cannot be reached, ")
+    assert last.startswith(
+        f"vlpack plan: the hub cannot be reached: no/such-model is no file or folder in {Path.cwd()}"
+    )
+    assert "it was looked for on Hugging Face" in last
     assert "refuses" not in last
     assert "local folder" in last
 
@@ -340,10 +370,10 @@ def test_hub_that_cannot_be_reached_is_said_to_be_that(mix, tmp_path, capsys):
 )
 def test_errors_of_the_network_are_told_from_others(error, is_of_network):
     """CLI-14"""
-    assert _is_of_network(error) is is_of_network
+    assert said_to_be(error) is is_of_network
     wrapped = OSError("cannot find the files")
     wrapped.__cause__ = error
-    assert _is_of_network(wrapped) is is_of_network
+    assert said_to_be(wrapped) is is_of_network
 
 
 @pytest.mark.slow

@@ -54,12 +54,12 @@ def test_line_is_named_where_one_line_alone_has_the_row(tmp_path):
     files = local_files([f"{one}#100", str(two), "hub/name", str(tmp_path / "gone.jsonl")])
     assert files == [one, two]
     found = places_of(dict(enumerate([*rows, text_row("nowhere to be found " * 9, "no")])), files)
-    assert found[0] == "row 0 of the stream: 'the same twice'"
+    assert found[0] == "row 1 of the stream: 'the same twice'"
     assert found[1] == f"{one}:2"
     assert found[2] == f"{one}:3"
     assert found[3] == f"{two}:1"
-    assert found[4] == "row 4 of the stream: 'the same twice'"
-    assert found[5].startswith("row 5 of the stream: 'nowhere to be found nowhere")
+    assert found[4] == "row 5 of the stream: 'the same twice'"
+    assert found[5].startswith("row 6 of the stream: 'nowhere to be found nowhere")
     assert found[5].endswith("...'")
 
 
@@ -68,4 +68,4 @@ def test_part_of_a_row_stands_where_its_row_does():
     assert [_number(name) for name in ("stream:17", "stream:17/2")] == [17, 17]
     origins = {"a": "/data/a.txt"}
     places = [_place(name, origins) for name in ("a:3", "a:3/1", "a:loaded-3/1", "stream:3/1")]
-    assert places == ["/data/a.txt row 3", "/data/a.txt row 3", "/data/a.txt loaded row 3", "row 3 of the stream"]
+    assert places == ["/data/a.txt row 4", "/data/a.txt row 4", "/data/a.txt loaded row 4", "row 4 of the stream"]

@@ -276,7 +276,7 @@ def test_source_that_cannot_name_its_rows_says_so(preprocess_func, registered, c
     assert (source.is_numbered, source.num_lost) == (False, None)
     assert sorted(source.sample_id(index).row for index in range(len(source.rows))) == list(range(len(source.rows)))
     assert str(source.sample_id(0)) == f"raw:loaded-{source.row_numbers[0]}"
-    assert source.where(0) == f"{path} loaded row {source.row_numbers[0]}"
+    assert source.where(0) == f"{path} loaded row {source.row_numbers[0] + 1}"
     [warning] = warnings
     assert f"(40 rows went into it and {len(source.rows)} came out)" in warning
     assert "how many were lost is unknown" in warning

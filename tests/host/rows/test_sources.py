@@ -7,6 +7,7 @@ from swift_vlpack import PackingConfig
 from swift_vlpack.core.errors import ConfigError, DataError
 from swift_vlpack.data.rows.fusion import FusionCaptionDataset
 from swift_vlpack.data.rows.fusion_config import read_fusion_config, specs_of
+from swift_vlpack.host.messages import Refused
 from swift_vlpack.host.rows.sources import load_sources
 from tests.rows import text_row, write_jsonl
 
@@ -136,8 +137,8 @@ def test_fusion_config_gives_every_key_to_its_source(tmp_path):
         ("- a", "expected the key sources, a list"),
         ("sources: []\nratio: 1", "expected the key sources, a list, and at most ratio_by beside it"),
         ("sources: []\nratio_by: words", "ratio_by must be one of rows, tokens, got 'words'"),
-        ("sources: [{name: a}]", "source 0: expected a mapping with the key dataset"),
-        ("sources: [{dataset: a, ration: 1}]", "source 0: unknown key 'ration'; known: dataset, name, ratio"),
+        ("sources: [{name: a}]", "source 1: expected a mapping with the key dataset"),
+        ("sources: [{dataset: a, ration: 1}]", "source 1: unknown key 'ration'; known: dataset, name, ratio"),
         ("sources: [{dataset: a, ratio: -1}]", "ratio must be 0 or more, got -1"),
         ("sources: [{dataset: a, ratio: x}]", "ratio must be int or float, got 'x'"),
         ("sources: [{dataset: a, sample_limit: 0}]", "sample_limit must be at least 1, got 0"),
@@ -157,3 +158,43 @@ def test_mistakes_in_a_fusion_config_are_named(text, message, tmp_path):
 def test_datasets_of_the_command_line_get_names_of_their_own():
     """DATA-2"""
     assert [spec.name for spec in specs_of(["x/chat#5", "x/chat", "y"])] == ["x/chat-0", "x/chat-1", "y"]
+
+
+GOOD = json.dumps(text_row())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("rows.jsonl", f"{GOOD}\n\n{GOOD}\n{{'a': 1}}\n{GOOD}\n", ":4: not JSON (Expecting property name"),
+        ("rows.jsonl", f"{GOOD}\n{GOOD[:-9]}", ":2: not JSON ("),
+        ("rows.jsonl", f"{GOOD}\n[1, 2]\n", ":2: a row must be an object, got [1, 2]"),
+        ("rows.json", f"[{GOOD},\n{GOOD},\n{{]\n", ":3: not JSON ("),
+        ("rows.jsonl", f"{GOOD}\n".encode() + b'{"a": "\xff"}\n', ":2: not JSON ("),
+        ("rows.jsonl", "\n \n", ":1: there is no row in it"),
+        ("rows.json", "[]", ":1: there is no row in it"),
+    ],
+)
+def test_file_that_is_no_json_is_named_with_its_line(name, content, said, tmp_path):
+    """CLI-33: counted from 1, as editors do, also where another file is well."""
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    good = write_jsonl(tmp_path / "good.jsonl", [text_row()])
+    with pytest.raises(DataError) as refused:
+        load_sources(load_args([str(good), str(path)]), config())
+    assert said in str(refused.value)
+    assert str(path) in str(refused.value)
+    assert refused.value.__cause__ is None
+
+
+def test_hub_that_does_not_answer_is_said_with_what_was_looked_for_and_where(tmp_path, monkeypatch):
+    """CLI-14"""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("USE_HF", "1")
+    good = write_jsonl(tmp_path / "good.jsonl", [text_row()])
+    with pytest.raises(Refused) as refused:
+        load_sources(load_args([str(good), "owner/rows_that_are_nowhere"]), config())
+    said = str(refused.value)
+    assert said.startswith("the hub cannot be reached: owner/rows_that_are_nowhere is no file or folder in ")
+    assert f"in {tmp_path}, so it was looked for on Hugging Face" in said
+    assert "good.jsonl" not in said.partition("did not answer")[0]

@@ -76,6 +76,19 @@ def test_every_row_of_a_stream_is_trained_once_an_epoch(workers, small_folder, f
     assert all(record.sample_ids for _, record in trained)
 
 
+def test_stream_is_interleaved_as_ms_swift_does_it(small_folder, files, tmp_path, trained):
+    """CLI-32: by chance from both, until one has no more."""
+    from swift.dataset import load_dataset
+
+    flags = {"dataset": files, "streaming": "true", "interleave_prob": [0.5, 0.5], "dataset_shuffle": "false"}
+    train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path, max_steps=4, learning_rate=0, **flags))
+    plain, _ = load_dataset(list(map(str, files)), streaming=True, interleave_prob=[0.5, 0.5], seed=42)
+    num_rows = len(list(plain))
+    assert 4 < num_rows < 17, "all rows of one file, some of the other"
+    first = [sample_id.row for _, record in trained if record.epoch == 0 for sample_id in record.sample_ids]
+    assert sorted(first) == list(range(num_rows))
+
+
 def test_incomplete_accumulation_at_the_end_of_an_epoch_is_completed_without_loss(
     small_folder, files, tmp_path, trained
 ):
