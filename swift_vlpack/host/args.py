@@ -181,6 +181,17 @@ def _refuse_what_cannot_be(args: Any, config: PackingConfig) -> None:
         (args.tuner_backend == "unsloth", "--tuner_backend unsloth", "use peft"),
         (args.sequence_parallel_size > 1, "--sequence_parallel_size above 1", "set it to 1"),
         ((args.deepspeed_autotp_size or 1) > 1, "--deepspeed_autotp_size above 1", "every rank trains on other packs"),
+        (
+            config.eval_packing and args.predict_with_generate,
+            "--predict_with_generate true with eval_packing",
+            "answers are written row by row; leave one of them out",
+        ),
+        (
+            config.eval_packing and args.eval_metric,
+            f"--eval_metric {args.eval_metric} with eval_packing",
+            "it is computed of rows, which packs are not (eval_loss and eval_token_acc are those of rows); leave one "
+            "of them out",
+        ),
         (args.use_flash_ckpt, "--use_flash_ckpt true", "it says that a checkpoint is saved before it is; leave it out"),
         (
             args.streaming and config.fusion_config,
