@@ -195,9 +195,15 @@ def _validation(rows: Any, pipeline: Any, config: PackingConfig) -> Any:
     source = RowSource(name="validation", rows=rows)
     with without_model(template):
         sized = with_lengths(source, template, args, config.packing_cache_dir)
-    # With its last pack too: an evaluation is over all rows, and has no next epoch for a remainder.
+    # Whole rows, and all of them: batches of rows are averaged, and there is no next epoch for a remainder.
+    strategy = "greedy" if config.packing_strategy == WINDOW else config.packing_strategy
     everything = dataclasses.replace(
-        config, packing_drop_last=False, packing_overflow="keep", packing_stride=0, packing_min_len=1
+        config,
+        packing_strategy=strategy,
+        packing_drop_last=False,
+        packing_overflow="keep",
+        packing_stride=0,
+        packing_min_len=1,
     )
     packs = PlannedPackingDataset(FusionCaptionDataset([sized], template, shuffle=False), template, everything)
     check_rope(pipeline.model.config, packs.dataset, template.max_length, everything)
