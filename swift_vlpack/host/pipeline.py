@@ -68,7 +68,7 @@ def prepare_dataset(pipeline: Any) -> list[Any]:
     val_rows = _saved_validation(pipeline, val_rows)
     if is_master():
         (_show_plan if isinstance(feed, PlannedFeed) else _show_stream)(pipeline, feed)
-    return [feed, _validation(val_rows, template, args, config)]
+    return [feed, _validation(val_rows, pipeline, config)]
 
 
 def build_feed(args: Any, template: Any, config: PackingConfig) -> tuple[Feed, Any]:
@@ -185,22 +185,28 @@ def without_model(template: Any) -> Iterator[None]:
         template.model = model
 
 
-def _validation(rows: Any, template: Any, args: Any, config: PackingConfig) -> Any:
-    if rows is None or (args.predict_with_generate and not config.eval_packing):
+def _validation(rows: Any, pipeline: Any, config: PackingConfig) -> Any:
+    args, template = pipeline.args, pipeline.template
+    if rows is None or args.predict_with_generate:
         return rows
     if not config.eval_packing:
         return LazyLLMDataset(rows, partial(encoded, template), strict=args.strict, random_state=args.data_seed)
-    if args.per_device_eval_batch_size > 1:
-        logger.warning("eval_packing: per_device_eval_batch_size becomes 1, one row is one pack")
-        args.training_args.per_device_eval_batch_size = 1
     source = RowSource(name="validation", rows=rows)
     with without_model(template):
         sized = with_lengths(source, template, args, config.packing_cache_dir)
-    # With its last pack too: an evaluation is over all rows, and has no next epoch for a remainder.
+    # Whole rows, and all of them: batches of rows are averaged, and there is no next epoch for a remainder.
+    strategy = "greedy" if config.packing_strategy == WINDOW else config.packing_strategy
     everything = dataclasses.replace(
-        config, packing_drop_last=False, packing_overflow="keep", packing_stride=0, packing_min_len=1
+        config,
+        packing_strategy=strategy,
+        packing_drop_last=False,
+        packing_overflow="keep",
+        packing_stride=0,
+        packing_min_len=1,
     )
-    return PlannedPackingDataset(FusionCaptionDataset([sized], template, shuffle=False), template, everything)
+    packs = PlannedPackingDataset(FusionCaptionDataset([sized], template, shuffle=False), template, everything)
+    check_rope(pipeline.model.config, packs.dataset, template.max_length, everything)
+    return packs
 
 
 def _show_plan(pipeline: Any, feed: PlannedFeed) -> None:

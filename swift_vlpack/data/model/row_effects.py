@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,8 +12,15 @@ from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.data.seam.configs import text_config_of
 
+logger = logging.getLogger(__name__)
+
 BY_LONGEST = ("dynamic", "longrope", "su")
 """RoPE types that choose frequencies by the longest sample of a row; su is longrope's first name."""
+_REMEMBERS = (
+    "the model's RoPE is dynamic, and there are rows of up to %d tokens, more than its limit of %d: each has a row of "
+    "its own, but the model also remembers longer rows that came before, so losses depend on the order of rows, with "
+    "packing and without. --max_length %d makes them exact"
+)
 
 
 def check_rope(model_config: Any, rows: Any, max_length: int | None, config: PackingConfig) -> None:
@@ -30,12 +38,17 @@ def check_rope(model_config: Any, rows: Any, max_length: int | None, config: Pac
                 f"the model's RoPE is {rope_type}: it takes other frequencies for a row with a segment of more than "
                 f"{limit} tokens, and padding can have {most_padding}. Set packing_pad_to to {limit} or less"
             )
-        if longest <= limit or config.packing_length <= limit:
+        if longest <= limit:
             continue
+        if config.packing_length <= limit:
+            if rope_type == "dynamic":
+                logger.warning(_REMEMBERS, longest, limit, limit)
+            continue
+        of_their_own = f"--packing_length {limit}, so that longer ones have a row of their own, or "
         raise ConfigError(
             f"the model's RoPE is {rope_type}: it takes other frequencies for a row with a sample of more than {limit} "
             f"tokens, and there are some (up to {longest}). The samples beside one would not be trained as they are "
-            f"alone. Set --packing_length {limit}, so that longer ones have a row of their own, or --max_length {limit}"
+            f"alone. Set {'' if rope_type == 'dynamic' else of_their_own}--max_length {limit}"
         )
 
 

@@ -28,12 +28,11 @@ SCALE = "loss_scale"
 class MeanOfStep:
     """A mean over the tokens of one row, as that row's share of the mean over all tokens of the step.
 
-    In an evaluation, which is not accumulated, it is what it was.
+    An evaluation, which is not accumulated, says no number of tokens, and gets the mean.
     """
 
-    def __init__(self, mean_of_row: Loss, trainer: Any) -> None:
+    def __init__(self, mean_of_row: Loss) -> None:
         self.mean_of_row = mean_of_row
-        self.trainer = trainer
         self.num_items: Any = None
         """Tokens of the step, where the caller does not hand them on."""
 
@@ -41,7 +40,7 @@ class MeanOfStep:
         """The loss of one row."""
         loss = self.mean_of_row(outputs, labels, **kwargs)
         num_items = kwargs.get("num_items_in_batch", self.num_items)
-        if num_items is None or self.trainer.is_evaluating:
+        if num_items is None:
             return loss
         return loss * (num_targets(labels) / num_items)
 

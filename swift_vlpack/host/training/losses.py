@@ -18,7 +18,8 @@ from swift_vlpack.core.errors import ConfigError, VLPackError
 from swift_vlpack.data.feeds.packs import packed_samples
 from swift_vlpack.data.lengths.sizes import num_supervised
 from swift_vlpack.data.model.collate import layout
-from swift_vlpack.data.model.row_loss import TOLERANCE, Losses, MeanOfStep, with_fewer_targets
+from swift_vlpack.data.model.row_loss import TOLERANCE, Losses, MeanOfStep, num_targets, with_fewer_targets
+from swift_vlpack.data.model.sample_losses import LossOfSample
 from swift_vlpack.data.proof.choose_samples import short_samples
 from swift_vlpack.data.proof.reference import untouched
 from swift_vlpack.data.rows.samples import Encoded
@@ -55,7 +56,7 @@ def add_up(trainer: Any) -> None:
         return
     if trainer.compute_loss_func is None or not losses.is_mean(tolerance):
         raise LossNotAdditive(_refusal(trainer, losses))
-    trainer.compute_loss_func = MeanOfStep(trainer.compute_loss_func, trainer)
+    trainer.compute_loss_func = MeanOfStep(trainer.compute_loss_func)
     logger.info(
         f"packing: --loss_type {trainer.args.loss_type} is a mean over the tokens of a row; the rows of a step are "
         "weighted by their tokens"
@@ -90,6 +91,44 @@ def loss_of(trainer: Any, samples: Sequence[Encoded], num_items: int) -> float:
         with trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(model, inputs, num_items_in_batch=torch.tensor(num_items, device=device))
     return float(loss)
+
+
+def is_mean(trainer: Any) -> bool:
+    """Return whether the loss of a batch is a mean over its tokens, whatever else its step has."""
+    if trainer.compute_loss_func is not None:
+        return isinstance(trainer.compute_loss_func, MeanOfStep)
+    return trainer.label_smoother is not None
+
+
+def loss_of_sample(trainer: Any) -> LossOfSample:
+    """Return the function that sums a trainer's loss over the tokens of one sample, on every way to a loss."""
+    own, smoother = trainer.compute_loss_func, trainer.label_smoother
+
+    def total(outputs: Any, labels: torch.Tensor, loss_scale: torch.Tensor | None) -> torch.Tensor:
+        if isinstance(own, MeanOfStep):
+            num = num_targets(labels)
+            mean = own.mean_of_row(outputs, labels, num_items_in_batch=num, loss_scale=loss_scale, trainer=trainer)
+            return mean * num
+        if own is not None:
+            one = torch.ones((), device=labels.device)
+            result: torch.Tensor = own(outputs, labels, num_items_in_batch=one, loss_scale=loss_scale, trainer=trainer)
+            return result
+        if smoother is not None:
+            shift = {"shift_labels": True} if shifts_smoothed_labels(trainer) else {}
+            return smoother.mean_of_row(outputs, labels, **shift) * num_targets(labels)
+        return outputs.loss.sum()
+
+    return total
+
+
+def refuse_experts_of_packs(trainer: Any) -> None:
+    """Stop where a packed evaluation would have a loss that no batch of rows has."""
+    coefficient = trainer.args.router_aux_loss_coef
+    if trainer.feed.config.eval_packing and trainer.model_info.is_moe_model and coefficient:
+        raise ConfigError(
+            f"eval_packing cannot be used with --router_aux_loss_coef {coefficient}: it balances the experts over a "
+            "batch of rows, which packs are not; leave one of them out"
+        )
 
 
 def warn_of_what_differs(trainer: Any) -> None:

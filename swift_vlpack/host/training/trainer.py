@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from swift.trainers import Seq2SeqTrainer
 from swift.utils import get_logger, is_master
+from torch.utils.data import DataLoader
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import seed_worker
 
@@ -19,8 +20,10 @@ from swift_vlpack.core.epoch.rest_of_run import Bounds, RestOfRun, num_steps
 from swift_vlpack.core.errors import ConfigError, StateMismatch
 from swift_vlpack.core.files import sync_folder
 from swift_vlpack.data.feeds.feed import Feed
+from swift_vlpack.data.feeds.planned import PlannedPackingDataset
 from swift_vlpack.data.model.collate import Batch, Collator, layout
 from swift_vlpack.data.model.row_loss import weigh_samples
+from swift_vlpack.data.model.sample_losses import LossesOfRow, RowsOfEvaluation, SampleLoss
 from swift_vlpack.data.randomness import RandomStream
 from swift_vlpack.data.rows.contents import NO_LABEL
 from swift_vlpack.data.rows.samples import PackRecord
@@ -36,7 +39,14 @@ from swift_vlpack.host.training.account import Account
 from swift_vlpack.host.training.checkpoints import nothing_deleted, rotate, save_training_args, sync
 from swift_vlpack.host.training.journal import Journal
 from swift_vlpack.host.training.loader import PackLoader, collator_of
-from swift_vlpack.host.training.losses import MeanOfStep, shifts_smoothed_labels, warn_of_what_differs
+from swift_vlpack.host.training.losses import (
+    MeanOfStep,
+    is_mean,
+    loss_of_sample,
+    refuse_experts_of_packs,
+    shifts_smoothed_labels,
+    warn_of_what_differs,
+)
 from swift_vlpack.host.training.proof import prove_first_batch
 from swift_vlpack.host.training.state import FILE, WAY_OUT, load_rank_state, load_state, save_rank_state, save_state
 from swift_vlpack.host.training.voting import Ranks
@@ -60,11 +70,14 @@ class PackingTrainer(Seq2SeqTrainer):
         num_workers = training_args.dataloader_num_workers
         tolerate_packs_without_images(kwargs["model"], training_args)
         self.is_evaluating = False
+        self._pack_evaluated: PackRecord | None = None
+        self._losses_evaluated: dict[int, SampleLoss] = {}  # of rows, since a packed evaluation began
         self.lengths_in_row: tuple[int, ...] = ()  # of the segments that are trained now
         super().__init__(*args, **kwargs)
+        refuse_experts_of_packs(self)
         warn_of_what_differs(self)
         if self.label_smoother is not None:
-            self.label_smoother = MeanOfStep(self.label_smoother, self)
+            self.label_smoother = MeanOfStep(self.label_smoother)
         # ms-swift allows data without a length one worker, which would read for all; ours share the rows.
         training_args.dataloader_num_workers = num_workers
 
@@ -147,21 +160,14 @@ class PackingTrainer(Seq2SeqTrainer):
         metric.state += part
         metric.count += whole
 
-    def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Evaluate a padded batch, or a pack where `eval_packing` made one."""
-        is_pack = getattr(inputs, "record", None) is not None
-        with layout(self.template, packed=is_pack):
-            return super().prediction_step(model, inputs, *args, **kwargs)
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate beside the random numbers of training: a loader that lives on draws only once in a run."""
-        with self.journal.paused(), RandomStream(self.args.seed, "evaluation", self.state.global_step):
-            return super().evaluate(*args, **kwargs)
-
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """ms-swift's loss; a row without a label has the loss 0, where a mean over nothing would be NaN."""
+        if self._pack_evaluated is not None:
+            return self._losses_of_samples(model, inputs, return_outputs)
+        if self.is_evaluating and is_mean(self):
+            num_items_in_batch = None  # of all ranks: ms-swift would multiply the mean of this one by their number
         if self.label_smoother is not None:  # ms-swift does not tell it
             self.label_smoother.num_items = num_items_in_batch
         labels = inputs.get("labels")
@@ -178,7 +184,8 @@ class PackingTrainer(Seq2SeqTrainer):
         Where ms-swift smooths each token at its own position, the last target of a sample would meet the logits of the
         next sample's first; in a padded batch it does not.
         """
-        if self.is_evaluating or self.label_smoother is None or shifts_smoothed_labels(self):
+        is_batch = self.is_evaluating and self._pack_evaluated is None
+        if is_batch or self.label_smoother is None or shifts_smoothed_labels(self):
             super().prepare_logits_to_keep(inputs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -188,6 +195,72 @@ class PackingTrainer(Seq2SeqTrainer):
             num_samples = sum(gathered(self.account.num_samples_trained))
             logs["train_samples_per_second"] = round(num_samples / logs["train_runtime"], 3)
         super().log(logs, *args, **kwargs)
+
+    # -- evaluation -------------------------------------------------------------------------------------------------
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate beside the random numbers of training: a loader that lives on draws only once in a run."""
+        with self.journal.paused(), RandomStream(self.args.seed, "evaluation", self.state.global_step):
+            return super().evaluate(*args, **kwargs)
+
+    def _get_dataloader(self, dataset: Any, description: str, batch_size: int, **kwargs: Any) -> Any:
+        """ms-swift's loader of evaluation rows; of packs it gets one at a time, and every one."""
+        if not isinstance(dataset, PlannedPackingDataset):
+            return super()._get_dataloader(dataset, description, batch_size, **kwargs)
+        drop_last, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False
+        try:
+            return super()._get_dataloader(dataset, description, 1, **kwargs)
+        finally:
+            self.args.dataloader_drop_last = drop_last
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate batches of rows; where these are packed, first the packs, then batches of what they gave."""
+        if not isinstance(dataloader.dataset, PlannedPackingDataset):
+            return super().evaluation_loop(dataloader, *args, **kwargs)
+        self._losses_evaluated = {}
+        gather = self.gather_function
+        super().evaluation_loop(dataloader, *args, **kwargs)
+        self.gather_function = gather  # which a loop forgets at its end
+        rows = RowsOfEvaluation(gathered(self._losses_evaluated, "the losses of an evaluation"))
+        # The trainer shares, repeats and cuts off batches by its own rules, which are those of rows without packing.
+        batches = DataLoader(rows, self.args.eval_batch_size, drop_last=self.args.dataloader_drop_last)
+        return super().evaluation_loop(self.accelerator.prepare(batches), *args, **kwargs)
+
+    def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a padded batch, or a pack where `eval_packing` made one, or a batch of what packs gave."""
+        if set(inputs) == set(SampleLoss._fields):
+            return self._loss_of_batch(**inputs), None, None
+        record = self._pack_evaluated = getattr(inputs, "record", None)
+        if record is not None:  # nothing predicts the first token of a row, whatever the template says of it
+            inputs["labels"][:, record.boundaries.cu_seqlens[:-1]] = NO_LABEL
+        self.is_evaluating = True
+        try:
+            with layout(self.template, packed=record is not None):
+                return super().prediction_step(model, inputs, *args, **kwargs)
+        finally:
+            self.is_evaluating, self._pack_evaluated = False, None
+
+    def _losses_of_samples(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        """Note the loss of every sample of a pack, by ms-swift's own way to the losses of tokens."""
+        record = self._pack_evaluated
+        assert record is not None
+        losses = LossesOfRow(record.lengths, loss_of_sample(self), inputs.get("logits_to_keep"))
+        scale = inputs.get("loss_scale")
+        if scale is None:  # with weights ms-swift computes the loss of each token, and the model no mean of them
+            scale = torch.ones_like(inputs["labels"], dtype=torch.float32)
+        inputs = {**inputs, "loss_scale": scale, "compute_loss_func": losses}
+        inputs.pop("skip_logits", None)
+        result = super().compute_loss(model, inputs, return_outputs)
+        rows = (sample_id.row for sample_id in record.sample_ids)
+        self._losses_evaluated.update(zip(rows, losses.samples, strict=True))
+        return result
+
+    def _loss_of_batch(self, total: torch.Tensor, num_targets: torch.Tensor) -> torch.Tensor:
+        """The loss of a batch of rows on this rank, of which the mean over ranks is what plain evaluation computes."""
+        num, num_shared = num_targets.sum(), 1
+        if self.args.average_tokens_across_devices and not is_mean(self):
+            num, num_shared = self.accelerator.reduce(num, reduction="sum"), self.accelerator.num_processes
+        return num_shared * total.sum().float() / num
 
     # -- epochs -----------------------------------------------------------------------------------------------------
 

@@ -3,12 +3,14 @@
 import json
 import shutil
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.errors import ConfigError
-from swift_vlpack.data.model.row_effects import rope_limits
+from swift_vlpack.data.model.row_effects import check_rope, rope_limits
 from tests.environment import packing_options
 from tests.host.runs import argv, packed_argv, train
 from tests.rows import text_row, write_jsonl
@@ -60,10 +62,22 @@ COMMON = {
     "rope", [LONG | {"original_max_position_embeddings": LIMIT}, {"rope_type": "dynamic", "factor": 2.0}]
 )
 def test_packs_whose_longest_sample_decides_are_refused(rope, model_with, dataset, tmp_path):
-    """LOSS-5"""
-    message = rf"RoPE is {rope['rope_type']}: .* more than {LIMIT} tokens.*--packing_length {LIMIT}"
-    with pytest.raises(ConfigError, match=message):
+    """LOSS-5: rows of their own are exact for longrope only, so they are no way out of `dynamic`."""
+    message = rf"RoPE is {rope['rope_type']}: .* more than {LIMIT} tokens.*--max_length {LIMIT}"
+    with pytest.raises(ConfigError, match=message) as error:
         train(packed_argv(model_with(**rope), FAMILY, tmp_path, dataset=dataset, **COMMON))
+    assert (f"--packing_length {LIMIT}" in str(error.value)) == (rope["rope_type"] == "longrope")
+
+
+def test_dynamic_rope_in_rows_of_their_own_is_warned_of(caplog):
+    """LOSS-5"""
+    text = SimpleNamespace(rope_parameters={"rope_type": "dynamic"}, max_position_embeddings=LIMIT)
+    check_rope(text, None, 4 * LIMIT, PackingConfig(packing_length=LIMIT))
+    assert "losses depend on the order of rows" in caplog.text
+    assert f"--max_length {LIMIT} makes them exact" in caplog.text
+    caplog.clear()
+    check_rope(text, None, LIMIT, PackingConfig(packing_length=LIMIT))
+    assert not caplog.text
 
 
 def test_long_samples_in_rows_of_their_own_train_as_without_packing(model_with, dataset, tmp_path):
