@@ -24,8 +24,9 @@ logger = logging.getLogger(__name__)
 
 ENV_PREFIX = "VLPACK_"
 RESUME_DATA, RESTART = "VLPACK_RESUME_DATA", "restart"
+RESUME_FILES, REPLACED = "VLPACK_RESUME_FILES", "replaced"
 RECORD_PACKS = "VLPACK_RECORD_PACKS"
-NO_OPTIONS = (RESUME_DATA, RECORD_PACKS)
+NO_OPTIONS = (RESUME_DATA, RESUME_FILES, RECORD_PACKS)
 """Variables with our prefix that are no packing options: about one start of a run, not about its packs."""
 MODES = ("auto", "plan", "buffer")
 ATTENTIONS = ("auto", "segments", "grouped", "varlen", "flex")

@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from swift.utils import is_master
@@ -29,8 +28,6 @@ from swift_vlpack.data.rows.urls import Urls
 from swift_vlpack.host import ranks
 from swift_vlpack.host.lengths.context import context_of, digests_of
 from swift_vlpack.host.lengths.headers import pixel_free, reading_urls
-
-Result = TypeVar("Result")
 
 NUM_ROWS_EQUAL_ON_RANKS = 1024
 """Rows, spread over a source, that have to be the same on all ranks: files that differ do so in more than one row in a
@@ -63,25 +60,10 @@ def with_lengths(source: RowSource, template: Any, args: Any, cache_dir: str | N
         is_strict=args.strict,
         num_processes=args.dataset_num_proc or 1,
     )
-    sizes = measure(source, known, encoders, _RanksOfRun())
+    sizes = measure(source, known, encoders, ranks.RanksOfRun())
     if is_master():
         log_failures(source, sizes, memory)
     return replace(source, sizes=sizes, cache=cache)
-
-
-class _RanksOfRun:
-    """The ranks that torch.distributed knows."""
-
-    @property
-    def rank(self) -> int:
-        return ranks.rank()
-
-    @property
-    def num_ranks(self) -> int:
-        return ranks.num_ranks()
-
-    def results_of_all(self, work: Callable[[], Result]) -> list[Result]:
-        return ranks.results_of_all(work)
 
 
 def cache_path(source: RowSource, context: str, cache_dir: str | None) -> Path:
