@@ -39,6 +39,7 @@ from swift_vlpack.data.rows.urls import Urls
 from swift_vlpack.host.args import packing_config
 from swift_vlpack.host.lengths.headers import reading_urls
 from swift_vlpack.host.lengths.length_pass import with_lengths
+from swift_vlpack.host.objective import objective_of
 from swift_vlpack.host.ranks import RanksOfRun, num_ranks, num_ranks_of_run, rank
 from swift_vlpack.host.rows.same_rows import check_same_files, check_same_validation
 from swift_vlpack.host.rows.sources import load_sources, load_stream
@@ -63,6 +64,7 @@ def prepare_dataset(pipeline: Any) -> list[Any]:
     check_same_validation(val_rows, RanksOfRun())
     if (asked := getattr(args, "unpacked_batch_size", 1)) > 1:  # a batch of one has no padding
         feed.unpacked_batch_size = asked
+    feed.objective = objective_of(args)
     # Of all rows, before the first step: a mount that is gone shows in the length pass already.
     check_measured(getattr(feed.dataset, "sources", ()), config.packing_max_failed_share)
     check_rope(pipeline.model.config, feed.dataset, template.max_length, config)

@@ -170,7 +170,7 @@ def options_of_run(args: Any, config: PackingConfig) -> dict[str, Any]:
     A rank with other steps, other batches or another loss would let the others wait for ever.
     """
     options = {**vars_of(args.training_args), **vars_of(args), **vars_of(config)}
-    compared = {name: _content(value) for name, value in options.items() if _is_common(name)}
+    compared = {name: content_of(value) for name, value in options.items() if _is_common(name)}
     return {**compared, **{variable: os.environ.get(variable) for variable in (RESUME_DATA, RESUME_FILES)}}
 
 
@@ -184,20 +184,20 @@ def _is_common(name: str) -> bool:
     return not is_of_machine and name not in COMPARED_BY_CONTENT
 
 
-def _content(value: Any) -> Any:
+def content_of(value: Any) -> Any:
     """A value as plain data; of a file the digest, as it may lie elsewhere on another machine."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, str):
         return _content_of_text(value)
     if isinstance(value, Mapping):
-        return {str(key): _content(inner) for key, inner in value.items()}
+        return {str(key): content_of(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_content(inner) for inner in value]
+        return [content_of(inner) for inner in value]
     if isinstance(value, (set, frozenset)):
         return sorted(map(repr, value))
     if dataclasses.is_dataclass(value):
-        return _content(vars_of(value))
+        return content_of(vars_of(value))
     if isinstance(value, (bool, int, float, type(None))):
         return value
     # Of an object that is no data, as a device or a class, the name; its text may have an address in it.

@@ -33,6 +33,7 @@ from swift_vlpack.data.rows.saved_rows import (
     SavedSource,
     from_bytes,
 )
+from swift_vlpack.host.objective import refused_values, warning_of_changes
 
 logger = get_logger()
 
@@ -127,7 +128,11 @@ def load_state(
     current = {**fingerprint, "lengths": then.get("lengths")} if is_planned_alike else fingerprint
     words = {} if changed is None else {"data": changed.texts, "lengths": changed.sizes}
     with refused(path):
-        check_fingerprint(kind, then, current, {name: str(said) for name, said in words.items() if said})
+        check_fingerprint(
+            kind, *refused_values(then, current), {name: str(said) for name, said in words.items() if said}
+        )
+    if is_master() and (warning := warning_of_changes(then, current)):
+        logger.warning(f"{path}: {warning}")
     if rows is not None and changed is not None and is_planned_alike:
         _tell(changed)
         rows.take_sizes(saved)
