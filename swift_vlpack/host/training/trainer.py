@@ -298,6 +298,8 @@ class PackingTrainer(Seq2SeqTrainer):
         trained: tuple[int, int] = super()._init_training_state(*args, **kwargs)
         if self._global_step_before is None:
             return trained
+        # transformers would save, evaluate and log as often as the run that wrote the checkpoint.
+        self.state.compute_steps(self.args, self.state.max_steps)
         return self.feed.epoch, self.feed.batches_behind(self.args.gradient_accumulation_steps)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------

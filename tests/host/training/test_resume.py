@@ -226,6 +226,22 @@ def test_max_steps_bounds_all_runs_together(small_folder, dataset, uninterrupted
     assert trained(tmp_path) == [pack for pack in trained(whole) if step < pack[0] <= step + 3]
 
 
+def test_resumed_run_saves_evaluates_and_logs_as_it_is_told(small_folder, dataset, uninterrupted, tmp_path):
+    """RESUME-17: the run that wrote the checkpoint did so after each step."""
+    whole, expected = uninterrupted
+    checkpoint = checkpoint_at(whole, 1)
+    step = int(checkpoint.name.split("-")[1])
+    options = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "logging_steps": 2}
+    options |= {"val_dataset": dataset + "#3", "resume_from_checkpoint": checkpoint}
+    log = train(flags(small_folder, tmp_path, dataset, **options))["log_history"]
+    last = max(expected)  # after which a run saves and evaluates in any case
+    due = [at for at in range(step + 1, last) if at % 2 == 0]
+    saved = sorted(int(path.name.split("-")[1]) for path in tmp_path.glob("checkpoint-*"))
+    assert [at for at in saved if at != last] == due
+    assert [line["step"] for line in log if "eval_loss" in line and line["step"] != last] == due
+    assert [line["step"] for line in log if "loss" in line and step < line["step"] != last] == due
+
+
 @pytest.mark.slow
 @pytest.mark.telling
 def test_finished_run_trains_no_more(small_folder, dataset, uninterrupted, tmp_path):
