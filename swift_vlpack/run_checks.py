@@ -162,6 +162,17 @@ def refuse_combinations(options: Mapping[str, Any], config: PackingConfig) -> No
         (get("tuner_backend") == "unsloth", "--tuner_backend unsloth", "use peft"),
         ((get("sequence_parallel_size") or 1) > 1, "--sequence_parallel_size above 1", "set it to 1"),
         ((get("deepspeed_autotp_size") or 1) > 1, "--deepspeed_autotp_size above 1", "ranks train on different packs"),
+        (
+            config.eval_packing and get("predict_with_generate"),
+            "--predict_with_generate true with eval_packing",
+            "answers are written row by row; leave one of them out",
+        ),
+        (
+            config.eval_packing and get("eval_metric"),
+            f"--eval_metric {get('eval_metric')} with eval_packing",
+            "it is computed of rows, which packs are not (eval_loss and eval_token_acc are those of rows); leave one "
+            "of them out",
+        ),
         (get("use_flash_ckpt"), "--use_flash_ckpt true", "it says too early that a checkpoint is saved; leave it out"),
         (
             is_streaming and config.fusion_config,

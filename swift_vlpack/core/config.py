@@ -24,8 +24,9 @@ logger = logging.getLogger(__name__)
 
 ENV_PREFIX = "VLPACK_"
 RESUME_DATA, RESTART = "VLPACK_RESUME_DATA", "restart"
+RESUME_FILES, REPLACED = "VLPACK_RESUME_FILES", "replaced"
 RECORD_PACKS = "VLPACK_RECORD_PACKS"
-NO_OPTIONS = (RESUME_DATA, RECORD_PACKS)
+NO_OPTIONS = (RESUME_DATA, RESUME_FILES, RECORD_PACKS)
 """Variables with our prefix that are no packing options: about one start of a run, not about its packs."""
 MODES = ("auto", "plan", "buffer")
 ATTENTIONS = ("auto", "segments", "grouped", "varlen", "flex")
@@ -39,9 +40,13 @@ _FALSE = ("false", "0", "no", "off")
 _NONE = ("none", "null", "")
 
 
-def _option(default: Any, text: str, choices: tuple[str, ...] = ()) -> Any:
+_PACKS, _OBJECTIVE = "packs", "objective"
+"""What an option may decide that a saved state depends on: who shares a pack, what of the samples is trained."""
+
+
+def _option(default: Any, text: str, choices: tuple[str, ...] = (), decides: str = "") -> Any:
     """Declare a field whose help text and choices are where the command line and the documentation find them."""
-    return field(default=default, metadata={"help": text, "choices": choices})
+    return field(default=default, metadata={"help": text, "choices": choices, "decides": decides})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +54,7 @@ class PackingConfig:
     """Every packing option, under the name of its YAML key and flag; in the environment upper-case behind `VLPACK_`."""
 
     packing: bool = _option(False, "turns packing on; ms-swift's own flag too")
-    packing_length: int = _option(MISSING, "capacity of a pack in tokens, after images are expanded")
+    packing_length: int = _option(MISSING, "capacity of a pack in tokens, after images are expanded", decides=_PACKS)
     packing_mode: str = _option(
         "auto",
         "plan packs ahead of time and refuses data without a length, buffer packs rows as they come, auto chooses",
@@ -60,30 +65,38 @@ class PackingConfig:
         "binpack is ms-swift's own, greedy keeps the order (sequential is its name there), exact packs tightest, "
         "window lays documents end to end and cuts wherever a pack is full; module:function for one of your own",
         (*STRATEGIES, WINDOW),
+        decides=_PACKS,
     )
     # `exact` is within hundredths of a per cent of the bound from 256 on (docs/strategies.md); the others gain by more.
-    packing_buffer: int = _option(512, "window: samples the packer may choose from at a time")
+    packing_buffer: int = _option(512, "window: samples the packer may choose from at a time", decides=_PACKS)
     packing_min_fill_ratio: float = _option(
-        0.65, "packs at least this full leave at once; a value below 0.6 is accepted with a warning"
+        0.65, "packs at least this full leave at once; a value below 0.6 is accepted with a warning", decides=_PACKS
     )
-    packing_max_carry: int = _option(4, "windows a sample may wait for a better pack")
-    packing_drop_last: bool = _option(True, "drop the underfilled remainder of an epoch (at most one pack)")
+    packing_max_carry: int = _option(4, "windows a sample may wait for a better pack", decides=_PACKS)
+    packing_drop_last: bool = _option(
+        True, "drop the underfilled remainder of an epoch (at most one pack)", decides=_PACKS
+    )
     packing_allow_single_long: bool = _option(
-        True, "a sample of packing_length tokens or more becomes a pack of its own; false: it is skipped"
+        True,
+        "a sample of packing_length tokens or more becomes a pack of its own; false: it is skipped",
+        decides=_PACKS,
     )
     packing_overflow: str = _option(
         "keep",
         "rows longer than packing_length: keep them alone in a row, split them into parts between their images, "
         "truncate or drop them",
         OVERFLOWS,
+        decides=_OBJECTIVE,
     )
     packing_stride: int = _option(
-        0, "tokens that a part of a split row repeats of the part before, as context without loss; never an image"
+        0,
+        "tokens that a part of a split row repeats of the part before, as context without loss; never an image",
+        decides=_OBJECTIVE,
     )
-    packing_min_len: int = _option(1, "parts of cut rows that are shorter are left out")
-    packing_max_samples: int | None = _option(None, "most samples in a pack")
-    packing_max_images: int | None = _option(None, "most images in a pack")
-    packing_max_patches: int | None = _option(None, "most vision patches in a pack")
+    packing_min_len: int = _option(1, "parts of cut rows that are shorter are left out", decides=_OBJECTIVE)
+    packing_max_samples: int | None = _option(None, "most samples in a pack", decides=_PACKS)
+    packing_max_images: int | None = _option(None, "most images in a pack", decides=_PACKS)
+    packing_max_patches: int | None = _option(None, "most vision patches in a pack", decides=_PACKS)
     packing_pad_to: int | str | None = _option(
         None,
         "rows of fixed shape: pad each to packing_length (length), or to the next multiple of so many tokens; the "
@@ -99,9 +112,11 @@ class PackingConfig:
     )
     packing_verify: bool = _option(True, "prove before step 1 that samples of a pack do not see each other")
     mask_boundary_loss: bool = _option(
-        True, "the first token of a sample is no target, whatever the template says; false: as the template says"
+        True,
+        "the first token of a sample is no target, whatever the template says; false: as the template says",
+        decides=_OBJECTIVE,
     )
-    train_on_eos: bool = _option(True, "EOS is a target where the template says so; false: never")
+    train_on_eos: bool = _option(True, "EOS is a target where the template says so; false: never", decides=_OBJECTIVE)
     packing_any_family: bool = _option(
         False, "pack families that ms-swift does not pack, if the proof passes; needs packing_verify"
     )
@@ -109,6 +124,7 @@ class PackingConfig:
         "token",
         "what weighs the same in the loss of a step: every token, every sample, or samples by the root of their tokens",
         LOSSES,
+        decides=_OBJECTIVE,
     )
     packing_max_failures: int = _option(100, "consecutive unreadable rows before the run stops")
     packing_max_failed_share: float = _option(
@@ -154,11 +170,14 @@ class PackingConfig:
 
     def pack_options(self) -> dict[str, Any]:
         """The options that decide which items share a pack; a saved state is only good under the same ones."""
-        return {name: getattr(self, name) for name in _PACK_OPTIONS}
+        return self._deciding(_PACKS)
 
-    def changed_targets(self) -> dict[str, Any]:
-        """What is trained of the samples, where it is not the default; a run goes on only under the same."""
-        return {name: value for name, value in self.changed().items() if name in _TARGET_OPTIONS}
+    def objective(self) -> dict[str, Any]:
+        """The options that decide what of the samples is trained; a run goes on only under the same ones."""
+        return self._deciding(_OBJECTIVE)
+
+    def _deciding(self, what: str) -> dict[str, Any]:
+        return {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.metadata["decides"] == what}
 
     def changed(self) -> dict[str, Any]:
         """The options that are not at their default."""
@@ -194,19 +213,6 @@ class PackingConfig:
         )
 
 
-_PACK_OPTIONS = (
-    "packing_length",
-    "packing_strategy",
-    "packing_buffer",
-    "packing_min_fill_ratio",
-    "packing_max_carry",
-    "packing_drop_last",
-    "packing_allow_single_long",
-    "packing_max_samples",
-    "packing_max_images",
-    "packing_max_patches",
-)
-_TARGET_OPTIONS = ("mask_boundary_loss", "train_on_eos", "packing_overflow", "packing_stride", "packing_min_len")
 _TYPES: dict[str, Any] = get_type_hints(PackingConfig)
 
 

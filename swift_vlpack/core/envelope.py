@@ -76,7 +76,8 @@ def check_fingerprint(
     kind: str, saved: Mapping[str, Any], current: Mapping[str, Any], explained: Mapping[str, str] | None = None
 ) -> None:
     """Refuse what differs, field by field; `explained` says it in words, in place of a field's two values."""
-    both = {name: f"{saved.get(name)!r}, now {current.get(name)!r}" for name in differing_fields(saved, current)}
+    names = differing_fields(saved, current)
+    both = {name: f"{shown_value(saved, name)}, now {shown_value(current, name)}" for name in names}
     if both:
         said = {**both, **{name: words for name, words in (explained or {}).items() if name in both}}
         named = ", ".join(f"{name} ({words})" for name, words in said.items())
@@ -138,6 +139,11 @@ def _digest(envelope: Mapping[str, Any]) -> str:
 def _short(value: Any) -> str:
     said = repr(value)
     return said if len(said) <= 80 else f"{said[:77]}..."
+
+
+def shown_value(values: Mapping[str, Any], name: str) -> str:
+    """A value in an error; one that is not there is another thing than one that is None."""
+    return repr(values[name]) if name in values else "absent"
 
 
 def differing_fields(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:

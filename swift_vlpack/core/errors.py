@@ -13,6 +13,7 @@ VLPackError
 |-- TooManyFailures    so many rows in a row that the data must be broken (data/rows/samples.py)
 |-- IsolationError     samples of a pack see each other, or the proof cannot be made (data/proof/isolation.py)
 |-- RanksDiffer        the ranks would train on different data (host/ranks.py)
+|-- RankGone           something between the ranks died, as one of them has left (data/waiting.py)
 |-- StateNotSaved      the state of the data cannot be written into a checkpoint (host/training/state.py)
 |-- WorkerDied         a dataloader worker was killed, or left (host/training/loader.py)
 |-- PhaseFailed        a process of `vlpack bench` ended without a result (commands/tools/bench.py)

@@ -1,7 +1,7 @@
-"""A rank that waits for others says for whom.
+"""A rank that waits for others says for whom; one whose collective dies, who has left and why.
 
 Ranks meet in the same order at the same points. Each announces the number of the point it has come to in the store
-that the run was started with; one that has waited for long looks who has not come.
+that the run was started with, and the error that it leaves with; one that has waited for long, or in vain, looks there.
 """
 
 from __future__ import annotations
@@ -17,12 +17,21 @@ from typing import Any
 
 import torch.distributed as dist
 
+from swift_vlpack.core.errors import VLPackError
+
 logger = logging.getLogger(__name__)
 
 SECONDS_BEFORE_IT_IS_SAID = 180.0
 """And then again after twice as long, and so on."""
 _CONNECTING = timedelta(seconds=10)
+_OF_GLOO = ("gloo/", "Application timeout caused pair closure", "Connection closed by peer", "Connection reset by peer")
+"""What an error of a collective over gloo has in its text; its class is RuntimeError."""
+_LONGEST_ERROR = 300
 _num_points = 0
+
+
+class RankGone(VLPackError):
+    """Something between the ranks died, for the most part because one of them has left."""
 
 
 @contextmanager
@@ -48,8 +57,40 @@ def _watched(store: Any, point: int, what: str, seconds: float) -> Iterator[None
     watcher.start()
     try:
         yield
+    except Exception as error:
+        if not is_of_collective(error):
+            with suppress(RuntimeError):
+                store.set(_left(dist.get_rank()), f"{what}: {_one_line(error)}")
+            raise
+        raise RankGone(f"{what}: a collective died ({_one_line(error)}); {_who_has_left(store, point)}") from None
     finally:
         is_over.set()
+
+
+def is_of_collective(error: BaseException) -> bool:
+    """Whether an error says that ranks could not talk to each other, and nothing of what they talked about."""
+    if isinstance(error, (RankGone, dist.DistError)):
+        return True
+    return type(error) is RuntimeError and any(part in str(error) for part in _OF_GLOO)
+
+
+def _who_has_left(store: Any, point: int) -> str:
+    try:
+        others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+        left = [rank for rank in others if store.check([_left(rank)])]
+        said = [f"rank {rank} left at {store.get(_left(rank)).decode()}" for rank in left]
+        said += [f"not there: {missing}" for missing in _missing(store, point)]
+    except RuntimeError:
+        said = []
+    return "; ".join(said) or "no rank has said why: look at the output of the others, and whether one was killed"
+
+
+def _left(rank: int) -> str:
+    return f"left {rank}"
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_ERROR]
 
 
 def _watch(store: Any, point: int, what: str, seconds: float, is_over: threading.Event) -> None:

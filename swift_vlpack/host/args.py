@@ -186,45 +186,6 @@ def _refuse_another_model(args: Any) -> None:
 
 
 def _refuse_what_cannot_be(args: Any, config: PackingConfig) -> None:
-<<<<<<< HEAD
-=======
-    if config.fusion_config is not None and args.dataset:
-        raise ConfigError(
-            f"both --dataset ({', '.join(args.dataset)}) and fusion_config ({config.fusion_config}) name the data; "
-            "give one of them"
-        )
-    if not (args.dataset or args.cached_dataset or config.fusion_config):
-        raise ConfigError("there is no data to train on: give --dataset or fusion_config")
-    for is_so, what, way_out in (
-        (args.task_type != "causal_lm", f"--task_type {args.task_type}", "it is for causal_lm"),
-        (args.group_by_length, "--group_by_length true", "packs are matched in cost already"),
-        (args.interleave_prob, "--interleave_prob", "give ratios in a fusion_config"),
-        (args.cached_dataset or args.cached_val_dataset, "--cached_dataset", "use --dataset"),
-        (args.tuner_backend == "unsloth", "--tuner_backend unsloth", "use peft"),
-        (args.sequence_parallel_size > 1, "--sequence_parallel_size above 1", "set it to 1"),
-        ((args.deepspeed_autotp_size or 1) > 1, "--deepspeed_autotp_size above 1", "every rank trains on other packs"),
-        (
-            config.eval_packing and args.predict_with_generate,
-            "--predict_with_generate true with eval_packing",
-            "answers are written row by row; leave one of them out",
-        ),
-        (
-            config.eval_packing and args.eval_metric,
-            f"--eval_metric {args.eval_metric} with eval_packing",
-            "it is computed of rows, which packs are not (eval_loss and eval_token_acc are those of rows); leave one "
-            "of them out",
-        ),
-        (args.use_flash_ckpt, "--use_flash_ckpt true", "it says that a checkpoint is saved before it is; leave it out"),
-        (
-            args.streaming and config.fusion_config,
-            "--streaming true with a fusion_config",
-            "ratios need data with a length; leave --streaming out, or name the files with --dataset",
-        ),
-    ):
-        if is_so:
-            raise ConfigError(f"{what} cannot be used with packing: {way_out}")
-    _refuse_truncation_of_windows(args, config)
->>>>>>> w-eval
     cutting = Cutting.of(config)
     if cutting is not None and cutting.how != "drop" and args.truncation_strategy in ("left", "right"):
         raise ConfigError(

@@ -78,14 +78,28 @@ def activate() -> None:
     prepare = SwiftSft._prepare_dataset
     if hasattr(prepare, "_vlpack_original"):
         return
+    load_model = SwiftSft._prepare_model_tokenizer
+
+    def is_packed(pipeline: Any) -> bool:
+        from swift_vlpack.host.args import is_ours
+
+        return type(pipeline) in (SwiftSft, SwiftPretrain) and is_ours(pipeline.args)
+
+    @functools.wraps(load_model)
+    def _prepare_model_tokenizer(self: Any, **kwargs: Any) -> None:
+        from swift_vlpack.host.together import start_together
+
+        if is_packed(self):
+            start_together(self.args)
+        load_model(self, **kwargs)
+
+    SwiftSft._prepare_model_tokenizer = _prepare_model_tokenizer
 
     @functools.wraps(prepare)
     def _prepare_dataset(self: Any) -> Any:
-        from swift_vlpack.host.args import is_ours
         from swift_vlpack.host.pipeline import prepare_dataset
 
-        is_packed = type(self) in (SwiftSft, SwiftPretrain) and is_ours(self.args)
-        return prepare_dataset(self) if is_packed else prepare(self)
+        return prepare_dataset(self) if is_packed(self) else prepare(self)
 
     _prepare_dataset._vlpack_original = prepare  # type: ignore[attr-defined]
     SwiftSft._prepare_dataset = _prepare_dataset

@@ -39,7 +39,9 @@ from swift_vlpack.data.rows.urls import Urls
 from swift_vlpack.host.args import packing_config
 from swift_vlpack.host.lengths.headers import reading_urls
 from swift_vlpack.host.lengths.length_pass import with_lengths
-from swift_vlpack.host.ranks import check_equal, num_ranks, num_ranks_of_run, options_of_run, rank, versions
+from swift_vlpack.host.objective import objective_of
+from swift_vlpack.host.ranks import RanksOfRun, num_ranks, num_ranks_of_run, rank
+from swift_vlpack.host.rows.same_rows import check_same_files, check_same_validation
 from swift_vlpack.host.rows.sources import load_sources, load_stream
 from swift_vlpack.host.training.attention import use_attention
 
@@ -56,12 +58,12 @@ def prepare_dataset(pipeline: Any) -> list[Any]:
     args, template = pipeline.args, pipeline.template
     config = packing_config(args)
     logger.info(f"packing: {config}")
-    # Before anything that would differ, or wait for ever, without saying why.
-    check_equal("versions and options", {**versions(), **options_of_run(args, config)})
     use_attention(pipeline.model, args.attn_impl)
     _warn_of_cut_conversations(template, config)
     feed, val_rows = build_feed(args, template, config)
+    check_same_validation(val_rows, RanksOfRun())
     feed.unpacked_batch_size = getattr(args, "unpacked_batch_size", 1)
+    feed.objective = objective_of(args)
     # Of all rows, before the first step: a mount that is gone shows in the length pass already.
     check_measured(getattr(feed.dataset, "sources", ()), config.packing_max_failed_share)
     check_rope(pipeline.model.config, feed.dataset, template.max_length, config)
@@ -82,7 +84,7 @@ def build_feed(args: Any, template: Any, config: PackingConfig) -> tuple[Feed, A
             rows, template, config, seed=data_seed(args), rank=rank(), num_ranks=num_ranks_of_run()
         )
         return StreamedFeed(packs, args.training_args.dataloader_num_workers), val_rows
-    sources, val_rows = load_sources(args, config)
+    sources, val_rows = _same_sources(args, config)
     return planned_feed(measured_rows(sources, template, args, config), template, args, config), val_rows
 
 
@@ -120,8 +122,17 @@ def _unmeasured_rows(
     template = for_training(template, config)
     if args.streaming:
         return load_stream(args, reading_urls(template, urls_in_training()))
-    sources, val_rows = load_sources(args, config)
+    sources, val_rows = _same_sources(args, config)
     return fused(sources, template, args, config), val_rows
+
+
+def _same_sources(args: Any, config: PackingConfig) -> tuple[list[RowSource], Any]:
+    """The sources and the validation rows, if the files that training rows name are the same on all ranks."""
+    sources, val_rows = load_sources(args, config)
+    # Before the length pass: it would remember for all what one rank does not have.
+    for source in sources:
+        check_same_files(source, RanksOfRun())
+    return sources, val_rows
 
 
 def fused(sources: list[RowSource], template: Any, args: Any, config: PackingConfig) -> FusionCaptionDataset:

@@ -3,32 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
+from pathlib import Path
 from typing import Any, TypeVar
 
 import swift
+import torch
 import torch.distributed as dist
 import transformers
 from swift.utils import get_dist_setting
 
 import swift_vlpack
-from swift_vlpack.core.config import RESUME_DATA, PackingConfig
-from swift_vlpack.core.envelope import differing_fields
+from swift_vlpack.core.checkpoint_files import digest_of_file
+from swift_vlpack.core.comm import Comm
+from swift_vlpack.core.config import RESUME_DATA, RESUME_FILES, PackingConfig
+from swift_vlpack.core.envelope import differing_fields, shown_value
 from swift_vlpack.core.errors import VLPackError
 from swift_vlpack.data.waiting import waiting
 
 Result = TypeVar("Result")
 
 OF_A_MACHINE = (
-    *("local_rank", "dataloader_", "dataset_num", "packing_num", "log_level", "disable_tqdm", "run_name", "hub_"),
-    *("push_to_hub", "model", "device", "fusion_config", "swanlab_", "use_cpu", "resume_from_checkpoint", "report_to"),
-    *("trackio_", "ray_", "project", "check_model", "use_hf", "local_repo_path", "load_from_cache_file"),
+    *("local_rank", "device", "max_memory", "use_cpu", "dataloader_", "load_from_cache_file", "download_mode"),
+    *("log_level", "disable_tqdm", "run_name", "report_to", "project", "trackio_", "swanlab_", "ray_"),
+    *("hub_", "push_to_hub", "use_hf", "local_repo_path", "check_model", "ignore_args_error"),
 )
-"""Beginnings of names of options that ranks may have each for itself: paths, devices, processes, logs, secrets."""
+"""Beginnings of names of options that ranks may have each for itself: devices, processes, logs, hubs."""
+OF_A_MACHINE_AT_THE_END = ("_token", "_dir", "_num_proc")
+"""Ends of such names: secrets, paths to write to, processes."""
+COMPARED_BY_CONTENT = ("model", "dataset", "val_dataset", "fusion_config", "resume_from_checkpoint")
+"""Paths that each machine may have elsewhere: parameters, rows and checkpoints are compared in their place."""
+NUM_PARAMETERS_NAMED = 3
 _counted_as: ContextVar[int | None] = ContextVar("counted_as", default=None)
 
 
@@ -95,16 +105,58 @@ def results_of_all(work: Callable[[], Result], what: str = "what every rank foun
     return [result for result, _ in everyone]
 
 
+class RanksOfRun:
+    """The ranks that torch.distributed knows."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this one."""
+        return rank()
+
+    @property
+    def num_ranks(self) -> int:
+        """How many there are."""
+        return num_ranks()
+
+    def results_of_all(self, work: Callable[[], Result]) -> list[Result]:
+        """Do the work on every rank and give everyone all results, in order of rank."""
+        return results_of_all(work)
+
+
 def check_equal(what: str, mine: Mapping[str, Any]) -> None:
     """Stop on every rank, naming what differs, unless all ranks have the same."""
-    first, *others = gathered(dict(mine), what)
+    refuse_differences(what, gathered(dict(mine), what))
+
+
+def refuse_differences(what: str, everyone: Sequence[Mapping[str, Any]]) -> None:
+    """Raise an error that names what differs, unless what all ranks gave is the same."""
+    first, *others = everyone
     for other, theirs in enumerate(others, start=1):
         if names := differing_fields(first, theirs):
-            shown = "; ".join(f"{name}: {first.get(name)!r} and {theirs.get(name)!r}" for name in names)
+            shown = "; ".join(f"{name}: {shown_value(first, name)} and {shown_value(theirs, name)}" for name in names)
             raise RanksDiffer(
                 f"ranks 0 and {other} do not agree on the {what}: {shown}. "
                 "Give all ranks the same files, versions and options"
             )
+
+
+def check_same_parameters(model: Any, comm: Comm) -> None:
+    """Stop on every rank, naming some of what differs, unless the models have the same parameters to train."""
+    mine = {
+        name: f"{list(parameter.shape)} {parameter.dtype}, {'trained' if parameter.requires_grad else 'frozen'}"
+        for name, parameter in model.named_parameters()
+    }
+    # Digests first: the names of all parameters, from all ranks, are only needed where something differs.
+    digest = hashlib.blake2b(repr(mine).encode(), digest_size=8).hexdigest()
+    if len({*comm.results_of_all(lambda: digest)}) == 1:
+        return
+    everyone = comm.results_of_all(lambda: mine)
+    names = sorted({name for theirs in everyone for name in differing_fields(everyone[0], theirs)})
+    refuse_differences(
+        f"parameters of the model, {len(names)} of which differ",
+        [{name: theirs.get(name, "not there") for name in names[:NUM_PARAMETERS_NAMED]} for theirs in everyone],
+    )
+    raise RanksDiffer("the ranks have the same parameters in another order. Give all ranks the same versions")
 
 
 def versions() -> dict[str, str]:
@@ -113,17 +165,13 @@ def versions() -> dict[str, str]:
 
 
 def options_of_run(args: Any, config: PackingConfig) -> dict[str, Any]:
-    """All packing options, and all options of training with a plain value, but for those a machine may have of its own.
+    """All packing options and all options of training, but for those a machine may have of its own.
 
     A rank with other steps, other batches or another loss would let the others wait for ever.
     """
-    options: dict[str, Any] = {name: value for name, value in vars_of(config).items() if _is_common(name, value)}
-    # Of a name that both have ms-swift's own counts: it is what was asked for.
-    for name, value in {**vars_of(args.training_args), **vars_of(args)}.items():
-        value = value.value if isinstance(value, Enum) else value
-        if isinstance(value, (bool, int, float, str, type(None))) and _is_common(name, value):
-            options.setdefault(name, value)
-    return {**options, RESUME_DATA: os.environ.get(RESUME_DATA)}
+    options = {**vars_of(args.training_args), **vars_of(args), **vars_of(config)}
+    compared = {name: content_of(value) for name, value in options.items() if _is_common(name)}
+    return {**compared, **{variable: os.environ.get(variable) for variable in (RESUME_DATA, RESUME_FILES)}}
 
 
 def vars_of(options: Any) -> dict[str, Any]:
@@ -131,10 +179,40 @@ def vars_of(options: Any) -> dict[str, Any]:
     return {spec.name: getattr(options, spec.name, None) for spec in dataclasses.fields(options)}
 
 
-def _is_common(name: str, value: Any) -> bool:
-    is_of_machine = name.startswith(OF_A_MACHINE) or name.endswith(("_token", "_dir", "_num_proc"))
-    # Paths differ from machine to machine, and what they lead to is compared by its content.
-    return not is_of_machine and not (isinstance(value, str) and os.sep in value)
+def _is_common(name: str) -> bool:
+    is_of_machine = name.startswith(OF_A_MACHINE) or name.endswith(OF_A_MACHINE_AT_THE_END)
+    return not is_of_machine and name not in COMPARED_BY_CONTENT
+
+
+def content_of(value: Any) -> Any:
+    """A value as plain data; of a file the digest, as it may lie elsewhere on another machine."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, str):
+        return _content_of_text(value)
+    if isinstance(value, Mapping):
+        return {str(key): content_of(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [content_of(inner) for inner in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(repr, value))
+    if dataclasses.is_dataclass(value):
+        return content_of(vars_of(value))
+    if isinstance(value, (bool, int, float, type(None))):
+        return value
+    # Of an object that is no data, as a device or a class, the name; its text may have an address in it.
+    return str(value) if isinstance(value, torch.dtype) else type(value).__name__
+
+
+def _content_of_text(text: str) -> str:
+    if os.sep not in text:
+        return text
+    path = Path(text)
+    try:
+        # What is in a folder is compared otherwise: parameters, rows, states of checkpoints.
+        return "a folder" if path.is_dir() else f"a file of digest {digest_of_file(path)}" if path.is_file() else text
+    except OSError:  # too long for a path
+        return text
 
 
 def tolerate_packs_without_images(model: Any, training_args: Any) -> None:

@@ -39,6 +39,7 @@ SEAM: tuple[tuple[str, str, frozenset[str]], ...] = tuple(
         ("swift.dataset", "load_dataset", "datasets split_dataset_ratio shuffle use_hf"),
         ("swift.pipelines.train.pretrain", "SwiftPretrain._prepare_dataset", "self"),
         ("swift.pipelines.train.sft", "SwiftSft._prepare_dataset", "self"),
+        ("swift.pipelines.train.sft", "SwiftSft._prepare_model_tokenizer", "self"),
         ("swift.pipelines.train.sft", "SwiftSft._encode_dataset", "self train_dataset val_dataset"),
         ("swift.pipelines.train.sft", "SwiftSft._save_val_dataset", "self val_dataset"),
         ("swift.template", "Template.data_collator", "self batch padding_to"),

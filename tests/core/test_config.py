@@ -300,14 +300,15 @@ def test_every_option_is_of_packs_or_known_not_to_be():
             "packing_max_failures",
             "packing_max_failed_share",
             "packing_cache_dir",
-            "mask_boundary_loss",
-            "train_on_eos",
-            "packing_loss",
             "packing_pad_to",
         ),
-        *("packing_overflow", "packing_stride", "packing_min_len"),  # a state is only good under the same targets
         *("packing_balance", "fusion_config"),  # a plan's state has the one, and what follows from the other
     }
-    of_packs = set(PackingConfig(packing_length=8).pack_options())
-    assert of_packs | not_of_packs == set(option_names())
-    assert not of_packs & not_of_packs
+    config = PackingConfig(packing_length=8)
+    of_packs, of_objective = set(config.pack_options()), set(config.objective())
+    assert of_packs | of_objective | not_of_packs == set(option_names())
+    assert len(of_packs) + len(of_objective) + len(not_of_packs) == len(option_names())
+    assert config.objective() == {
+        "packing_overflow": "keep", "packing_stride": 0, "packing_min_len": 1, "mask_boundary_loss": True,
+        "train_on_eos": True, "packing_loss": "token",
+    }  # fmt: skip

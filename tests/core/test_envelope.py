@@ -18,7 +18,7 @@ def test_every_differing_field_is_named_with_both_values():
     sealed = seal("plan", {"a": 1, "b": 2, "gone": 3}, {})
     with pytest.raises(StateMismatch) as refused:
         unseal(sealed, "plan", {"a": 1, "b": 9, "new": 4})
-    for part in ("b (2, now 9)", "gone (3, now None)", "new (None, now 4)"):
+    for part in ("b (2, now 9)", "gone (3, now absent)", "new (absent, now 4)"):
         assert part in str(refused.value)
     assert " a (" not in str(refused.value)
     assert differing_fields({"a": None}, {}) == ["a"]

@@ -193,11 +193,13 @@ def test_three_ranks_go_on_from_two(killed, small_folder, dataset, tmp_path):
 
 OTHER_OPTIONS = {  # flags, then variables, of rank 1 only
     "--gradient_accumulation_steps": 3, "--save_steps": 2, "--num_train_epochs": 4, "--learning_rate": "2e-3",
-    "--logging_steps": 5, "--seed": 7, "VLPACK_PACKING_VERIFY": "false", "VLPACK_PACKING_BUFFER": 9,
+    "--logging_steps": 5, "--seed": 7, "--torch_dtype": "bfloat16", "--target_modules": "q_proj",
+    "VLPACK_PACKING_VERIFY": "false", "VLPACK_PACKING_BUFFER": 9,
 }  # fmt: skip
 TOLD = (
     *("gradient_accumulation_steps: 1 and 3", "save_steps: 1(.0)? and 2(.0)?", "num_train_epochs: 1(.0)? and 4(.0)?"),
     *("learning_rate: 0.001 and 0.002", "logging_steps: 1(.0)? and 5(.0)?", "seed: 42 and 7"),
+    *("torch_dtype: 'torch.float32' and 'torch.bfloat16'", r"target_modules: \['all-linear'\] and \['q_proj'\]"),
     *("packing_verify: True and False", "packing_buffer: 512 and 9"),
 )
 
@@ -214,7 +216,37 @@ def test_ranks_with_different_files_or_options_are_stopped_at_the_start(
 ):
     """RANKS-2: two machines, one of which has another version of the file, or other flags and another environment."""
     lines = Path(dataset).read_text().splitlines(keepends=True)
-    files = [lines, [*lines[:-1], lines[-1].replace("question", word)]]
+    folders = [tmp_path / str(rank) for rank in range(2)]
+    for folder, content in zip(folders, [lines, [*lines[:-1], lines[-1].replace("question", word)]], strict=True):
+        folder.mkdir()
+        (folder / "train.jsonl").write_text("".join(content))
+    outputs = stopped_apart(flags(small_folder, tmp_path / "out", "train.jsonl"), folders, others)
+    for text in outputs:
+        for part in told:
+            assert re.search(rf"ranks 0 and 1 do not agree on the .*: .*{part}", text), text[-3000:]
+    assert trained(tmp_path / "out") == []
+
+
+@pytest.mark.slow
+@pytest.mark.telling
+def test_ranks_that_resume_from_other_checkpoints_are_stopped(killed, small_folder, dataset, tmp_path):
+    """RANKS-10: two machines with disks of their own, whose last checkpoints are of other steps."""
+    complete = sorted((path.parent for path in killed[0].glob(f"checkpoint-*/{FILE}")), key=step_of)
+    folders = [tmp_path / str(rank) for rank in range(2)]
+    for folder, checkpoint in zip(folders, (complete[0], complete[-1]), strict=True):
+        shutil.copytree(checkpoint, folder / "last")
+    shared = flags(small_folder, tmp_path / "out", dataset, resume_from_checkpoint="last")
+    for text in stopped_apart(shared, folders):
+        steps = f"{step_of(complete[0])} and {step_of(complete[-1])}"
+        assert "do not agree on the checkpoint to resume from: " in text, text[-3000:]
+        assert f"global_step of the trainer: {steps}" in text
+
+
+def stopped_apart(shared, folders, others=()):
+    """The output of two ranks, started each in a folder of its own, of which the second has flags and variables more.
+
+    They have to stop, and none may wait for the other.
+    """
     clean = {key: value for key, value in os.environ.items() if not key.startswith("VLPACK_")}
     clean |= {f"VLPACK_{name.upper()}": str(value) for name, value in OPTIONS.items()}
     clean |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -223,26 +255,24 @@ def test_ranks_with_different_files_or_options_are_stopped_at_the_start(
     plugins = ["--external_plugins", plugin_path(), SMALL_VOCABULARY]
     ours = [*plugins, "--packing", "true", "--ddp_backend", "gloo", "--use_cpu", "true"]
     processes = []
-    for rank, content in enumerate(files):
-        path = tmp_path / str(rank) / "train.jsonl"
-        path.parent.mkdir()
-        path.write_text("".join(content))
-        command = [sys.executable, entry, *flags(small_folder, tmp_path / "out", path.name), *ours]
+    for rank, folder in enumerate(folders):
+        command = [sys.executable, entry, *shared, *ours]
         places = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        for name, value in others.items() if rank else ():
+        for name in others if rank else ():
             if name.startswith("--"):
-                command += [name, value]
+                command += [name, others[name]]
             else:
-                places[name] = str(value)
+                places[name] = str(others[name])
         processes.append(
             subprocess.Popen(
                 [str(part) for part in command], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                env={**clean, **places}, cwd=path.parent,
+                env={**clean, **places}, cwd=folder,
             )
         )  # fmt: skip
-    outputs = [process.communicate(timeout=300)[0] for process in processes]
-    assert [process.returncode for process in processes] != [0, 0]
-    for text in outputs:
-        for part in told:
-            assert re.search(rf"ranks 0 and 1 do not agree on the .*: .*{part}", text), text[-3000:]
-    assert trained(tmp_path / "out") == []
+    try:
+        outputs = [process.communicate(timeout=300)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert 0 not in [process.returncode for process in processes], outputs[0][-3000:]
+    return outputs

@@ -30,20 +30,68 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
-@pytest.mark.telling
-def test_rank_that_waits_says_for_whom_and_where():
-    """RANKS-8: at the very first point, and at a later one; in words, and no more often than they are worth."""
+ONE_LEAVES = """
+import os, sys
+import torch
+import torch.distributed as dist
+from swift_vlpack.data.waiting import RankGone, waiting
+from swift_vlpack.host.ranks import gathered, rank
+
+dist.init_process_group("gloo")
+gathered(1, "the first point")
+how = sys.argv[1]
+if rank() == 1 and how == "killed":
+    os._exit(9)
+try:
+    with waiting("the isolation proof"):
+        if rank() == 1:
+            raise torch.OutOfMemoryError("no memory\\nof many lines")
+        dist.all_reduce(torch.ones(1))
+except RankGone as error:
+    print("TOLD", error, file=sys.stderr)
+    assert "\\n" not in str(error) and error.__cause__ is None
+"""
+
+
+def on_two_ranks(script, *args):
+    """What the ranks write, and their exit codes. Rank 0 has the store, as torchrun would, and is waited for last."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
     environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", TWO_RANKS], env={**environ, "RANK": str(rank)}, text=True, stderr=subprocess.PIPE
+            [sys.executable, "-c", script, *args], env={**environ, "RANK": str(rank)}, text=True,
+            stderr=subprocess.PIPE,
         )
         for rank in range(2)
-    ]
+    ]  # fmt: skip
     logs = [process.communicate(timeout=300)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], logs
+    return logs, [process.returncode for process in processes]
+
+
+@pytest.mark.slow
+@pytest.mark.telling
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("raises", "rank 1 left at the isolation proof: OutOfMemoryError: no memory of many lines"),
+        ("killed", "not there: rank 1, last at 'the first point'"),
+    ],
+)
+def test_collective_that_dies_says_who_has_left(how, told):
+    """RANKS-13: with its error where it had one, and where it was last where it had none."""
+    logs, codes = on_two_ranks(ONE_LEAVES, how)
+    assert codes[0] == 0, logs[0]
+    (line,) = [line for line in logs[0].splitlines() if line.startswith("TOLD")]
+    assert "TOLD the isolation proof: a collective died (RuntimeError: " in line
+    assert line.endswith(told)
+
+
+@pytest.mark.slow
+@pytest.mark.telling
+def test_rank_that_waits_says_for_whom_and_where():
+    """RANKS-8: at the very first point, and at a later one; in words, and no more often than they are worth."""
+    logs, codes = on_two_ranks(TWO_RANKS)
+    assert codes == [0, 0], logs
     said = [[line for line in log.splitlines() if "has waited" in line] for log in logs]
     assert "rank 0 has waited" in said[0][0]
     assert "'the first point'; not there: rank 1, which has come to no point yet" in said[0][0]

@@ -9,7 +9,16 @@ from typing import Any, get_args, get_type_hints
 from swift_vlpack.commands.schema import values
 from swift_vlpack.commands.schema.values import Schema
 from swift_vlpack.core.checkup.packages import version_of
-from swift_vlpack.core.config import ENV_PREFIX, NO_OPTIONS, RECORD_PACKS, RESTART, RESUME_DATA, PackingConfig
+from swift_vlpack.core.config import (
+    ENV_PREFIX,
+    NO_OPTIONS,
+    RECORD_PACKS,
+    REPLACED,
+    RESTART,
+    RESUME_DATA,
+    RESUME_FILES,
+    PackingConfig,
+)
 from swift_vlpack.swift_flags import Flag, flags
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
@@ -33,6 +42,7 @@ _VARIABLES = {
     "HF_ENDPOINT": "another address of the Hugging Face hub",
     "MODELSCOPE_CACHE": "where ms-swift keeps models and data sets",
     RESUME_DATA: "let a resumed run begin its data anew",
+    RESUME_FILES: "let a resumed run take files of its checkpoint that were replaced on purpose",
     RECORD_PACKS: "true: list every trained pack in vlpack/packs_rankN.jsonl; false: not those of streams either",
 }
 
@@ -106,6 +116,7 @@ def _variables() -> dict[str, Schema]:
         schema.pop("default", None)
     others: dict[str, Schema] = {name: {"description": text} for name, text in _VARIABLES.items()}
     others[RESUME_DATA]["enum"] = [RESTART]
+    others[RESUME_FILES]["enum"] = [REPLACED]
     assert set(NO_OPTIONS) <= set(others)
     return {**packing, **others}
 

@@ -54,6 +54,8 @@ class Feed(Protocol):
     num_ranks: int
     unpacked_batch_size: int
     """Samples of a padded batch that packing is compared with."""
+    objective: dict[str, Any]
+    """What the run trains, as far as rows and packing options do not say it; checkpoints keep it."""
     rows: RunRows
     """The rows as checkpoints remember them."""
 

@@ -43,6 +43,7 @@ class PlannedFeed:
         extent: Extent = ONE_EPOCH,
     ) -> None:
         self.unpacked_batch_size = 1
+        self.objective: dict[str, Any] = {}
         make_packing(template, dataset, config)
         self.template = template
         self.config = config
@@ -87,7 +88,8 @@ class PlannedFeed:
             # Without the tokens with a label, which decide nothing.
             "lengths": digest_of(*(column.astype("<i8").tobytes() for column in columns)),
             **self.config.pack_options(),
-            **self.config.changed_targets(),
+            **self.config.objective(),
+            **self.objective,
             "packing_balance": self.config.packing_balance,
         }
 

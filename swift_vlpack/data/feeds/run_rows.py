@@ -54,8 +54,7 @@ class RunRows:
             "shuffle": dataset.mix.shuffle,
             "sources": {source.name: [len(source.rows), source.ratio, source.sample_limit] for source in self.sources},
             "data": digest_of(*(part for source, digests in contents for part in _content(source, digests))),
-            # Only where it was chosen, so that checkpoints written before there was a choice go on.
-            **({} if dataset.mix.ratio_by == "rows" else {"ratio_by": dataset.mix.ratio_by}),
+            "ratio_by": dataset.mix.ratio_by,
         }
 
 

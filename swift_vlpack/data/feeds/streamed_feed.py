@@ -41,6 +41,7 @@ class StreamedFeed:
 
     def __init__(self, packs: BufferedPackingDataset, num_workers: int) -> None:
         self.unpacked_batch_size = 1
+        self.objective: dict[str, Any] = {}
         self.packs = packs
         self.config = packs.config
         self.dataset = packs.dataset
@@ -69,7 +70,8 @@ class StreamedFeed:
             "seed": self.seed,
             **(_of_stream(data) if isinstance(data, StreamedRows) else self.rows.fingerprint(data)),
             **self.config.pack_options(),
-            **self.config.changed_targets(),
+            **self.config.objective(),
+            **self.objective,
         }
 
     def begin(self, epoch: int) -> EpochStart:

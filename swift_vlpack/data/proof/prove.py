@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
+
 from swift_vlpack.core.errors import DataError, VLPackError
 from swift_vlpack.data.feeds.packs import Packs
 from swift_vlpack.data.lengths.sizes import num_supervised
@@ -16,6 +18,7 @@ from swift_vlpack.data.proof.changes import can_be_replaced
 from swift_vlpack.data.proof.choose_samples import chosen_samples, rows_of_plan, short_samples, tokens_of_epoch
 from swift_vlpack.data.proof.isolation import IsolationError, Proof, proved
 from swift_vlpack.data.proof.subject import Subject, TemplateRows
+from swift_vlpack.data.waiting import is_of_collective
 
 
 def prove(
@@ -60,6 +63,8 @@ def proof_of(
     except VLPackError:
         raise
     except Exception as error:
+        if is_of_collective(error) or isinstance(error, torch.OutOfMemoryError):
+            raise  # of the run and not of isolation: to leave the proof out would help nothing
         raise IsolationError(
             f"the isolation proof could not be run ({type(error).__name__}: {error}); mend that, or set "
             "packing_verify=false to train without a proof"

@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from swift.utils import get_logger, is_master
@@ -35,8 +34,6 @@ from swift_vlpack.host.lengths.source_code import is_installed
 from swift_vlpack.host.lengths.values import digest_of
 
 logger = get_logger()
-
-Result = TypeVar("Result")
 
 NUM_ROWS_EQUAL_ON_RANKS = 1024
 """Rows, spread over a source, that have to be the same on all ranks: files that differ do so in more than one row in a
@@ -74,7 +71,7 @@ def with_lengths(source: RowSource, template: Any, args: Any, cache_dir: str | N
         tell_about(cache.path, About(source.name, source.origin, *map(str, of), swift_vlpack.__version__))
     known = Known(cache=cache, trust=Trust(cache.path.with_name(f"{context}.trust")), urls=urls)
     with late_imports():
-        sizes = measure(source, known, encoders, _RanksOfRun())
+        sizes = measure(source, known, encoders, ranks.RanksOfRun())
     _note_reads(source, memory, observed, known.reads)
     if is_master():
         log_failures(source, sizes, memory_of_urls)
@@ -115,21 +112,6 @@ def _warn_of_whole_environment(source: RowSource, reads: Reads) -> None:
             "meant nothing tells, so another value of theirs measures no row again. Read them by name "
             "(os.environ.get), or run `vlpack cache clear` when one has changed"
         )
-
-
-class _RanksOfRun:
-    """The ranks that torch.distributed knows."""
-
-    @property
-    def rank(self) -> int:
-        return ranks.rank()
-
-    @property
-    def num_ranks(self) -> int:
-        return ranks.num_ranks()
-
-    def results_of_all(self, work: Callable[[], Result]) -> list[Result]:
-        return ranks.results_of_all(work)
 
 
 def cache_path(source: RowSource, context: str, cache_dir: str | None) -> Path:

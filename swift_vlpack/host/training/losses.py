@@ -23,6 +23,7 @@ from swift_vlpack.data.model.sample_losses import LossOfSample
 from swift_vlpack.data.proof.choose_samples import short_samples
 from swift_vlpack.data.proof.reference import untouched
 from swift_vlpack.data.rows.samples import Encoded
+from swift_vlpack.data.waiting import is_of_collective
 
 logger = get_logger()
 
@@ -44,6 +45,8 @@ def add_up(trainer: Any) -> None:
     except VLPackError:
         raise
     except Exception as error:
+        if is_of_collective(error):
+            raise
         raise LossNotAdditive(
             f"whether the losses of rows add up to that of a step could not be checked ({type(error).__name__}: "
             f"{error}); mend that, or set packing_verify=false to train the model's own loss without a check"

@@ -19,13 +19,14 @@ from swift_vlpack.data.trained.first_batch import difference, encoded_again, wro
 from swift_vlpack.data.trained.in_training import FirstRow, measured, prove_in_training
 from swift_vlpack.data.trained.passes import Passes
 from swift_vlpack.host.ranks import results_of_all
+from swift_vlpack.data.waiting import waiting
 
 
 def prove_isolation(trainer: Any) -> Proof:
     """Run the proof on the model as it will train; all ranks run the same forwards."""
-    return proof_of(
-        model_of(trainer), trainer.template, trainer.feed, forward_context=trainer.compute_loss_context_manager
-    )
+    context = trainer.compute_loss_context_manager
+    with waiting("the isolation proof"):  # in which wrapped models talk to each other
+        return proof_of(model_of(trainer), trainer.template, trainer.feed, forward_context=context)
 
 
 def prove_first_batch(trainer: Any, batches: Sequence[Batch], num_items: Any) -> str:

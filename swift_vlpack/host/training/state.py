@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from swift.utils import get_logger, is_master
+from transformers.trainer import TRAINER_STATE_NAME
 
 from swift_vlpack.core.account import telemetry
+from swift_vlpack.core.checkpoint_files import RECORDS
 from swift_vlpack.core.config import RESTART, RESUME_DATA
-from swift_vlpack.core.envelope import Whole, check_fingerprint, opened, seal, signed
+from swift_vlpack.core.envelope import Whole, check_fingerprint, check_shape, opened, seal, signed
 from swift_vlpack.core.epoch.cuts import CUTS
 from swift_vlpack.core.errors import ConfigError, StateMismatch, VLPackError
 from swift_vlpack.core.files import write_json, write_whole
@@ -31,6 +33,7 @@ from swift_vlpack.data.rows.saved_rows import (
     SavedSource,
     from_bytes,
 )
+from swift_vlpack.host.objective import refused_values, warning_of_changes
 
 logger = get_logger()
 
@@ -125,7 +128,11 @@ def load_state(
     current = {**fingerprint, "lengths": then.get("lengths")} if is_planned_alike else fingerprint
     words = {} if changed is None else {"data": changed.texts, "lengths": changed.sizes}
     with refused(path):
-        check_fingerprint(kind, then, current, {name: str(said) for name, said in words.items() if said})
+        check_fingerprint(
+            kind, *refused_values(then, current), {name: str(said) for name, said in words.items() if said}
+        )
+    if is_master() and (warning := warning_of_changes(then, current)):
+        logger.warning(f"{path}: {warning}")
     if rows is not None and changed is not None and is_planned_alike:
         _tell(changed)
         rows.take_sizes(saved)
@@ -138,6 +145,30 @@ def read_state(checkpoint: Path, kind: str) -> tuple[dict[str, Any], dict[str, A
     with refused(path, "it is incomplete, or was written without packing"):
         envelope = json.loads(path.read_text(encoding="utf-8"))
         return opened(envelope, kind, shape=STATES.get(kind), is_signed=True)
+
+
+def read_any_state(checkpoint: Path) -> tuple[str, dict[str, Any]]:
+    """The digest of all that was saved, and the state, of whichever kind it is."""
+    path = checkpoint / FILE
+    with refused(path, "it is incomplete, or was written without packing"):
+        envelope = json.loads(path.read_text(encoding="utf-8"))
+        kind = str(envelope.get("kind")) if isinstance(envelope, dict) else "packing"
+        _, state = opened(envelope, kind, shape=STATES.get(kind), is_signed=True)
+        if "files" in state:  # an earlier version wrote no records
+            check_shape(state["files"], RECORDS, "state.files")
+        return str(envelope["digest"]), state
+
+
+def read_trainer_state(checkpoint: Path) -> dict[str, Any]:
+    """The trainer's own state; empty where it has written none."""
+    path = checkpoint / TRAINER_STATE_NAME
+    try:
+        state = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return {**state, **({"global_step": int(state["global_step"])} if state else {})}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StateMismatch(
+            f"{path}: damaged: {type(error).__name__}: {error}. Resume from an earlier checkpoint"
+        ) from error
 
 
 def load_rows(checkpoint: Path, state: Mapping[str, Any]) -> list[SavedSource]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -12,10 +13,10 @@ import torch
 from swift.trainers import Seq2SeqTrainer
 from swift.utils import get_logger, is_master
 from torch.utils.data import DataLoader
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import seed_worker
 
 from swift_vlpack.core.account.telemetry import Telemetry
+from swift_vlpack.core.checkpoint_files import recorded
 from swift_vlpack.core.epoch.rest_of_run import Bounds, RestOfRun, num_steps
 from swift_vlpack.core.errors import ConfigError, StateMismatch
 from swift_vlpack.core.files import sync_folder
@@ -28,9 +29,12 @@ from swift_vlpack.data.randomness import RandomStream
 from swift_vlpack.data.rows.contents import NO_LABEL
 from swift_vlpack.data.rows.samples import PackRecord
 from swift_vlpack.host.ranks import (
+    RanksOfRun,
     check_equal,
+    check_same_parameters,
     gathered,
     num_ranks,
+    refuse_differences,
     results_of_all,
     tolerate_packs_without_images,
     versions,
@@ -48,7 +52,16 @@ from swift_vlpack.host.training.losses import (
     warn_of_what_differs,
 )
 from swift_vlpack.host.training.proof import prove_first_batch
-from swift_vlpack.host.training.state import FILE, WAY_OUT, load_rank_state, load_state, save_rank_state, save_state
+from swift_vlpack.host.training.state import (
+    FILE,
+    ROWS_FILE,
+    WAY_OUT,
+    load_rank_state,
+    load_state,
+    read_trainer_state,
+    save_rank_state,
+    save_state,
+)
 from swift_vlpack.host.training.voting import Ranks
 
 logger = get_logger()
@@ -268,6 +281,7 @@ class PackingTrainer(Seq2SeqTrainer):
         """Train, if all ranks have the same data; from a checkpoint on, the data goes on where it was."""
         self._fingerprint = self.feed.fingerprint()
         check_equal("data and versions", {**versions(), **self._fingerprint})
+        check_same_parameters(self.model, RanksOfRun())
         self.account.list_deleted_rows()
         if resume_from_checkpoint:
             self.checkpoint_resumed = Path(resume_from_checkpoint)
@@ -315,11 +329,12 @@ class PackingTrainer(Seq2SeqTrainer):
 
     def _resume(self, checkpoint: Path) -> None:
         """Continue behind the last pack that the checkpoint was trained on."""
-        step = self._global_step_before = _global_step(checkpoint)
+        step = self._global_step_before = int(read_trainer_state(checkpoint).get("global_step", 0))
         if self.args.ignore_data_skip:  # the trainer's own way to say that the data shall start anew
             return
-        saved, *_ = results_of_all(lambda: load_state(checkpoint, self.feed.kind, self._fingerprint, self.feed.rows))
-        if saved is None:
+        everyone = results_of_all(lambda: load_state(checkpoint, self.feed.kind, self._fingerprint, self.feed.rows))
+        refuse_differences("saved state of the data", [state or {} for state in everyone])
+        if (saved := everyone[0]) is None:
             return
         rank = self.args.process_index
         is_of_rank = self.feed.rank_state() is not None
@@ -363,6 +378,8 @@ class PackingTrainer(Seq2SeqTrainer):
         trained: tuple[int, int] = super()._init_training_state(*args, **kwargs)
         if self._global_step_before is None:
             return trained
+        # transformers would save, evaluate and log as often as the run that wrote the checkpoint.
+        self.state.compute_steps(self.args, self.state.max_steps)
         return self.feed.epoch, self.feed.batches_behind(self.args.gradient_accumulation_steps)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
@@ -384,26 +401,30 @@ class PackingTrainer(Seq2SeqTrainer):
         self._is_saving = False
         results_of_all(self._save_rank_state, "where the readers stand, for a checkpoint")
         counted = self.account.over_all_ranks()  # by now all ranks have written what is theirs
-        results_of_all(self._sync_checkpoint, "a checkpoint that is brought to the disk")
-        results_of_all(lambda: self._complete_checkpoint(counted), "the state of a checkpoint")
+        files = self._recorded_on_disk()
+        results_of_all(lambda: self._complete_checkpoint(counted, files), "the state of a checkpoint")
         self._update_last_checkpoint_symlink(barrier=False)
         return result
 
     def _save_rank_state(self) -> None:
         if (state := self.feed.rank_state()) is not None:
             save_rank_state(self._checkpoint, self.args.process_index, self.state.global_step, state)
-
-    def _sync_checkpoint(self) -> None:
-        """On every machine, whose files these may be."""
         if self.args.should_save:
             save_training_args(self._checkpoint, self.args)
-        if self.args.local_process_index == 0:
-            sync(self._checkpoint)
 
-    def _complete_checkpoint(self, counted: Telemetry) -> None:
+    def _recorded_on_disk(self) -> dict[str, Any]:
+        """Sizes and digests of all files, read while the disk, on every machine, is busy with writing them."""
+        with ThreadPoolExecutor(1) as beside:
+            is_first = self.args.local_process_index == 0
+            written = beside.submit(sync, self._checkpoint) if is_first else None
+            files = recorded(self._checkpoint, RanksOfRun(), without=(FILE, ROWS_FILE))
+        results_of_all(lambda: written and written.result(), "a checkpoint that is brought to the disk")
+        return files
+
+    def _complete_checkpoint(self, counted: Telemetry, files: Mapping[str, Any]) -> None:
         if not self.args.should_save:
             return
-        state = {**self.feed.state(), "counted": counted.state()}
+        state = {**self.feed.state(), "counted": counted.state(), "files": files}
         save_state(self._checkpoint, self.feed.kind, self._fingerprint, state, self.feed.rows)
         sync_folder(self._checkpoint)
         rotate(self._checkpoint, self.args.save_total_limit, self.state.best_model_checkpoint)
@@ -428,14 +449,3 @@ def _checked(feed: Any) -> Feed:
 def _warn(warning: str | None) -> None:
     if warning and is_master():
         logger.warning(f"packing: {warning}")
-
-
-def _global_step(checkpoint: Path) -> int:
-    """Steps of the checkpoint, where the trainer will find them too."""
-    path = checkpoint / TRAINER_STATE_NAME
-    try:
-        return int(json.loads(path.read_text(encoding="utf-8"))["global_step"]) if path.is_file() else 0
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StateMismatch(
-            f"{path}: damaged: {type(error).__name__}: {error}. Resume from an earlier checkpoint"
-        ) from error

@@ -87,7 +87,7 @@ def test_packs_of_every_epoch_have_the_shares_of_tokens_that_were_asked_for():
         assert tokens.tolist() == [1500, 500] or abs(tokens[0] - 1500) + abs(tokens[1] - 500) <= 20
         assert len(feed.epoch_plan) == len(feed)
     assert feed.fingerprint()["ratio_by"] == "tokens"
-    assert "ratio_by" not in planned_feed(fused(), Template(), CONFIG).fingerprint()
+    assert planned_feed(fused(), Template(), CONFIG).fingerprint()["ratio_by"] == "rows"
 
 
 def test_epochs_that_could_not_all_have_the_same_steps_are_refused_at_the_start():

@@ -1,11 +1,13 @@
 """Which samples the proof takes, from real packs of a real template."""
 
 import pytest
+import torch
 
 from swift_vlpack import PackingConfig, PackingDataset, prove
 from swift_vlpack.core.errors import DataError
 from swift_vlpack.data.proof import prove as prove_module
 from swift_vlpack.data.proof.choose_samples import chosen_samples, rows_of_plan, short_samples, tokens_of_epoch
+from swift_vlpack.data.proof.isolation import IsolationError
 from swift_vlpack.data.rows.contents import contents_of
 from tests.rows import image_row, text_row
 
@@ -131,6 +133,29 @@ def test_data_without_one_usable_row_is_named(packs, training, monkeypatch):
     monkeypatch.setattr(prove_module, "can_be_replaced", lambda *args: False)
     with pytest.raises(DataError, match=r"no row that it can use, one with a label.* one that it cannot is data:0"):
         prove(loaded.model, loaded.template, odd)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[/gloo/transport/tcp/pair.cc:545] Read error [127.0.0.1]:8606: Connection reset by peer"),
+        torch.distributed.DistBackendError("NCCL error: remote process exited or there was a network error"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+    ],
+)
+def test_collective_that_dies_is_no_proof_that_failed(error, packs, training):
+    """RANKS-13: it goes through as it is; any other error of the model's is one of the proof."""
+    loaded, made = training(QWEN), packs(texts(5))
+    for raised, expected in ((error, type(error)), (RuntimeError("of the model"), IsolationError)):
+
+        def fail(*args, raised=raised):
+            raise raised
+
+        handle = loaded.model.register_forward_pre_hook(fail)
+        with pytest.raises(expected) as caught:
+            prove(loaded.model, loaded.template, made)
+        handle.remove()
+        assert ("packing_verify=false" in str(caught.value)) == (expected is IsolationError)
 
 
 def test_rows_of_the_plan_are_the_fullest_and_that_of_the_longest(packs):

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from swift_vlpack.core.config import PackingConfig
+from swift_vlpack.core.envelope import differing_fields
 from swift_vlpack.core.errors import ConfigError, StateMismatch
 from swift_vlpack.data.feeds.run_rows import RunRows
+from swift_vlpack.host.objective import REFUSED, WARNED, refused_values
 from swift_vlpack.host.training.state import (
     FILE,
     RANK_FILE,
@@ -224,6 +226,22 @@ def test_max_steps_bounds_all_runs_together(small_folder, dataset, uninterrupted
     assert trained(tmp_path) == [pack for pack in trained(whole) if step < pack[0] <= step + 3]
 
 
+def test_resumed_run_saves_evaluates_and_logs_as_it_is_told(small_folder, dataset, uninterrupted, tmp_path):
+    """RESUME-17: the run that wrote the checkpoint did so after each step."""
+    whole, expected = uninterrupted
+    checkpoint = checkpoint_at(whole, 1)
+    step = int(checkpoint.name.split("-")[1])
+    options = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "logging_steps": 2}
+    options |= {"val_dataset": dataset + "#3", "resume_from_checkpoint": checkpoint}
+    log = train(flags(small_folder, tmp_path, dataset, **options))["log_history"]
+    last = max(expected)  # after which a run saves and evaluates in any case
+    due = [at for at in range(step + 1, last) if at % 2 == 0]
+    saved = sorted(int(path.name.split("-")[1]) for path in tmp_path.glob("checkpoint-*"))
+    assert [at for at in saved if at != last] == due
+    assert [line["step"] for line in log if "eval_loss" in line and line["step"] != last] == due
+    assert [line["step"] for line in log if "loss" in line and step < line["step"] != last] == due
+
+
 @pytest.mark.slow
 @pytest.mark.telling
 def test_finished_run_trains_no_more(small_folder, dataset, uninterrupted, tmp_path):
@@ -310,6 +328,57 @@ def test_other_options_and_lengths_are_refused(small_folder, dataset, uninterrup
     assert re.search(r"lengths \(train:\d+ .*files: [^)]*\.jpg\) has \d+ tokens.*, then \d+ tokens", str(refused.value))
     assert "seed (42, now 7)" in str(refused.value)
     assert "packing_min_fill_ratio" not in str(refused.value)
+
+
+def test_another_objective_is_refused_with_both_values(small_folder, dataset, uninterrupted, tmp_path, monkeypatch):
+    """RESUME-16: what the loss is, what of a row is a target, which parameters are trained; defaults by their value."""
+    checkpoint = checkpoint_at(uninterrupted[0], -2)
+    monkeypatch.setenv("VLPACK_PACKING_LOSS", "sqrt")
+    monkeypatch.setenv("VLPACK_MASK_BOUNDARY_LOSS", "false")
+    others = {"loss_scale": "all", "system": "Be brief.", "freeze_aligner": "false"}
+    with pytest.raises(StateMismatch) as refused:
+        train(flags(small_folder, tmp_path, dataset, resume_from_checkpoint=checkpoint, **others))
+    for part in (
+        "packing_loss ('token', now 'sqrt')", "mask_boundary_loss (True, now False)",
+        "loss_scale ('default', now 'all')", "system (None, now 'Be brief.')", "freeze_aligner (True, now False)",
+    ):  # fmt: skip
+        assert part in str(refused.value), str(refused.value)
+    assert "loss_type" not in str(refused.value)
+
+
+def test_other_settings_of_the_same_objective_are_warned_of(small_folder, dataset, uninterrupted, tmp_path, caplog):
+    """RESUME-16: with both values, and which of them counts; that of the optimizer is seen in the log."""
+    whole, _ = uninterrupted
+    checkpoint = checkpoint_at(whole, 1)
+    step = int(checkpoint.name.split("-")[1])
+    others = {"neftune_noise_alpha": 5, "lora_dropout": 0.5, "learning_rate": 0.5, "max_steps": step + 1}
+    saved = {"save_strategy": "steps", "save_steps": 1}
+    result = train(flags(small_folder, tmp_path, dataset, resume_from_checkpoint=checkpoint, **others, **saved))
+    assert "neftune_noise_alpha (None, now 5.0: the new value counts)" in caplog.text
+    assert "lora_dropout (0.05, now 0.5: the adapter of the checkpoint keeps the saved value)" in caplog.text
+    assert "learning_rate (0.001, now 0.5: the optimizer of the checkpoint keeps the saved value)" in caplog.text
+    assert all(line["learning_rate"] <= 0.001 for line in result["log_history"] if "learning_rate" in line)
+    written = json.loads((tmp_path / f"checkpoint-{step + 1}" / "adapter_config.json").read_text())
+    assert written["lora_dropout"] == 0.05
+
+
+def test_checkpoint_of_an_earlier_version_is_compared_as_far_as_it_can_be():
+    """RESUME-16: it saved what was not the default, and of the loss nothing."""
+    now = {"seed": 1, "packing_loss": "sqrt", "loss_scale": "all", "train_on_eos": True, "ratio_by": "rows"}
+    assert refused_values({"seed": 1}, now) == ({"seed": 1, "train_on_eos": True, "ratio_by": "rows"},) * 2
+    then, current = refused_values({"seed": 1, "ratio_by": "tokens"}, now)
+    assert differing_fields(then, current) == ["ratio_by"]
+    then, current = refused_values({**now, "loss_scale": "default", "max_grad_norm": 1}, {**now, "max_grad_norm": 2})
+    assert differing_fields(then, current) == ["loss_scale"]
+
+
+def test_documentation_lists_what_is_refused_and_what_is_warned_of():
+    """RESUME-16"""
+    text = (Path(__file__).parents[3] / "docs" / "resume.md").read_text()
+    rows = dict(re.findall(r"^\| (refused|warned of) \| (.*) \|$", text, re.MULTILINE))
+    named = {kind: set(re.findall(r"`(\w+)`", said)) for kind, said in rows.items()}
+    assert named["refused"] == {*REFUSED, *PackingConfig(packing_length=8).objective()}
+    assert named["warned of"] == set(WARNED)
 
 
 @pytest.mark.slow

@@ -1,0 +1,83 @@
+"""Before anything is loaded: all ranks were given the same, and resume from the same checkpoint, whose files are whole.
+
+The earliest point at which the ranks can talk. A rank that differs would load another model, wait for ever, or train a
+replica of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from swift.utils import get_logger, is_master
+
+from swift_vlpack.core.checkpoint_files import damages, unreadable
+from swift_vlpack.core.comm import Comm
+from swift_vlpack.core.config import REPLACED, RESUME_FILES
+from swift_vlpack.core.errors import ConfigError, StateMismatch
+from swift_vlpack.host.args import packing_config
+from swift_vlpack.host.ranks import RanksOfRun, check_equal, options_of_run, refuse_differences, versions
+from swift_vlpack.host.training.state import FILE, read_any_state, read_trainer_state, wants_restart
+
+logger = get_logger()
+
+OF_A_NODE = ("log_history", "best_model_checkpoint", "is_local_process_zero", "is_world_process_zero")
+"""What of `trainer_state.json` each node may have of its own: log lines have times and memory, and paths differ."""
+NUM_DAMAGES_NAMED = 5
+
+
+def start_together(args: Any) -> None:
+    """Stop on every rank, naming what differs or is damaged, before a model is loaded."""
+    check_equal("versions and options", {**versions(), **options_of_run(args, packing_config(args))})
+    checkpoint = Path(args.resume_from_checkpoint) if args.resume_from_checkpoint else None
+    check_checkpoint(checkpoint, RanksOfRun(), needs_state=not args.ignore_data_skip)
+
+
+def check_checkpoint(checkpoint: Path | None, comm: Comm, *, needs_state: bool = True) -> None:
+    """Compare what the ranks resume from, then its files with what was written."""
+    needs_state = needs_state and not wants_restart(os.environ)
+    both = comm.results_of_all(lambda: _facts_of(checkpoint, needs_state))
+    refuse_differences("checkpoint to resume from", [facts for facts, _ in both])
+    if checkpoint is not None:
+        _check_files(checkpoint, both[comm.rank][1], comm)
+
+
+def _facts_of(checkpoint: Path | None, needs_state: bool) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
+    """What has to be the same on all ranks, and the records of files; none where an earlier version wrote it."""
+    if checkpoint is None:
+        return {"--resume_from_checkpoint": "not given"}, None
+    trainer_state = read_trainer_state(checkpoint)
+    facts = {f"{name} of the trainer": value for name, value in trainer_state.items() if name not in OF_A_NODE}
+    facts = {"--resume_from_checkpoint": "given", **facts}
+    if not (needs_state or (checkpoint / FILE).is_file()):
+        return {**facts, FILE: "not there"}, None
+    digest, state = read_any_state(checkpoint)
+    return {**facts, f"digest of {FILE}": digest}, state.get("files")
+
+
+def _check_files(checkpoint: Path, records: Mapping[str, Any] | None, comm: Comm) -> None:
+    if records is not None and not are_replaced(os.environ):
+        _refuse(damages(checkpoint, records, comm), f"; where you replaced a file on purpose, set {RESUME_FILES}="
+                f"{REPLACED}")  # fmt: skip
+        return
+    if records is not None and is_master():
+        logger.warning(f"{RESUME_FILES}={REPLACED}: files of {checkpoint} are not compared with what was written")
+    _refuse(sorted({said for of_rank in comm.results_of_all(lambda: unreadable(checkpoint)) for said in of_rank}))
+
+
+def _refuse(found: Sequence[str], further_way_out: str = "") -> None:
+    if found:
+        more = len(found) - NUM_DAMAGES_NAMED
+        said = "; ".join(found[:NUM_DAMAGES_NAMED]) + (f"; and {more} more" if more > 0 else "")
+        raise StateMismatch(f"{said}. Resume from an earlier checkpoint, or copy this one again{further_way_out}")
+
+
+def are_replaced(environ: Mapping[str, str]) -> bool:
+    """Whether files of a checkpoint were replaced on purpose since it was written."""
+    given = environ.get(RESUME_FILES, "")
+    wish = given.strip().lower()
+    if wish not in ("", REPLACED):
+        raise ConfigError(f"{RESUME_FILES} can only be {REPLACED}, got {given!r}; without it all files are compared")
+    return wish == REPLACED

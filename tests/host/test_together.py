@@ -1,0 +1,278 @@
+"""What is compared before a model is loaded: options, checkpoints and their files."""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+from swift_vlpack.core.comm import ALONE
+from swift_vlpack.core.config import PackingConfig
+from swift_vlpack.core.errors import ConfigError, StateMismatch
+from swift_vlpack.data.rows.fusion import RowSource
+from swift_vlpack.host.ranks import RanksDiffer, RanksOfRun, check_same_parameters, options_of_run, refuse_differences
+from swift_vlpack.host.rows.same_rows import check_same_files, check_same_validation
+from swift_vlpack.host.together import check_checkpoint
+from swift_vlpack.host.training.state import FILE
+from tests.host.lengths.test_ranks import on_two_ranks
+from tests.host.runs import packed_argv, train
+from tests.images import photo
+from tests.ranks_in_threads import on_ranks
+from tests.rows import image_row, text_row, write_jsonl
+
+FAMILY = "qwen2_5_vl"
+OPTIONS = {"VLPACK_PACKING_VERIFY": "false", "VLPACK_PACKING_MAX_SAMPLES": "1", "VLPACK_PACKING_STRATEGY": "exact"}
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    for name, value in OPTIONS.items():
+        monkeypatch.setenv(name, value)
+
+
+def flags(small_folder, output, data, **options):
+    usual = {"tuner_type": "lora", "max_steps": 3, "save_strategy": "steps", "save_steps": 1, "split_dataset_ratio": 0}
+    return packed_argv(small_folder(FAMILY), FAMILY, output, dataset=data, **{**usual, **options})
+
+
+@pytest.fixture(scope="module")
+def run(small_folder, tmp_path_factory):
+    """A run of one rank with a checkpoint a step."""
+    output = tmp_path_factory.mktemp("run")
+    data = write_jsonl(output / "rows.jsonl", [text_row(f"question {n}") for n in range(8)])
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in OPTIONS.items():
+            patch.setenv(name, value)
+        train(flags(small_folder, output, data))
+    return output, data
+
+
+def copied(run, step, folder):
+    checkpoint = folder / f"checkpoint-{step}"
+    shutil.copytree(run[0] / f"checkpoint-{step}", checkpoint)
+    return checkpoint
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def refusal(checkpoints):
+    """What every rank says when each resumes from its own."""
+    errors = on_ranks(len(checkpoints), lambda comm: check_checkpoint(checkpoints[comm.rank], comm))
+    assert len({type(error) for error in errors}) == 1
+    if errors[0] is None:
+        return None
+    assert len({str(error) for error in errors}) == 1
+    assert isinstance(errors[0], RanksDiffer)
+    return str(errors[0])
+
+
+def test_ranks_that_resume_from_other_checkpoints_are_stopped(run, tmp_path):
+    """RANKS-10: of other steps, of another state at the same step, one of them without any."""
+    first, second = copied(run, 1, tmp_path / "a"), copied(run, 2, tmp_path / "b")
+    assert refusal([first, first]) is None
+    assert refusal([None, None]) is None
+    said = refusal([first, second])
+    assert "ranks 0 and 1 do not agree on the checkpoint to resume from: " in said
+    assert "global_step of the trainer: 1 and 2" in said
+    assert f"digest of {FILE}" in said
+    assert "--resume_from_checkpoint: 'given' and 'not given'" in refusal([first, first, None])
+    other = copied(run, 1, tmp_path / "c")
+    state = json.loads((other / "trainer_state.json").read_text())
+    (other / "trainer_state.json").write_text(json.dumps({**state, "best_global_step": 7}))
+    assert "best_global_step of the trainer: None and 7" in refusal([first, other])
+
+
+def test_nodes_may_have_their_own_log_lines_and_paths(run, tmp_path, monkeypatch):
+    """RANKS-10"""
+    monkeypatch.setenv("VLPACK_RESUME_FILES", "replaced")
+    checkpoints = [copied(run, 1, tmp_path / name) for name in "ab"]
+    state = json.loads((checkpoints[1] / "trainer_state.json").read_text())
+    of_node = {"log_history": [], "best_model_checkpoint": "/elsewhere", "is_world_process_zero": False}
+    (checkpoints[1] / "trainer_state.json").write_text(json.dumps({**state, **of_node}))
+    assert refusal(checkpoints) is None
+
+
+def test_checkpoint_without_a_state_is_compared_where_the_data_starts_anew(run, tmp_path, monkeypatch):
+    """RANKS-10 RESUME-7"""
+    checkpoints = [copied(run, 1, tmp_path / name) for name in "ab"]
+    (checkpoints[1] / FILE).unlink()
+    for error in on_ranks(2, lambda comm: check_checkpoint(checkpoints[comm.rank], comm)):
+        assert f"has no {FILE}: it is incomplete" in str(error)
+    monkeypatch.setenv("VLPACK_RESUME_DATA", "restart")
+    assert "'not there'" in refusal(checkpoints)
+    (checkpoints[0] / FILE).unlink()
+    assert refusal(checkpoints) is None
+
+
+DAMAGED = ("adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin")
+DAMAGED = (*DAMAGED, "trainer_state.json", "adapter_config.json", "args.json")
+
+
+def flipped(content):
+    return content[: len(content) // 2] + bytes([content[len(content) // 2] ^ 1]) + content[len(content) // 2 + 1 :]
+
+
+@pytest.mark.parametrize("change", [flipped, lambda content: b"", lambda content: content[: len(content) // 2], None])
+def test_every_damaged_file_is_named_by_one_line_before_a_model_is_loaded(change, run, tmp_path):
+    """RESUME-14: one bit, an empty file, half a file, none; of everything that ms-swift and transformers wrote."""
+    checkpoint = copied(run, 2, tmp_path)
+    for name in DAMAGED:
+        path = checkpoint / name
+        content = path.read_bytes()
+        path.unlink() if change is None else path.write_bytes(change(content))
+        with pytest.raises(StateMismatch, match=re.escape(str(path))) as refused:
+            check_checkpoint(checkpoint, ALONE)
+        assert "\n" not in str(refused.value)
+        path.write_bytes(content)
+    check_checkpoint(checkpoint, ALONE)
+
+
+def test_training_asks_before_it_loads_the_model(run, small_folder, tmp_path, monkeypatch):
+    """RESUME-14: the one flipped bit that used to train on."""
+    from swift.arguments import SftArguments
+
+    checkpoint = copied(run, 2, tmp_path)
+    path = checkpoint / "adapter_model.safetensors"
+    path.write_bytes(flipped(path.read_bytes()))
+    load = SftArguments.get_model_processor
+    with monkeypatch.context() as patch:
+        patch.setattr(SftArguments, "get_model_processor", lambda *args, **kwargs: pytest.fail("it loads the model"))
+        with pytest.raises(StateMismatch, match=r"is damaged, or another file.*VLPACK_RESUME_FILES=replaced"):
+            train(flags(small_folder, tmp_path / "out", run[1], resume_from_checkpoint=checkpoint))
+    assert SftArguments.get_model_processor is load
+    monkeypatch.setenv("VLPACK_RESUME_FILES", "replaced")
+    result = train(flags(small_folder, tmp_path / "out", run[1], resume_from_checkpoint=checkpoint))
+    assert result["global_step"] == 3
+
+
+def test_replaced_files_have_to_be_readable_all_the_same(run, tmp_path, monkeypatch, caplog):
+    """RESUME-15: so have those of a checkpoint of an earlier version, which has no records."""
+    monkeypatch.setenv("VLPACK_RESUME_FILES", "replaced")
+    checkpoint = copied(run, 2, tmp_path)
+    check_checkpoint(checkpoint, ALONE)
+    assert f"files of {checkpoint} are not compared with what was written" in caplog.text
+    (checkpoint / "optimizer.pt").write_bytes(b"")
+    with pytest.raises(StateMismatch, match=re.escape(f"{checkpoint / 'optimizer.pt'} is empty")):
+        check_checkpoint(checkpoint, ALONE)
+    monkeypatch.setenv("VLPACK_RESUME_FILES", "anything")
+    with pytest.raises(ConfigError, match="VLPACK_RESUME_FILES can only be replaced, got 'anything'"):
+        check_checkpoint(checkpoint, ALONE)
+
+
+# -- options, models and rows -----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Args:
+    """Fields with every kind of value that ms-swift's arguments have."""
+
+    training_args: "Args | None" = None
+    torch_dtype: torch.dtype = torch.float32
+    target_modules: tuple[str, ...] = ("all-linear",)
+    lr_scheduler_kwargs: dict[str, float] | None = None
+    external_plugins: list[str] = dataclasses.field(default_factory=list)
+    system: str = "Say yes/no."
+    model: str = "/models/a"
+    model_type: str = "qwen2_5_vl"
+    dataset: list[str] = dataclasses.field(default_factory=list)
+    output_dir: str = "/out"
+    max_memory: dict[int, str] | None = None
+
+
+def options(**given):
+    return options_of_run(Args(training_args=Args(), **given), PackingConfig(packing_length=8))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"torch_dtype": torch.bfloat16},
+        {"target_modules": ["q_proj", "v_proj"]},
+        {"lr_scheduler_kwargs": {"min_lr": 1e-6}},
+        {"system": "Say yes/maybe."},
+        {"model_type": "qwen2_vl"},
+    ],
+)
+def test_options_without_a_plain_value_are_compared(given):
+    """RANKS-2"""
+    (name,) = given
+    with pytest.raises(RanksDiffer, match=f"do not agree on the options: {name}: "):
+        refuse_differences("options", [options(), options(**given)])
+
+
+def test_files_are_compared_by_content_and_not_by_path(tmp_path):
+    """RANKS-2: a plugin that lies elsewhere is the same one; data, models and outputs are compared in other ways."""
+    paths = [tmp_path / name / "plugin.py" for name in "abc"]
+    for path, content in zip(paths, ("x = 1", "x = 1", "x = 2"), strict=True):
+        path.parent.mkdir()
+        path.write_text(content)
+    same, alike, other = (options(external_plugins=[str(path)]) for path in paths)
+    refuse_differences("options", [same, alike])
+    with pytest.raises(RanksDiffer, match=r"external_plugins: .*a file of digest"):
+        refuse_differences("options", [same, other])
+    elsewhere = {"model": "/other", "dataset": ["/other.jsonl"], "output_dir": "/else", "max_memory": {0: "1GB"}}
+    refuse_differences("options", [options(), options(**elsewhere)])
+
+
+def test_models_with_other_parameters_are_stopped():
+    """RANKS-11: another shape, another type, another choice of what is trained."""
+
+    def model(rank, case):
+        built = nn.Sequential(nn.Linear(2, 3 if (rank, case) == (1, "shape") else 2))
+        if rank == 1 and case == "type":
+            built.to(torch.bfloat16)
+        built[0].bias.requires_grad_((rank, case) != (1, "frozen"))
+        return built
+
+    assert on_ranks(2, lambda comm: check_same_parameters(model(comm.rank, ""), comm)) == [None, None]
+    for case, told in (
+        ("shape", r"0\.weight: '\[2, 2\] torch\.float32, trained' and '\[3, 2\] torch\.float32, trained'"),
+        ("type", r"0\.bias: .*torch\.float32.* and .*torch\.bfloat16"),
+        ("frozen", r"0\.bias: .*trained' and .*frozen'"),
+    ):
+        for error in on_ranks(2, lambda comm, case=case: check_same_parameters(model(comm.rank, case), comm)):
+            assert isinstance(error, RanksDiffer)
+            assert re.search(told, str(error))
+
+
+def test_image_that_one_rank_does_not_have_is_a_difference(tmp_path):
+    """RANKS-12: two processes over gloo, each in the folder of its machine; what no rank has is left out by all."""
+    for node in "01":
+        (tmp_path / node).mkdir()
+        for number in range(4):
+            photo(tmp_path / node, str(number), 40, 30, seed=number)
+    names = sorted(path.name for path in (tmp_path / "0").iterdir())
+    source = RowSource(name="mine", rows=[*(image_row([name]) for name in names), text_row("no image")])
+
+    def case(rank, _):
+        os.chdir(tmp_path / str(rank))
+        check_same_files(source, RanksOfRun())
+        check_same_validation(source.rows, RanksOfRun())
+        return "the same"
+
+    assert on_two_ranks(case, None, tmp_path) == ("the same", "the same")
+    lost = tmp_path / "1" / names[2]
+    size = lost.stat().st_size
+    lost.unlink()
+    for kind, said in on_two_ranks(case, None, tmp_path):
+        assert kind == "RanksDiffer"
+        assert "files of source 'mine', which 1 rows name: mine:2 (" in said
+        assert f"'{names[2]} has {size:,} bytes' and '{names[2]} is missing'" in said
+    (tmp_path / "0" / names[2]).unlink()
+    assert on_two_ranks(case, None, tmp_path) == ("the same", "the same")
+
+
+def test_other_validation_rows_on_a_rank_are_a_difference():
+    """RANKS-12: rows that are evaluated un-packed; none on one rank; a stream of them."""
+    rows = [text_row(f"question {n}") for n in range(5)]
+    for others in (rows[:4], [*rows[:4], text_row("another")], None):
+        for error in on_ranks(2, lambda comm, others=others: check_same_validation((rows, others)[comm.rank], comm)):
+            assert isinstance(error, RanksDiffer)
+            assert "do not agree on the validation rows: " in str(error)
+    streams = [iter(rows), iter(rows[1:])]
+    assert all(on_ranks(2, lambda comm: check_same_validation(streams[comm.rank], comm)))
