@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from benchmarks import first_step
+from benchmarks import demo, first_step
 from swift_vlpack.core.config import ENV_PREFIX, PackingConfig, option_names
 from swift_vlpack.launch import plugin_path
 
@@ -33,6 +33,16 @@ def test_first_step_gives_no_option_of_ours(tmp_path):
     assert cold == warm == {**plain, "external_plugins": plugin_path(), "packing": "true"}
     assert theirs == {**cold, "external_plugins": tmp_path / "unchecked.py"}
     assert not {*option_names(), "attn_impl", "dataloader_num_workers"} & set(plain)
+
+
+def test_layers_of_the_demo_outweigh_its_vocabulary(tmp_path):
+    """DOC-5: with next to no layers it would compare how many logits each way makes."""
+    model, ratio = demo.build_model(tmp_path / "model")
+    assert ratio > 4
+    assert (model / "model.safetensors").exists()
+    lengths = [len(row["messages"][-1]["content"]) for row in demo.samples(tmp_path / "images")]
+    assert len(lengths) == demo.NUM_SAMPLES
+    assert max(lengths) > 10 * min(lengths)
 
 
 def test_cells_are_medians_with_their_spread():
