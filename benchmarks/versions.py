@@ -67,7 +67,7 @@ def commands(model: Path, dataset: str, output: Path) -> dict[str, list[str]]:
         *("--dataset_num_proc", 1, "--num_train_epochs", 3),
     ]
     train = ["--tuner_type", "full", "--save_strategy", "no", "--add_version", "false", "--max_steps", 1]
-    train += ["--output_dir", output, "--dataloader_num_workers", 1, "--packing_verify", "false"]
+    train += ["--output_dir", output, "--dataloader_num_workers", 1]
     vlpack = [sys.executable, "-m", "swift_vlpack.cli"]
     plan = [*vlpack, "plan", *map(str, run), "--failures", str(output.parent / "failures.jsonl")]
     return {

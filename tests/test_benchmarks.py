@@ -2,12 +2,14 @@
 
 import doctest
 import os
+import re
 
 import pytest
 
-from benchmarks import first_step
+from benchmarks import demo, first_step
 from swift_vlpack.core.config import ENV_PREFIX, PackingConfig, option_names
 from swift_vlpack.launch import plugin_path
+from tests.doc_blocks import ROOT
 
 
 def flags_of(kind, tmp_path):
@@ -33,6 +35,25 @@ def test_first_step_gives_no_option_of_ours(tmp_path):
     assert cold == warm == {**plain, "external_plugins": plugin_path(), "packing": "true"}
     assert theirs == {**cold, "external_plugins": tmp_path / "unchecked.py"}
     assert not {*option_names(), "attn_impl", "dataloader_num_workers"} & set(plain)
+
+
+def test_proof_that_is_switched_off_is_said_beside_the_numbers():
+    """DOC-5: in the section of RESULTS.md that names the benchmark."""
+    sections = re.split(r"^## ", (ROOT / "benchmarks" / "RESULTS.md").read_text(), flags=re.M)
+    without = [path.stem for path in (ROOT / "benchmarks").glob("*.py") if "packing_verify" in path.read_text().lower()]
+    for name in without:
+        named = [text for text in sections if re.search(rf"benchmarks.{name}\b|make {name}\b", text)]
+        assert any("packing_verify=false" in text for text in named), name
+
+
+def test_layers_of_the_demo_outweigh_its_vocabulary(tmp_path):
+    """DOC-5: with next to no layers it would compare how many logits each way makes."""
+    model, ratio = demo.build_model(tmp_path / "model")
+    assert ratio > 4
+    assert (model / "model.safetensors").exists()
+    lengths = [len(row["messages"][-1]["content"]) for row in demo.samples(tmp_path / "images")]
+    assert len(lengths) == demo.NUM_SAMPLES
+    assert max(lengths) > 10 * min(lengths)
 
 
 def test_cells_are_medians_with_their_spread():

@@ -40,6 +40,29 @@ def data(tmp_path_factory):
     }
 
 
+def test_accuracy_by_sequence_counts_the_samples_of_a_row(small_folder, data, tmp_path, options, monkeypatch):
+    """docs/training.md: `--acc_strategy seq` has an entry for each sample, as in a padded batch, and none for a row."""
+    from swift.trainers import mixin
+
+    options(packing_strategy="exact", packing_drop_last="false", packing_verify="false")
+    counted, compute = [], mixin.compute_acc
+
+    def counting(*args, **kwargs):
+        found = compute(*args, **kwargs)
+        counted.append(len(found["seq_acc"]))
+        return found
+
+    monkeypatch.setattr(mixin, "compute_acc", counting)
+    train(
+        packed_argv(
+            small_folder(FAMILY), FAMILY, tmp_path, dataset=data["train"], num_train_epochs=1, split_dataset_ratio=0,
+            acc_strategy="seq",
+        )
+    )  # fmt: skip
+    assert sum(counted) == 16
+    assert len(counted) == epoch_report(tmp_path)["num_packs"] < 16
+
+
 def test_packed_run_logs_reports_and_closes_its_account(small_folder, data, tmp_path, options, caplog):
     """TRAIN-7 TRAIN-8 TRAIN-9 TRAIN-21 DATA-6 ISO-5 STAT-5"""
     options(packing_strategy="exact", packing_drop_last="false")
