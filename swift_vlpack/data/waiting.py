@@ -57,6 +57,8 @@ def _watched(store: Any, point: int, what: str, seconds: float) -> Iterator[None
     watcher.start()
     try:
         yield
+    except RankGone:  # told by a point within this one
+        raise
     except Exception as error:
         if not is_of_collective(error):
             with suppress(RuntimeError):

@@ -36,7 +36,9 @@ OF_A_MACHINE = (
 """Beginnings of names of options that ranks may have each for itself: devices, processes, logs, hubs."""
 OF_A_MACHINE_AT_THE_END = ("_token", "_dir", "_num_proc")
 """Ends of such names: secrets, paths to write to, processes."""
-COMPARED_BY_CONTENT = ("model", "dataset", "val_dataset", "fusion_config", "resume_from_checkpoint")
+COMPARED_BY_CONTENT = (
+    *("model", "dataset", "val_dataset", "custom_dataset_info", "fusion_config", "resume_from_checkpoint"),
+)
 """Paths that each machine may have elsewhere: parameters, rows and checkpoints are compared in their place."""
 NUM_PARAMETERS_NAMED = 3
 _counted_as: ContextVar[int | None] = ContextVar("counted_as", default=None)

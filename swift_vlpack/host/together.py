@@ -16,10 +16,12 @@ from swift.utils import get_logger, is_master
 from swift_vlpack.core.checkpoint_files import damages, unreadable
 from swift_vlpack.core.comm import Comm
 from swift_vlpack.core.config import REPLACED, RESUME_FILES
+from swift_vlpack.core.envelope import check_fingerprint
 from swift_vlpack.core.errors import ConfigError, StateMismatch
 from swift_vlpack.host.args import packing_config
+from swift_vlpack.host.objective import objective_of, refused_values
 from swift_vlpack.host.ranks import RanksOfRun, check_equal, options_of_run, refuse_differences, versions
-from swift_vlpack.host.training.state import FILE, read_any_state, read_trainer_state, wants_restart
+from swift_vlpack.host.training.state import FILE, read_envelope, read_trainer_state, refused, wants_restart
 
 logger = get_logger()
 
@@ -30,22 +32,31 @@ NUM_DAMAGES_NAMED = 5
 
 def start_together(args: Any) -> None:
     """Stop on every rank, naming what differs or is damaged, before a model is loaded."""
-    check_equal("versions and options", {**versions(), **options_of_run(args, packing_config(args))})
+    config = packing_config(args)
+    check_equal("versions and options", {**versions(), **options_of_run(args, config)})
     checkpoint = Path(args.resume_from_checkpoint) if args.resume_from_checkpoint else None
-    check_checkpoint(checkpoint, RanksOfRun(), needs_state=not args.ignore_data_skip)
+    needs_state = not (args.ignore_data_skip or wants_restart(os.environ))
+    saved = check_checkpoint(checkpoint, RanksOfRun(), needs_state=needs_state)
+    if checkpoint is not None and saved is not None and needs_state:
+        # Here already: a model of other parameters would not even be loaded.
+        objective = {**config.objective(), **objective_of(args)}
+        then = {name: value for name, value in saved["fingerprint"].items() if name in objective}
+        with refused(checkpoint / FILE):
+            check_fingerprint(saved["kind"], *refused_values(then, objective))
 
 
-def check_checkpoint(checkpoint: Path | None, comm: Comm, *, needs_state: bool = True) -> None:
-    """Compare what the ranks resume from, then its files with what was written."""
-    needs_state = needs_state and not wants_restart(os.environ)
+def check_checkpoint(checkpoint: Path | None, comm: Comm, *, needs_state: bool = True) -> dict[str, Any] | None:
+    """Compare what the ranks resume from, then its files with what was written. Return our state, if there is one."""
     both = comm.results_of_all(lambda: _facts_of(checkpoint, needs_state))
     refuse_differences("checkpoint to resume from", [facts for facts, _ in both])
+    saved = both[comm.rank][1]
     if checkpoint is not None:
-        _check_files(checkpoint, both[comm.rank][1], comm)
+        _check_files(checkpoint, saved["state"].get("files") if saved else None, comm)
+    return saved
 
 
-def _facts_of(checkpoint: Path | None, needs_state: bool) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
-    """What has to be the same on all ranks, and the records of files; none where an earlier version wrote it."""
+def _facts_of(checkpoint: Path | None, needs_state: bool) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """What has to be the same on all ranks, and what our state says; nothing where there is none."""
     if checkpoint is None:
         return {"--resume_from_checkpoint": "not given"}, None
     trainer_state = read_trainer_state(checkpoint)
@@ -53,8 +64,8 @@ def _facts_of(checkpoint: Path | None, needs_state: bool) -> tuple[dict[str, Any
     facts = {"--resume_from_checkpoint": "given", **facts}
     if not (needs_state or (checkpoint / FILE).is_file()):
         return {**facts, FILE: "not there"}, None
-    digest, state = read_any_state(checkpoint)
-    return {**facts, f"digest of {FILE}": digest}, state.get("files")
+    saved = read_envelope(checkpoint)
+    return {**facts, f"digest of {FILE}": saved["digest"]}, saved
 
 
 def _check_files(checkpoint: Path, records: Mapping[str, Any] | None, comm: Comm) -> None:

@@ -147,16 +147,16 @@ def read_state(checkpoint: Path, kind: str) -> tuple[dict[str, Any], dict[str, A
         return opened(envelope, kind, shape=STATES.get(kind), is_signed=True)
 
 
-def read_any_state(checkpoint: Path) -> tuple[str, dict[str, Any]]:
-    """The digest of all that was saved, and the state, of whichever kind it is."""
+def read_envelope(checkpoint: Path) -> dict[str, Any]:
+    """All that was saved, of whichever kind it is: its digest, kind, fingerprint and state."""
     path = checkpoint / FILE
     with refused(path, "it is incomplete, or was written without packing"):
         envelope = json.loads(path.read_text(encoding="utf-8"))
         kind = str(envelope.get("kind")) if isinstance(envelope, dict) else "packing"
-        _, state = opened(envelope, kind, shape=STATES.get(kind), is_signed=True)
+        fingerprint, state = opened(envelope, kind, shape=STATES.get(kind), is_signed=True)
         if "files" in state:  # an earlier version wrote no records
             check_shape(state["files"], RECORDS, "state.files")
-        return str(envelope["digest"]), state
+        return {"digest": envelope["digest"], "kind": kind, "fingerprint": fingerprint, "state": state}
 
 
 def read_trainer_state(checkpoint: Path) -> dict[str, Any]:

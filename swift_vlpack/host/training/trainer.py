@@ -28,6 +28,7 @@ from swift_vlpack.data.model.sample_losses import LossesOfRow, RowsOfEvaluation,
 from swift_vlpack.data.randomness import RandomStream
 from swift_vlpack.data.rows.contents import NO_LABEL
 from swift_vlpack.data.rows.samples import PackRecord
+from swift_vlpack.data.waiting import waiting
 from swift_vlpack.host.ranks import (
     RanksOfRun,
     check_equal,
@@ -286,7 +287,8 @@ class PackingTrainer(Seq2SeqTrainer):
         if resume_from_checkpoint:
             self.checkpoint_resumed = Path(resume_from_checkpoint)
             self._resume(self.checkpoint_resumed)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        with waiting("training"):  # so that a rank that fails leaves the reason to the others
+            return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _run_epoch(
         self, *args: Any, epoch: int, steps_in_epoch: int, num_update_steps_per_epoch: int, **kwargs: Any
