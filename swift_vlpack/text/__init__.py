@@ -3,7 +3,9 @@
 from swift_vlpack.text.blocks import block_tokenize
 from swift_vlpack.text.collator import PackedCollator
 from swift_vlpack.text.report import block_report
-from swift_vlpack.text.streams.fixed import FixedBatches
+from swift_vlpack.text.rows import document_starts_of, positions_of
+from swift_vlpack.text.special import model_token_ids
+from swift_vlpack.text.streams.fixed import FixedBatches, model_inputs
 from swift_vlpack.text.streams.local import local_text
 from swift_vlpack.text.streams.stream import TextStream
 from swift_vlpack.text.vocabulary import ByteTokenizer, padded_vocab_size
@@ -15,6 +17,10 @@ __all__ = [
     "TextStream",
     "block_report",
     "block_tokenize",
+    "document_starts_of",
     "local_text",
+    "model_inputs",
+    "model_token_ids",
     "padded_vocab_size",
+    "positions_of",
 ]

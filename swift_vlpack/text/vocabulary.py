@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.text.checks import check_whole
 
@@ -28,6 +31,10 @@ class ByteTokenizer:
         before, behind = ([self.bos_token_id], [self.eos_token_id]) if add_special_tokens else ([], [])
         # A lone surrogate, as broken JSON leaves it, has no bytes of its own.
         return {"input_ids": [[*before, *text.encode("utf-8", errors="replace"), *behind] for text in texts]}
+
+    def array(self, text: str) -> NDArray[np.int16]:
+        """Return the bytes of one text as an array, which takes two bytes a token and a list takes eight."""
+        return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8).astype(np.int16)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text again; what is no byte is left out."""

@@ -133,6 +133,7 @@ class StreamSource:
         # Copied here, not in a thread that reads ahead, because the caller may change its own data set meanwhile.
         self._given = rows if callable(rows) else _unused(rows)
         self._text_key = text_key
+        self.is_of_datasets = hasattr(rows, "_ex_iterable")
         self._can_seek = hasattr(rows, "state_dict") and hasattr(rows, "load_state_dict") and not _forgets(rows)
         self._rows: Any = None
         self._iterator: Iterator[Any] = iter(())
@@ -231,6 +232,11 @@ def _innermost(state: Any) -> Any:
     return state
 
 
+def shares_among_workers(source: Source) -> bool:
+    """Tell whether the rows share themselves among the workers of a loader, as those of Hugging Face streams do."""
+    return isinstance(source, StreamSource) and source.is_of_datasets
+
+
 def _digest(text: str | None) -> str:
     return hashlib.sha256(repr(text).encode()).hexdigest()[:16]
 
@@ -277,7 +283,7 @@ def _forgets(rows: Any) -> bool:
     Shuffle buffers are lost, and batches that a `map` cuts anew, or that several data sets take turns in, may begin
     within a chunk that the state counts as read. It has no public way to ask.
     """
-    found = [getattr(rows, "_ex_iterable", None)]
+    found: list[Any] = [getattr(rows, "_ex_iterable", None)]
     while found:
         inner = found.pop()
         name = type(inner).__name__
