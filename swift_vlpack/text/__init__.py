@@ -8,6 +8,7 @@ from swift_vlpack.text.special import model_token_ids
 from swift_vlpack.text.streams.fixed import FixedBatches, model_inputs
 from swift_vlpack.text.streams.local import local_text
 from swift_vlpack.text.streams.stream import TextStream
+from swift_vlpack.text.streams.stream_file import load_stream
 from swift_vlpack.text.vocabulary import ByteTokenizer, padded_vocab_size
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "block_report",
     "block_tokenize",
     "document_starts_of",
+    "load_stream",
     "local_text",
     "model_inputs",
     "model_token_ids",

@@ -55,6 +55,19 @@ def tokenizer_of(given: Any) -> Any:
     return ByteTokenizer()
 
 
+def tokenizer_named(name: str) -> Any:
+    """Load a tokenizer of transformers by its name or folder; `byte` is the one of bytes."""
+    if name == BYTE:
+        return ByteTokenizer()
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(f"tokenizer {name!r} cannot be loaded ({said})") from error
+
+
 def padded_vocab_size(tokenizer: Any, multiple: int) -> int:
     """All tokens of the tokenizer, rounded up to a multiple, which kernels prefer.
 

@@ -132,7 +132,7 @@ def paths_in(given: Any) -> list[Any] | None:
     """
     if isinstance(given, (str, os.PathLike)):
         return [given]
-    if not isinstance(given, (list, tuple)) or not given or not _is_path(given[0]):
+    if type(given) not in (list, tuple) or not given or not _is_path(given[0]):
         return None
     for number, one in enumerate(given):
         if not _is_path(one):

@@ -150,10 +150,10 @@ def test_token_ids_for_a_model(tokenizer):
 def test_model_inputs_train_documents_one_by_one(tokenizer, implementation):
     """TEXT-16 TEXT-32: every target of every window, each document by itself."""
     attention.register()
+    options = {"seq_len": 48, "packing_mode": "bin", "packing_max_docs_per_bin": 2}
     batches = FixedBatches(
-        TextStream(corpus(3, 12, longest=20), tokenizer=tokenizer, seq_len=48, packing_mode="bin", packing_max_docs_per_bin=2),
-        batch_size=3, accumulation=2,
-    )  # fmt: skip
+        TextStream(corpus(3, 12, longest=20), tokenizer=tokenizer, **options), batch_size=3, accumulation=2
+    )
     (batch,) = made = list(batches)
     rows = [
         {
