@@ -14,7 +14,12 @@ Schema = dict[str, Any]
 _IN_DOCSTRING = re.compile(r"^ *(?:- )?(\w+): .*?# (.*)$", re.MULTILINE)
 _LEAST = {"ratio": 0, "sample_limit": 1, "max_pixels": 1}
 _OF_TYPE = {
-    str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object",
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    list: "array",
+    dict: "object",
     type(None): "null",
 }
 _OPTION = re.compile(r"^(\w+): .*?  # (.*)$", re.MULTILINE)
