@@ -144,7 +144,9 @@ def _terminal() -> dict[str, Any]:
 def _is_of_blocks(argv: Sequence[str]) -> bool:
     """Tell whether a data set is named, and nothing of a run, which has a model."""
     names = {flag.split("=")[0] for flag in argv}
-    is_run = names & {"--model", "--config", "--run"} or any(flag.endswith((".yaml", ".yml")) for flag in argv)
+    is_run = names & {"--model", "--config", "--run", "--ckpt_dir", "--resume_from_checkpoint"} or any(
+        flag.endswith((".yaml", ".yml")) for flag in argv
+    )
     return "--dataset" in names and not is_run
 
 

@@ -185,7 +185,7 @@ class TextStream:
                 f"a stream that has begun cannot be shared among {num_workers} workers: each would go on with the same "
                 "documents; use num_workers=0 with prefetch=N, or load no state"
             )
-        if shares_among_workers(self._source):
+        if shares_among_workers(self._source, num_workers):
             return
         reading = self._reading
         self._reading = replace(

@@ -118,6 +118,19 @@ def test_workers_cannot_share_what_has_begun(tokenizer):
         list(DataLoader(batches, batch_size=None, num_workers=2))
 
 
+def test_shards_of_a_streaming_data_set_are_enough_for_its_workers(tokenizer):
+    """TEXT-31: a worker without a shard would have no document, and end a stream that repeats."""
+    from datasets import Dataset
+
+    rows = Dataset.from_dict({"text": [text(number) for number in range(9)]}).to_iterable_dataset(num_shards=2)
+    with pytest.raises(
+        ConfigError, match="IterableDataset has 2 shards for 3 workers, which share them; set num_workers"
+    ):
+        list(DataLoader(single(tokenizer, rows, repeat=True), batch_size=None, num_workers=3))
+    loader = DataLoader(single(tokenizer, rows), batch_size=None, num_workers=2)
+    assert set(numbers(loader)) == set(range(9))
+
+
 def test_utilisation_is_that_of_the_batches(tokenizer):
     """TEXT-23"""
     batches = FixedBatches(
