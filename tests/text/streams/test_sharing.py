@@ -126,7 +126,7 @@ def test_shards_of_a_streaming_data_set_are_enough_for_its_workers(tokenizer):
     with pytest.raises(
         ConfigError, match="IterableDataset has 2 shards for 3 workers, which share them; set num_workers"
     ):
-        list(DataLoader(single(tokenizer, rows, repeat=True), batch_size=None, num_workers=3))
+        TextStream(rows, tokenizer=tokenizer, seq_len=1, repeat=True).share(0, 3)
     loader = DataLoader(single(tokenizer, rows), batch_size=None, num_workers=2)
     assert set(numbers(loader)) == set(range(9))
 
