@@ -31,7 +31,7 @@ from tests.tiny import build_tokenizer
 BATCH = 1000
 CAPACITIES = (2048, 8192)
 BARE = {"add_bos": False, "add_eos": False}
-OURS = ("greedy", "best_fit", "exact", "window")
+OURS = ("greedy", "greedy_uncut", "best_fit", "exact", "window")
 
 
 class Known:

@@ -118,7 +118,7 @@ def code_of(path: Path) -> str:
     return " ".join(node.attr for node in nodes_of(path) if isinstance(node, ast.Attribute))
 
 
-HEAVY = ("swift", "torch", "transformers", "accelerate", "pyarrow", "yaml", "rich")
+HEAVY = ("swift", "torch", "transformers", "accelerate", "datasets", "pyarrow", "yaml", "rich")
 
 
 def test_imports_inside_functions_keep_heavy_libraries_out_of_light_paths():

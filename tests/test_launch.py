@@ -206,7 +206,11 @@ def test_environment_that_says_nothing_is_refused(argv, environ, message, tmp_pa
         run_launch(argv, environ)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    [path for path in sorted((ROOT / "configs").glob("*.yaml")) if path.stem != "text_stream"],  # no run of ms-swift
+    ids=lambda path: path.name,
+)
 def test_every_config_of_the_project_is_valid(path, monkeypatch):
     """TRAIN-3 CONF-2"""
     monkeypatch.chdir(ROOT)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import json
 import os
 import shutil
 import sys
@@ -19,10 +22,16 @@ from swift_vlpack.run_checks import check_file
 
 _WIDTH_OF_FILES = 120
 _NUM_SPIKES = 5
+_NUM_EXAMPLES = 5
 _OF_PACKS = ("pack", "step", "sample", "longest", "emptiest", "random", "examples", "loss_spikes")
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
+    blocks = parser.add_argument_group("a saved data set of blocks, without a model")
+    blocks.add_argument("--dataset", type=Path, metavar="DIR", help="folder of `save_to_disk` with blocks of documents")
+    blocks.add_argument(
+        "--tokenizer", metavar="NAME", help="name or folder of a tokenizer, or `byte`, to see their text"
+    )
     _add_own_flags(parser)
     add_packing_flags(parser, packing_length="the run's --max_length")
 
@@ -131,8 +140,37 @@ def _terminal() -> dict[str, Any]:
     }
 
 
-def _never(args: argparse.Namespace) -> NoReturn:
-    raise AssertionError("all flags of inspect are those of a run")
+def _is_of_blocks(argv: Sequence[str]) -> bool:
+    """Tell whether a data set is named, and nothing of a run, which has a model."""
+    names = {flag.split("=")[0] for flag in argv}
+    is_run = names & {"--model", "--config", "--run", "--ckpt_dir", "--resume_from_checkpoint"} or any(
+        flag.endswith((".yaml", ".yml")) for flag in argv
+    )
+    return "--dataset" in names and not is_run
+
+
+def _inspect_blocks(args: argparse.Namespace) -> int:
+    from swift_vlpack.text.look import examples_of, saved_blocks, text_of_examples
+    from swift_vlpack.text.report import block_report
+    from swift_vlpack.text.vocabulary import tokenizer_named
+
+    others = [f"--{name.replace('_', '-')}" for name in (*_OF_PACKS, "html") if _is_given(getattr(args, name))]
+    if set(others) - {"--examples"}:
+        raise ConfigError(f"{', '.join(others)}: of a run; a data set of blocks is shown with --examples and --json")
+    num_examples = _NUM_EXAMPLES if args.examples is None else args.examples
+    if num_examples < 1:
+        raise ConfigError(f"--examples must be at least 1, got {num_examples}")
+    blocks = saved_blocks(args.dataset)
+    examples = examples_of(blocks, num_examples, None if args.tokenizer is None else tokenizer_named(args.tokenizer))
+    if args.json:
+        with contextlib.redirect_stdout(io.StringIO()):  # the report prints its text, too
+            report = block_report(blocks)
+        print(json.dumps({"report": report, "examples": examples}))
+        return 0
+    block_report(blocks)
+    for line in text_of_examples(examples):
+        print(line)
+    return 0
 
 
 INSPECT = Command(
@@ -142,14 +180,15 @@ INSPECT = Command(
         "vlpack inspect [sft|pt] [--config CONFIG.yaml] [any option of swift sft] [--num_ranks N]\n"
         "                      [--pack N | --step N | --sample SOURCE:ROW | --longest | --emptiest |\n"
         "                       --random K | --examples K] [--epoch E] [--json | --html FILE]\n"
-        "       vlpack inspect --run OUTPUT_DIR [--step N | --loss-spikes [K] | ...] [--json | --html FILE]"
+        "       vlpack inspect --run OUTPUT_DIR [--step N | --loss-spikes [K] | ...] [--json | --html FILE]\n"
+        "       vlpack inspect --dataset SAVED_BLOCKS [--tokenizer NAME] [--examples K] [--json]"
     ),
     description=(
         "Look at the packs that a run would train on, or has trained on: members, masks, image tokens, decoded text. "
         "What is shown are the tensors that training gets; no weights are loaded and no GPU is used."
     ),
     add_flags=_add_flags,
-    run=_never,
-    is_of_a_run=lambda argv: True,
+    run=_inspect_blocks,
+    is_of_a_run=lambda argv: not _is_of_blocks(argv),
     run_of=_inspect,
 )

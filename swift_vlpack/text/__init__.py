@@ -3,9 +3,12 @@
 from swift_vlpack.text.blocks import block_tokenize
 from swift_vlpack.text.collator import PackedCollator
 from swift_vlpack.text.report import block_report
-from swift_vlpack.text.streams.fixed import FixedBatches
+from swift_vlpack.text.rows import document_starts_of, positions_of
+from swift_vlpack.text.special import model_token_ids
+from swift_vlpack.text.streams.fixed import FixedBatches, model_inputs
 from swift_vlpack.text.streams.local import local_text
 from swift_vlpack.text.streams.stream import TextStream
+from swift_vlpack.text.streams.stream_file import load_stream
 from swift_vlpack.text.vocabulary import ByteTokenizer, padded_vocab_size
 
 __all__ = [
@@ -15,6 +18,11 @@ __all__ = [
     "TextStream",
     "block_report",
     "block_tokenize",
+    "document_starts_of",
+    "load_stream",
     "local_text",
+    "model_inputs",
+    "model_token_ids",
     "padded_vocab_size",
+    "positions_of",
 ]

@@ -141,7 +141,8 @@ def _documents(
         if text is not None and not isinstance(text, str):
             raise DataError(f"row {row}: {feature} must be a text, got {type(text).__name__}")
     tokens = iter(token_ids(tokenizer, [text for text in texts if text is not None]))
-    return [np.array(edged([] if text is None else next(tokens), edges), dtype=np.int64) for text in texts]
+    nothing = np.empty(0, dtype=np.int32)
+    return [edged(nothing if text is None else next(tokens), edges).astype(np.int64) for text in texts]
 
 
 def _blocks(lengths: list[int], options: BlockOptions, lost: Counter[str]) -> list[list[Piece]]:

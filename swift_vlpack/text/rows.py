@@ -167,3 +167,35 @@ def _whole_numbers(values: Any, what: str) -> NDArray[np.int64]:
     if array.ndim != 1 or (len(array) and array.dtype.kind not in "iub"):
         raise DataError(f"{what} must be a flat list of integers, got {array.ndim} dimensions of {array.dtype}")
     return array.astype(np.int64)
+
+
+def positions_of(
+    input_ids: Any, eos_token_id: int | None = None, *, document_starts: Sequence[int] | None = None
+) -> NDArray[np.int64]:
+    """Return positions that begin again with every document of one row: after each EOS, or where `document_starts` say.
+
+    >>> positions_of([5, 6, 1, 7, 1], eos_token_id=1).tolist()
+    [0, 1, 2, 0, 1]
+    >>> positions_of([5, 6, 7, 8], document_starts=[0, 3]).tolist()
+    [0, 1, 2, 0]
+    """
+    tokens = _whole_numbers(input_ids, "input_ids")
+    if document_starts is None:
+        document_starts = document_starts_of(tokens, eos_token_id)
+    starts = _whole_numbers(document_starts, "document_starts")
+    if not len(tokens):
+        return tokens
+    return np.concatenate([np.arange(n) for n in _from_starts(starts, len(tokens), "document_starts").lengths])
+
+
+def document_starts_of(input_ids: Any, eos_token_id: int | None) -> list[int]:
+    """Return where the documents of one row start, by the EOS at the end of each.
+
+    >>> document_starts_of([5, 6, 1, 7, 1], 1)
+    [0, 3]
+    """
+    tokens = _whole_numbers(input_ids, "input_ids")
+    if eos_token_id is None:
+        raise DataError("documents are found by EOS, and there is none; give eos_token_id, or document_starts")
+    ends = np.flatnonzero(tokens[:-1] == eos_token_id) + 1
+    return [0, *ends.tolist()] if len(tokens) else []

@@ -6,6 +6,13 @@ import logging
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
+from numpy.typing import NDArray
+
+from swift_vlpack.text.vocabulary import ByteTokenizer, padded_vocab_size, tokenizer_of
+
+Tokens = NDArray[np.signedinteger[Any]]
+
 logger = logging.getLogger(__name__)
 
 _told: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
@@ -19,14 +26,14 @@ def edge_tokens(tokenizer: Any, *, add_bos: bool, add_eos: bool) -> tuple[list[i
     return _edge(tokenizer, "bos", add_bos), _edge(tokenizer, "eos", add_eos)
 
 
-def edged(ids: list[int], edges: tuple[list[int], list[int]]) -> list[int]:
-    """A document between its edges; one without a token has none, or BOS and EOS alone would be trained on.
+def edged(ids: Tokens, edges: tuple[list[int], list[int]]) -> Tokens:
+    """Put a document between its edges; one without a token has none, or BOS and EOS alone would be trained on.
 
-    >>> edged([5, 6], ([0], [1])), edged([], ([0], [1]))
+    >>> edged(np.array([5, 6]), ([0], [1])).tolist(), edged(np.array([]), ([0], [1])).tolist()
     ([0, 5, 6, 1], [])
     """
-    before, behind = edges
-    return [*before, *ids, *behind] if ids else []
+    before, behind = (np.array(edge, dtype=ids.dtype) for edge in edges)
+    return np.concatenate([before, ids, behind]) if len(ids) else ids
 
 
 def token_id(tokenizer: Any, name: str) -> int | None:
@@ -51,12 +58,34 @@ def _edge(tokenizer: Any, name: str, is_wanted: bool) -> list[int]:
     return []
 
 
-def token_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """The texts as numbers, without special tokens and uncut."""
+def token_ids(tokenizer: Any, texts: list[str]) -> list[Tokens]:
+    """The texts as numbers, without special tokens and uncut.
+
+    As arrays of two or four bytes a number: a text may be a hundred megabytes, and a list takes eight and more.
+    """
     if not texts:
         return []
+    if isinstance(tokenizer, ByteTokenizer):
+        return [tokenizer.array(text) for text in texts]
     is_of_transformers = hasattr(tokenizer, "model_max_length")
     # The warning about the model's maximum is about uncut texts; blocks are cut.
     options = {"return_attention_mask": False, "verbose": False} if is_of_transformers else {}
     made = tokenizer(texts, add_special_tokens=False, **options)["input_ids"]
-    return [list(ids) for ids in made]
+    return [np.array(ids, dtype=np.int32) for ids in made]
+
+
+def model_token_ids(tokenizer: Any, *, multiple: int = 1) -> dict[str, int]:
+    """Return what a model's config has to know of a tokenizer: `bos/eos/pad_token_id`, and `vocab_size`.
+
+    A token that the tokenizer has not is left out; PAD is EOS where there is none, as collators and streams pad. The
+    size of the vocabulary is rounded up to `multiple`.
+
+    >>> model_token_ids("byte", multiple=64)
+    {'bos_token_id': 256, 'eos_token_id': 257, 'pad_token_id': 258, 'vocab_size': 320}
+    """
+    tokenizer = tokenizer_of(tokenizer)
+    found = {name: token_id(tokenizer, name) for name in ("bos", "eos", "pad")}
+    if found["pad"] is None:
+        found["pad"] = found["eos"]
+    special = {f"{name}_token_id": number for name, number in found.items() if number is not None}
+    return {**special, "vocab_size": padded_vocab_size(tokenizer, multiple)}

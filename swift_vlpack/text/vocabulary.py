@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.text.checks import check_whole
 
@@ -29,6 +32,10 @@ class ByteTokenizer:
         # A lone surrogate, as broken JSON leaves it, has no bytes of its own.
         return {"input_ids": [[*before, *text.encode("utf-8", errors="replace"), *behind] for text in texts]}
 
+    def array(self, text: str) -> NDArray[np.int16]:
+        """Return the bytes of one text as an array, which takes two bytes a token and a list takes eight."""
+        return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8).astype(np.int16)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text again; what is no byte is left out."""
         return bytes(token for token in token_ids if token < 256).decode("utf-8", errors="replace")
@@ -46,6 +53,19 @@ def tokenizer_of(given: Any) -> Any:
     if given != BYTE:
         raise ConfigError(f"tokenizer must be a tokenizer object or {BYTE!r}, got {given!r}; load it first")
     return ByteTokenizer()
+
+
+def tokenizer_named(name: str) -> Any:
+    """Load a tokenizer of transformers by its name or folder; `byte` is the one of bytes."""
+    if name == BYTE:
+        return ByteTokenizer()
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(f"tokenizer {name!r} cannot be loaded ({said})") from error
 
 
 def padded_vocab_size(tokenizer: Any, multiple: int) -> int:

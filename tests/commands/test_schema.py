@@ -19,7 +19,11 @@ from swift_vlpack.data.rows.fusion_config import SourceSpec
 from swift_vlpack.swift_flags import Flag, flag_names, flags
 
 ROOT = Path(__file__).parent.parent.parent
-FILES = {False: ROOT / "configs" / "vlpack.schema.json", True: ROOT / "configs" / "vlpack.fusion.schema.json"}
+FILES = {
+    "training": ROOT / "configs" / "vlpack.schema.json",
+    "fusion": ROOT / "configs" / "vlpack.fusion.schema.json",
+    "stream": ROOT / "configs" / "vlpack.stream.schema.json",
+}
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
@@ -34,16 +38,16 @@ def problems(validator, content):
     return [error.message for error in validator.iter_errors(content)]
 
 
-@pytest.mark.parametrize("is_of_fusion", [False, True])
-def test_files_in_configs_are_what_the_command_writes(is_of_fusion, tmp_path, capsys):
+@pytest.mark.parametrize("form", FILES)
+def test_files_in_configs_are_what_the_command_writes(form, tmp_path, capsys):
     """CLI-20: `vlpack schema --output configs/vlpack.schema.json` after an option changed."""
-    flags_of_command = ["--fusion"] if is_of_fusion else []
+    flags_of_command = [] if form == "training" else [f"--{form}"]
     assert main(["schema", *flags_of_command]) == 0
     written = capsys.readouterr().out
     assert main(["schema", *flags_of_command, "--output", str(tmp_path / "made.json")]) == 0
-    assert (tmp_path / "made.json").read_text() == written == schema_text(is_of_fusion=is_of_fusion)
-    committed, made = json.loads(FILES[is_of_fusion].read_text()), json.loads(written)
-    if is_of_fusion or committed["$comment"] == made["$comment"]:
+    assert (tmp_path / "made.json").read_text() == written == schema_text(form)
+    committed, made = json.loads(FILES[form].read_text()), json.loads(written)
+    if form != "training" or committed["$comment"] == made["$comment"]:
         assert committed == made
     else:  # another ms-swift has other options of its own
         ours = [*option_names(), "ENV"]
@@ -102,14 +106,14 @@ def test_every_option_has_its_help_and_default(validator):
     described = [name for name in flag_names() if "description" in properties[name]]
     assert len(described) > 0.8 * len(flag_names())
     assert "weight decay" in properties["weight_decay"]["description"].lower()
-    fusion = json.loads(schema_text(is_of_fusion=True))
+    fusion = json.loads(schema_text("fusion"))
     sources = fusion["properties"]["sources"]["items"]["anyOf"][1]["properties"]
     assert list(sources) == [spec.name for spec in fields(SourceSpec)]
 
 
 def test_fusion_file_with_a_mistake_is_marked():
     """CLI-20"""
-    fusion = jsonschema.Draft7Validator(json.loads(schema_text(is_of_fusion=True)))
+    fusion = jsonschema.Draft7Validator(json.loads(schema_text("fusion")))
     assert problems(fusion, {"sources": ["a.jsonl", {"dataset": "b.jsonl", "ratio": 0.5}]}) == []
     for wrong in ({"sources": [{"ratio": 1}]}, {"sources": [{"dataset": "b", "rate": 1}]}, {}, {"sources": {}}):
         assert problems(fusion, wrong) != []

@@ -59,7 +59,8 @@ def test_signature_is_the_contract():
     defaults = {name: one.default for name, one in parameters.items() if one.default is not one.empty}
     assert defaults == {
         "feature": "text", "packed": True, "packing_strategy": "greedy", "overflow": True, "stride": 0, "min_len": 1,
-        "max_len": None, "add_bos": True, "add_eos": True, "bos_on_pieces": False, "shuffle_output": False, "seed": None,
+        "max_len": None, "add_bos": True, "add_eos": True, "bos_on_pieces": False, "shuffle_output": False,
+        "seed": None,
     }  # fmt: skip
     assert set(parameters) - set(defaults) == {"features", "tokenizer", "max_length"}
 
@@ -257,7 +258,14 @@ def test_every_token_of_every_document_is_in_exactly_one_place(tokenizer, name):
 
 @pytest.mark.parametrize(
     ("strategy", "stride", "overflow", "limits"),
-    list(product(("greedy", "greedy_uncut", "best_fit", "exact"), (0, 3), (True, False), ((1, None), (4, None), (1, 20), (4, 20)))),
+    list(
+        product(
+            ("greedy", "greedy_uncut", "best_fit", "exact"),
+            (0, 3),
+            (True, False),
+            ((1, None), (4, None), (1, 20), (4, 20)),
+        )
+    ),
 )
 def test_the_account_closes_under_all_options(tokenizer, strategy, stride, overflow, limits):
     """TEXT-3 TEXT-5: read = in blocks - repeated + dropped + truncated, and every kept token is a target once."""
@@ -337,8 +345,14 @@ def test_a_function_groups_the_pieces_and_is_checked(tokenizer, monkeypatch):
         ({"max_length": 8, "max_len": 0}, "max_len must be at least 1"),
         ({"max_length": 8, "stride": 8}, "stride must be from 0 to 7"),
         ({"max_length": 8, "stride": 2, "overflow": False}, "overflow=False makes none"),
-        ({"max_length": 8, "packing_strategy": "window", "stride": 2}, "without overlap: leave stride and bos_on_pieces out"),
-        ({"max_length": 8, "stride": 7, "bos_on_pieces": True}, r"stride must be from 0 to 6 \(max_length - 1, and a BOS"),
+        (
+            {"max_length": 8, "packing_strategy": "window", "stride": 2},
+            "without overlap: leave stride and bos_on_pieces out",
+        ),
+        (
+            {"max_length": 8, "stride": 7, "bos_on_pieces": True},
+            r"stride must be from 0 to 6 \(max_length - 1, and a BOS",
+        ),
         ({"max_length": 8, "overflow": False, "bos_on_pieces": True}, "bos_on_pieces is for later pieces"),
         ({"max_length": 8, "add_bos": False, "bos_on_pieces": True}, "set add_bos"),
         ({"max_length": 8, "packing_strategy": "window", "bos_on_pieces": True}, "leave stride and bos_on_pieces out"),

@@ -336,13 +336,19 @@ def test_positions_of_one_document_are_no_boundaries(tokenizer):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"seq_lengths": [3, 1]}, r"row 0 of the batch: seq_lengths must be at least 1 each and add up to its 5 tokens"),
+        (
+            {"seq_lengths": [3, 1]},
+            r"row 0 of the batch: seq_lengths must be at least 1 each and add up to its 5 tokens",
+        ),
         ({"seq_lengths": [5, 0]}, "must be at least 1 each"),
         ({"seq_lengths": []}, "must be at least 1 each"),
         ({"position_ids": [0, 1, 2, 0, 2]}, "begin again with 0 where a document does; number 4 is 2 after 0"),
         ({"position_ids": [1, 2, 3, 4, 5]}, "must have a number for each of its 5 tokens, and begin with 0"),
         ({"position_ids": [0, 1, 0]}, "must have a number for each of its 5 tokens, and begin with 0"),
-        ({"seq_lengths": [3, 2], "document_starts": [0, 2]}, r"document_starts says \(0, 2\) and seq_lengths says \(0, 3\)"),
+        (
+            {"seq_lengths": [3, 2], "document_starts": [0, 2]},
+            r"document_starts says \(0, 2\) and seq_lengths says \(0, 3\)",
+        ),
         ({"seq_lengths": [3, 2], "position_ids": [0, 1, 2, 3, 4]}, "its fields disagree on where documents start"),
         ({"position_ids": [[0, 1, 2, 0, 1]] * 3}, "position_ids must be a flat list of integers, got 2 dimensions"),
     ],

@@ -1,4 +1,4 @@
-"""The JSON schema of a `fusion_config` file, from what reads it."""
+"""The JSON schemas of `fusion_config` files and of streams of text, from what reads them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,23 @@ from typing import Any
 from swift_vlpack.commands.schema.training import DRAFT
 from swift_vlpack.core.epoch.mix import RATIOS_BY
 from swift_vlpack.data.rows import fusion_config
+from swift_vlpack.text.streams import stream_file
 
 Schema = dict[str, Any]
 _IN_DOCSTRING = re.compile(r"^ *(?:- )?(\w+): .*?# (.*)$", re.MULTILINE)
 _LEAST = {"ratio": 0, "sample_limit": 1, "max_pixels": 1}
-_OF_TYPE = {str: "string", int: "integer", float: "number"}
+_OF_TYPE = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+_OPTION = re.compile(r"^(\w+): .*?  # (.*)$", re.MULTILINE)
+_LEAST_ONE = ("seq_len", "packing_buffer_docs", "num_ranks", "batch_size", "accumulation")
+_CHOICES = {"document": ["line", "paragraph", "row"], "packing_mode": ["sequential", "bin"]}
 
 
 def fusion_schema() -> Schema:
@@ -37,5 +49,28 @@ def fusion_schema() -> Schema:
             "ratio_by": {"description": texts["ratio_by"], "enum": list(RATIOS_BY), "default": "rows"},
         },
         "required": ["sources"],
+        "additionalProperties": False,
+    }
+
+
+def stream_schema() -> Schema:
+    """Describe a file for `swift_vlpack.text.load_stream`."""
+    texts = dict(_OPTION.findall(stream_file.__doc__ or ""))
+    properties: Schema = {}
+    for name, kinds in stream_file.KINDS.items():
+        types = ["number"] if float in kinds else [_OF_TYPE[kind] for kind in kinds]
+        properties[name] = {
+            "description": texts[name],
+            "type": types[0] if len(types) == 1 else types,
+            **({"minimum": int(name in _LEAST_ONE)} if {int, float} & set(kinds) and name != "seed" else {}),
+            **({"enum": _CHOICES[name]} if name in _CHOICES else {}),
+        }
+    return {
+        "$schema": DRAFT,
+        "$comment": "written by `vlpack schema --stream`",
+        "title": "A stream of text and its batches: swift_vlpack.text.load_stream",
+        "type": "object",
+        "properties": properties,
+        "required": list(stream_file.NEEDED),
         "additionalProperties": False,
     }

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from swift_vlpack.commands.command import Command
-from swift_vlpack.commands.schema.fusion import fusion_schema
+from swift_vlpack.commands.schema.fusion import fusion_schema, stream_schema
 from swift_vlpack.commands.schema.training import training_schema
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.core.files import write_whole
@@ -15,11 +15,13 @@ from swift_vlpack.core.files import write_whole
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", help="write it there instead of printing it")
-    parser.add_argument("--fusion", action="store_true", help="the schema of a fusion_config file instead")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--fusion", action="store_true", help="the schema of a fusion_config file instead")
+    form.add_argument("--stream", action="store_true", help="the schema of a stream of text instead")
 
 
 def _run(args: argparse.Namespace) -> int:
-    text = schema_text(is_of_fusion=args.fusion)
+    text = schema_text("fusion" if args.fusion else "stream" if args.stream else "training")
     if args.output is None:
         print(text, end="")
         return 0
@@ -30,16 +32,16 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def schema_text(*, is_of_fusion: bool = False) -> str:
-    """The schema as a file."""
-    schema = fusion_schema() if is_of_fusion else training_schema()
+def schema_text(form: str = "training") -> str:
+    """Return the schema of `training`, `fusion` or `stream` files as a file."""
+    schema = {"training": training_schema, "fusion": fusion_schema, "stream": stream_schema}[form]()
     return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
 
 
 SCHEMA = Command(
     name="schema",
     text="print the JSON schema of training files, for editors",
-    usage="vlpack schema [--fusion] [--output FILE]",
+    usage="vlpack schema [--fusion | --stream] [--output FILE]",
     description=(
         "Print the JSON schema of a training file: packing options, the options of the installed ms-swift, and the ENV "
         "block. An editor with a YAML language server completes and checks files that begin with "

@@ -14,7 +14,7 @@ _ABOUT_THE_ROW = (
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),  # which the boundaries say
     *("position_ids", "cache_position", "position_embeddings"),  # in the query and the key already
     *("token_type_ids", "mm_token_type_ids"),  # in the mask, of models that see images as blocks
-    *("num_items_in_batch", "labels", "logits_to_keep", "use_cache", "return_dict"),
+    *("num_items_in_batch", "labels", "shift_labels", "logits_to_keep", "use_cache", "return_dict"),
     *("device", "output_hidden_states", "output_router_logits", "deterministic"),
     *("is_causal", "sliding_window"),  # read by the caller, beside the mask
 )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from swift_vlpack.core import envelope
 from swift_vlpack.core.account.reasons import Reason
+from swift_vlpack.text.batch import MASK, PackedBatch, batch_of
 from swift_vlpack.text.checks import check_whole
 from swift_vlpack.text.rows import IGNORED
 from swift_vlpack.text.special import token_id
@@ -26,6 +28,9 @@ class FixedBatches:
     """Batches of the windows of a stream, each with the same shapes and dtypes; an iterator, and a context manager.
 
     `input_ids`, `labels` (already shifted) and `segment_ids` are int32, `attention_mask` is bool.
+
+    They go into `DataLoader(batches, batch_size=None)`, whose workers share the documents, and, through `model_inputs`,
+    into `transformers.Trainer`.
     """
 
     def __init__(  # noqa: PLR0913 - shape, end, labels and prefetch
@@ -46,6 +51,8 @@ class FixedBatches:
         """
         check_whole(1, "batch_size", "accumulation", batch_size=batch_size, accumulation=accumulation)
         check_whole(0, "prefetch", prefetch=prefetch)
+        self._stream = stream
+        _be_known_to_torch()
         self.shape = (accumulation, batch_size, stream.options.seq_len)
         self._maker = _Maker(stream, self.shape, drop_last, mask_boundary_loss, train_on_eos)
         self._prefetch = prefetch
@@ -54,8 +61,14 @@ class FixedBatches:
         """With a thread: the state after the last batch that was handed out."""
         self._is_behind = False
         """Whether the stream was left ahead of that state by a thread that was closed."""
+        self._is_shared = False
+        """Whether this is a worker's copy that keeps its share of the documents."""
 
     def __iter__(self) -> Iterator[FixedBatch]:
+        worker = _worker()
+        if worker is not None and not self._is_shared:
+            self._stream.share(*worker)
+            self._is_shared = True
         return self
 
     def __next__(self) -> FixedBatch:
@@ -76,10 +89,18 @@ class FixedBatches:
         return made
 
     @property
-    def counts(self) -> dict[str, int]:
-        """Of the stream, and `batches`, `padding_rows` and what was dropped, up to the last batch handed out."""
+    def counts(self) -> dict[str, Any]:
+        """Of the stream, and `batches`, `padding_rows` and what was dropped, up to the last batch handed out.
+
+        `utilisation` is the part of all places in these batches that has a token of a document.
+        """
         state = self._state()["state"]
-        return {**state["stream"]["state"]["counts"], **state["counts"]}
+        counts = {**state["stream"]["state"]["counts"], **state["counts"]}
+        size, dropped = self.shape[2] + 1, Reason.INCOMPLETE_BATCH.value
+        num_tokens = counts.get("windows", 0) * size - counts.get("padding_tokens", 0)
+        num_places = counts.get("batches", 0) * self.shape[0] * self.shape[1] * size
+        num_used = num_tokens - counts.get(f"{dropped}_tokens", 0)
+        return {**counts, "utilisation": num_used / num_places if num_places else 0.0}
 
     def state_dict(self) -> dict[str, Any]:
         """What was consumed, as JSON, never what was only made ahead."""
@@ -108,6 +129,55 @@ class FixedBatches:
 
     def _state(self) -> dict[str, Any]:
         return self._maker.snapshot() if self._consumed is None else self._consumed
+
+
+def model_inputs(batches: FixedBatch | Sequence[FixedBatch]) -> PackedBatch:
+    """Turn fixed batches into `(rows, length)` tensors for a model of transformers: a `collate_fn`, a `data_collator`.
+
+    `shift_labels` are the targets as they are: a model would shift `labels` once more, and lose the last of each row.
+    Positions begin again with every document, which keeps documents apart on `sdpa`, `eager` and `vlpack` attention
+    without a cache; the 2-D mask is beside the inputs, as `PackedCollator` has it.
+    """
+    given = [batches] if isinstance(batches, Mapping) else list(batches)
+    rows = {
+        name: np.concatenate([np.reshape(np.asarray(batch[name]), (-1, np.shape(batch[name])[-1])) for batch in given])
+        for name in ("input_ids", "labels", "segment_ids", "attention_mask")
+    }
+    labels = rows["labels"].astype(np.int64)
+    arrays = {
+        "input_ids": rows["input_ids"].astype(np.int64),
+        "labels": labels,
+        "shift_labels": labels,
+        "position_ids": _positions(rows["segment_ids"]),
+        MASK: rows["attention_mask"].astype(np.int64),
+    }
+    return batch_of(arrays, is_packed=True, return_tensors="pt")
+
+
+def _positions(segments: NDArray[Any]) -> NDArray[np.int64]:
+    """Positions that begin again wherever the segment changes."""
+    at = np.broadcast_to(np.arange(segments.shape[1]), segments.shape)
+    begins = np.ones(segments.shape, dtype=bool)
+    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    return at - np.maximum.accumulate(np.where(begins, at, 0), axis=1)
+
+
+def _be_known_to_torch() -> None:
+    """Let a `DataLoader` see that these are batches in order; torch itself is never imported for it."""
+    if sys.modules.get("torch") is not None:
+        from torch.utils.data import IterableDataset
+
+        IterableDataset.register(FixedBatches)
+
+
+def _worker() -> tuple[int, int] | None:
+    """Return the number of this worker of a `DataLoader`, and how many there are."""
+    if sys.modules.get("torch") is None:
+        return None
+    from torch.utils.data import get_worker_info
+
+    info = get_worker_info()
+    return None if info is None else (info.id, info.num_workers)
 
 
 class _Maker:

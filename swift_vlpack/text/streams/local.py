@@ -14,9 +14,8 @@ from swift_vlpack.core.errors import ConfigError, DataError
 from swift_vlpack.text.streams.sources import Document, text_of
 
 LINE, PARAGRAPH, ROW = "line", "paragraph", "row"
-_OTHER_FORMATS = {
-    ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".gz": "text", ".zst": "text",
-}  # fmt: skip
+_OTHER_FORMATS = {".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+_OTHER_FORMATS |= {".gz": "text", ".zst": "text"}
 _LIKE_A_FILE = re.compile(r"[^\s<>|]+\.(txt|text|md|jsonl|json|csv|tsv|parquet|arrow|gz|zst)", re.IGNORECASE)
 _BOM = b"\xef\xbb\xbf"
 _NUM_HEAD_BYTES = 1 << 16  # enough to know a file again, and read in no time
@@ -133,7 +132,7 @@ def paths_in(given: Any) -> list[Any] | None:
     """
     if isinstance(given, (str, os.PathLike)):
         return [given]
-    if not isinstance(given, (list, tuple)) or not given or not _is_path(given[0]):
+    if type(given) not in (list, tuple) or not given or not _is_path(given[0]):
         return None
     for number, one in enumerate(given):
         if not _is_path(one):
@@ -149,11 +148,11 @@ _OR_TEXTS = "give texts that look like file names as rows: [{'text': ...}]"
 def _is_path(one: Any) -> bool:
     if isinstance(one, os.PathLike):
         return True
-    return isinstance(one, str) and (_LIKE_A_FILE.fullmatch(one) is not None or os.path.isfile(one))  # noqa: PTH113 - False where a text is too long for a name
+    return isinstance(one, str) and (_LIKE_A_FILE.fullmatch(one) is not None or os.path.isfile(one))
 
 
 def local_text(paths: Paths, document: str | None = None, text_key: str = "text") -> LocalText:
-    """Return text files for `TextStream`; a document is a `line`, a `paragraph` between blank lines, or a `row` of JSON.
+    """Return text files for `TextStream`; a document is a `line`, a `paragraph` (to a blank line), or a `row` of JSON.
 
     By default it is a row in `.jsonl` files, whose text is under `text_key`, and a line in others.
     """

@@ -32,10 +32,16 @@ class ReadOptions:
     """How often a read that failed is tried again."""
     retry_delay_sec: float = 1.0
     """Wait before the first retry; twice as long before each further one."""
+    rank: int = 0
+    """The reader that this is, of `num_ranks`: it keeps every document whose number has this remainder."""
+    num_ranks: int = 1
 
     def __post_init__(self) -> None:
-        names = ("shuffle_buffer_size", "max_retries")
+        names = ("shuffle_buffer_size", "max_retries", "rank")
         check_whole(0, *names, **{name: getattr(self, name) for name in names})
+        check_whole(1, "num_ranks", num_ranks=self.num_ranks)
+        if self.rank >= self.num_ranks:
+            raise ConfigError(f"rank counts from 0 to {self.num_ranks - 1} (num_ranks - 1), got {self.rank}")
         delay = self.retry_delay_sec
         if not isinstance(delay, Real) or isinstance(delay, bool) or not 0 <= delay < math.inf:
             raise ConfigError(f"retry_delay_sec must be a number of at least 0, got {delay!r}")
@@ -65,8 +71,9 @@ class Documents:
                 return self._held.pop(self._drawn(len(self._held)))
             if not self._options.repeat:
                 return None
-            if not self._num_read:
-                raise DataError(f"{self._source.name}: an epoch without a document cannot be repeated")
+            if not self._num_drawn:
+                of = f" for rank {self._options.rank} of {self._options.num_ranks}" if self._num_read else ""
+                raise DataError(f"{self._source.name}: an epoch without a document{of} cannot be repeated")
             self._begin(self.epoch + 1)
 
     def snapshot(self) -> dict[str, Any]:
@@ -91,6 +98,11 @@ class Documents:
             Document(self.fetch(address) if text is None else text, address) for address, text in saved["held"]
         ]
 
+    @property
+    def is_started(self) -> bool:
+        """Tell whether a document was asked for."""
+        return self._is_started
+
     def fetch(self, address: Any) -> str | None:
         """A document by its address, where the source can."""
         return self._retried(lambda: self._source.fetch(address)) if self._source.can_fetch else None
@@ -113,7 +125,8 @@ class Documents:
             if document is None:
                 self._is_read_out = True
             else:
-                self._held.append(document)
+                if self._num_read % self._options.num_ranks == self._options.rank:
+                    self._held.append(document)
                 self._num_read += 1
 
     def _drawn(self, num_held: int) -> int:

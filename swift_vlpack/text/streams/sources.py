@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from swift_vlpack.core.errors import DataError
+from swift_vlpack.core.errors import ConfigError, DataError
+from swift_vlpack.core.words import counted
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +134,7 @@ class StreamSource:
         # Copied here, not in a thread that reads ahead, because the caller may change its own data set meanwhile.
         self._given = rows if callable(rows) else _unused(rows)
         self._text_key = text_key
+        self.num_shards: int | None = rows.num_shards if hasattr(rows, "_ex_iterable") else None
         self._can_seek = hasattr(rows, "state_dict") and hasattr(rows, "load_state_dict") and not _forgets(rows)
         self._rows: Any = None
         self._iterator: Iterator[Any] = iter(())
@@ -231,6 +233,21 @@ def _innermost(state: Any) -> Any:
     return state
 
 
+def shares_among_workers(source: Source, num_workers: int) -> bool:
+    """Tell whether the rows share themselves among the workers of a loader, as those of Hugging Face streams do.
+
+    They share whole shards, so a worker more would have no row at all.
+    """
+    if not isinstance(source, StreamSource) or source.num_shards is None:
+        return False
+    if num_workers > source.num_shards:
+        raise ConfigError(
+            f"{source.name} has {counted(source.num_shards, 'shard')} for {num_workers} workers, which share them; set "
+            f"num_workers to {source.num_shards} at most, or to 0 and prefetch to N"
+        )
+    return True
+
+
 def _digest(text: str | None) -> str:
     return hashlib.sha256(repr(text).encode()).hexdigest()[:16]
 
@@ -277,7 +294,7 @@ def _forgets(rows: Any) -> bool:
     Shuffle buffers are lost, and batches that a `map` cuts anew, or that several data sets take turns in, may begin
     within a chunk that the state counts as read. It has no public way to ask.
     """
-    found = [getattr(rows, "_ex_iterable", None)]
+    found: list[Any] = [getattr(rows, "_ex_iterable", None)]
     while found:
         inner = found.pop()
         name = type(inner).__name__

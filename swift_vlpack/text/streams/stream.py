@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -20,12 +20,13 @@ from swift_vlpack.text.checks import check_whole
 from swift_vlpack.text.special import edge_tokens, edged, token_id, token_ids
 from swift_vlpack.text.streams.local import LocalText, paths_in
 from swift_vlpack.text.streams.reading import Documents, ReadOptions
-from swift_vlpack.text.streams.sources import plain, source_of
+from swift_vlpack.text.streams.sources import plain, shares_among_workers, source_of
 from swift_vlpack.text.streams.windows import Bins, Fetch, Part, Sequential, Tokens, Windows
 from swift_vlpack.text.vocabulary import tokenizer_of
 
 SEQUENTIAL, BIN = "sequential", "bin"
 KIND = "text stream"
+_OF_READING = ("shuffle_buffer_size", "seed", "repeat", "rank", "num_ranks")
 
 
 class Window(NamedTuple):
@@ -72,8 +73,8 @@ class WindowOptions:
 class TextStream:
     """Windows of a stream of documents, in order (`sequential`) or packed (`bin`); its place is JSON at every window.
 
-    `source` is a path or several (of text, or of `.jsonl` rows), what `local_text` returns, a data set of Hugging Face, streaming or not, a list of
-    texts or rows, or a function that makes an iterator of them.
+    `source` is a path or several (of text, or of `.jsonl` rows), what `local_text` returns, a data set of Hugging Face,
+    streaming or not, a list of texts or rows, or a function that makes an iterator of them.
     """
 
     def __init__(  # noqa: PLR0913 - one line of options, which two frozen objects check
@@ -95,12 +96,15 @@ class TextStream:
         max_doc_tokens: int | None = None,
         max_retries: int = 3,
         retry_delay_sec: float = 1.0,
+        rank: int = 0,
+        num_ranks: int = 1,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         """`packing_strategy`, `packing_buffer_docs` and `packing_max_docs_per_bin` are of bins.
 
         `max_doc_tokens` truncates documents and counts what that costs. A read that fails is tried `max_retries` times
-        again, after `retry_delay_sec`, then twice that, and so on.
+        again, after `retry_delay_sec`, then twice that, and so on. Each of `num_ranks` streams reads all documents and
+        keeps its share of them, so together they have every document once.
         """
         self.options = WindowOptions(
             seq_len=seq_len,
@@ -121,6 +125,8 @@ class TextStream:
             repeat=repeat,
             max_retries=max_retries,
             retry_delay_sec=retry_delay_sec,
+            rank=rank,
+            num_ranks=num_ranks,
         )
         paths = paths_in(source)
         self._source = source_of(source, text_key) if paths is None else LocalText(paths, text_key=text_key)
@@ -172,6 +178,22 @@ class TextStream:
         self._is_over, self._epoch_of_tokens = saved["is_over"], saved["epoch_of_tokens"]
         self.counts = Counter(saved["counts"])
 
+    def share(self, worker: int, num_workers: int) -> None:
+        """Keep the share of one of several workers that have a copy of this stream each."""
+        if self._documents.is_started:
+            raise ConfigError(
+                f"a stream that has begun cannot be shared among {num_workers} workers: each would go on with the same "
+                "documents; use num_workers=0 with prefetch=N, or load no state"
+            )
+        if shares_among_workers(self._source, num_workers):
+            return
+        reading = self._reading
+        self._reading = replace(
+            reading, rank=reading.rank * num_workers + worker, num_ranks=reading.num_ranks * num_workers
+        )
+        self.__dict__.pop("_fingerprint", None)
+        self._start()
+
     def _start(self) -> None:
         options = self.options
         self._documents = Documents(self._source, self._reading, self._sleep)
@@ -209,7 +231,7 @@ class TextStream:
         if longest is not None and len(ids) > longest:
             counts.update(truncated_documents=1, truncated_tokens=len(ids) - longest)
             ids = ids[:longest]
-        return np.array(edged(ids, self._edges), dtype=np.int32)
+        return edged(ids, self._edges)
 
     def _fetcher(self) -> Fetch:
         """Documents that were counted when they came first; one that is held in many pieces is tokenized once."""
@@ -237,7 +259,7 @@ class TextStream:
     @cached_property
     def _fingerprint(self) -> dict[str, Any]:
         """What a state belongs to; of the source as it was first asked, not once more for every state."""
-        reading = {name: getattr(self._reading, name) for name in ("shuffle_buffer_size", "seed", "repeat")}
+        reading = {name: getattr(self._reading, name) for name in _OF_READING}
         special = [token_id(self.tokenizer, name) for name in ("bos", "eos", "pad")]
         size = len(self.tokenizer) if hasattr(self.tokenizer, "__len__") else None
         return {

@@ -19,7 +19,7 @@ from swift_vlpack.core.packing.packer import Packer
 from swift_vlpack.core.packing.records import Pack
 from swift_vlpack.text.cutting import pieces_of
 
-Tokens = NDArray[np.int32]
+Tokens = NDArray[np.signedinteger[Any]]  # of two bytes a number where that is enough, else of four
 
 
 class Part(NamedTuple):

@@ -21,7 +21,7 @@ from tests.videos import video
 
 FAMILY = "qwen2_5_vl"
 CONFIGS = Path(__file__).parents[3] / "configs"
-RUNS = sorted(path.name for path in CONFIGS.glob("*.yaml") if "sources" not in yaml.safe_load(path.read_text()))
+RUNS = sorted(path.name for path in CONFIGS.glob("*.yaml") if "model" in yaml.safe_load(path.read_text()))
 QUICK = ("lora_frozen_vision.yaml",)
 SHORT = {
     "model_type": FAMILY,

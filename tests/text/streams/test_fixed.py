@@ -337,7 +337,7 @@ def _interleaved(*several):
 @pytest.mark.parametrize("chain", CHAINS)
 @pytest.mark.parametrize("texts", [["w2"], ["w2", "", "w2", "w3", "w1"]], ids=["all equal", "some equal"])
 def test_a_place_is_proved_where_texts_repeat(chain, texts, monkeypatch):
-    """TEXT-26: one equal row is no proof of a place; chunks of seven rows, as large data sets have them of a thousand."""
+    """TEXT-26: one equal row is no proof of a place; with chunks of 7 rows, where large sets have 1,000."""
     import datasets.config
 
     monkeypatch.setattr(datasets.config, "DEFAULT_MAX_BATCH_SIZE", 7)
@@ -575,7 +575,10 @@ def test_rows_of_json_are_their_text(stream, tmp_path):
     ("content", "said"),
     [
         ('{"text": "w1"}\n{"text": "w', r"a.jsonl: the document at byte 15 is no JSON \(Unterminated string"),
-        ('{"content": "w1"}\n', r"a.jsonl: the document at byte 0 has no 'text'; it has content: name it with text_key="),
+        (
+            '{"content": "w1"}\n',
+            r"a.jsonl: the document at byte 0 has no 'text'; it has content: name it with text_key=",
+        ),
         ('{"text": 3}\n', "a.jsonl: the document at byte 0: text must be a text, got int"),
     ],
 )
