@@ -67,7 +67,9 @@ class PackingConfig:
         0.65, "packs at least this full leave at once; a value below 0.6 is accepted with a warning"
     )
     packing_max_carry: int = _option(4, "windows a sample may wait for a better pack")
-    packing_drop_last: bool = _option(True, "drop the underfilled remainder of an epoch (at most one pack)")
+    packing_drop_last: bool = _option(
+        True, "drop the underfilled remainder of an epoch: at most one pack, and one sample in 50"
+    )
     packing_allow_single_long: bool = _option(
         True, "a sample of packing_length tokens or more becomes a pack of its own; false: it is skipped"
     )

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from textwrap import wrap
 from typing import Any
 
-from swift_vlpack.core.account.advice import StepSize
+from swift_vlpack.core.account.advice import StepSize, nothing_packed
+from swift_vlpack.core.account.remedies import kept_by
 from swift_vlpack.core.words import by_reason, counted
 
 WIDTH = 100
@@ -71,13 +72,15 @@ def _about_data(data: Mapping[str, Any], plan: Mapping[str, Any]) -> Iterator[En
 def _left_out(data: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
     said = [f"{counted(sum(data['unreadable'].values()), 'row')} unreadable ({by_reason(data['unreadable'])})"]
     if plan["num_dropped"]:
-        said.append(f"{plan['num_dropped']} left out ({by_reason(plan['dropped'])})")
+        said.append(f"{plan['num_dropped']} left out ({by_reason(plan['dropped'])}{kept_by(plan['dropped'])})")
     return ", ".join(said)
 
 
 def _about_plan(plan: Mapping[str, Any], epoch: int) -> Iterator[Entry]:
+    if nothing := nothing_packed(plan):
+        yield "plan", nothing, 2
     yield (
-        "plan",
+        "" if nothing else "plan",
         f"epoch {epoch}: {counted(plan['num_packs'], 'pack')} of {plan['packing_length']} tokens by {plan['method']} "
         f"(lower bound {plan['lower_bound']}), mean fill {plan['mean_fill']:.2%}, "
         f"{plan['num_samples'] / max(1, plan['num_packs']):.1f} samples a pack, {plan['single_long']} single-long",
