@@ -20,7 +20,7 @@ from swift_vlpack.core.epoch.rest_of_run import Bounds, RestOfRun, num_steps
 from swift_vlpack.core.errors import ConfigError, StateMismatch
 from swift_vlpack.core.files import sync_folder
 from swift_vlpack.data.feeds.feed import Feed
-from swift_vlpack.data.feeds.planned import PlannedPackingDataset
+from swift_vlpack.data.feeds.packs import epoch_plan_of
 from swift_vlpack.data.model.collate import Batch, Collator, layout
 from swift_vlpack.data.model.row_loss import num_targets, weigh_samples
 from swift_vlpack.data.model.sample_losses import LossesOfRow, RowsOfEvaluation, SampleLoss
@@ -206,7 +206,7 @@ class PackingTrainer(Seq2SeqTrainer):
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, **kwargs: Any) -> Any:
         """ms-swift's loader of evaluation rows; of packs it gets one at a time, and every one."""
-        if not isinstance(dataset, PlannedPackingDataset):
+        if epoch_plan_of(dataset) is None:
             return super()._get_dataloader(dataset, description, batch_size, **kwargs)
         drop_last, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False
         try:
@@ -216,7 +216,7 @@ class PackingTrainer(Seq2SeqTrainer):
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate batches of rows; where these are packed, first the packs, then batches of what they gave."""
-        if not isinstance(dataloader.dataset, PlannedPackingDataset):
+        if epoch_plan_of(dataloader.dataset) is None:
             return super().evaluation_loop(dataloader, *args, **kwargs)
         self._losses_evaluated = {}
         gather = self.gather_function
