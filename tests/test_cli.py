@@ -106,6 +106,19 @@ def test_skipped_items_are_counted_by_reason(length_file, capsys):
     assert result["num_samples"] + result["num_dropped"] == len(LENGTHS)
 
 
+def test_plan_in_which_no_row_fits_says_so(length_file, capsys):
+    """CLI-2: no fill and no bound to be proud of; rows that are left out instead leave nothing to train."""
+    flags = ["plan", "--lengths", str(length_file), "--packing_length", "16"]
+    assert main(flags) == 0
+    out = capsys.readouterr().out
+    assert "NO SAMPLE FITS a pack of 16 tokens: each is alone in a row of its own, and nothing is packed" in out
+    assert "mean" not in out.partition("fill")[2].partition("\n")[0]
+    assert "above it" not in out
+    assert main([*flags, "--packing_allow_single_long", "false"]) == 2
+    error = capsys.readouterr().err
+    assert f"nothing would be trained: all {len(LENGTHS)} rows are left out (oversize {len(LENGTHS)})" in error
+
+
 def test_every_packing_option_is_a_flag(capsys):
     """CLI-4"""
     with pytest.raises(SystemExit) as stopped:

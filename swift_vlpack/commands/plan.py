@@ -18,7 +18,8 @@ from swift_vlpack.core.account.plan_text import plan_text
 from swift_vlpack.core.config import PackingConfig, chosen_options, option_names
 from swift_vlpack.core.epoch.length_files import read_lengths
 from swift_vlpack.core.epoch.planner import plan_of_rows
-from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.core.errors import ConfigError, DataError
+from swift_vlpack.core.words import by_reason, counted
 from swift_vlpack.launch import checked_num_ranks
 from swift_vlpack.run_checks import check_file
 
@@ -70,6 +71,11 @@ def _plan_lengths(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     columns = {"images": lengths.images, "patches": lengths.patches}
     made, cut = plan_of_rows(lengths.tokens, config, **columns, seed=args.seed, label=None)
+    if num_rows and not len(made):
+        raise DataError(
+            f"nothing would be trained: all {counted(num_rows, 'row')} are left out ({by_reason(made.num_dropped)}); "
+            f"raise packing_length ({config.packing_length}) or its caps"
+        )
     aligned = made.align(num_ranks)
     seconds = time.perf_counter() - start
     report = plan_report(made, aligned, num_rows=num_rows, seconds=seconds) | cut

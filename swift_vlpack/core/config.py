@@ -74,7 +74,7 @@ class PackingConfig:
     )
     packing_max_carry: int = _option(4, "windows a sample may wait for a better pack", decides=_PACKS)
     packing_drop_last: bool = _option(
-        True, "drop the underfilled remainder of an epoch (at most one pack)", decides=_PACKS
+        True, "drop the underfilled remainder of an epoch: at most one pack, and one sample in 50", decides=_PACKS
     )
     packing_allow_single_long: bool = _option(
         True,

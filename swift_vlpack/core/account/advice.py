@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -94,6 +95,22 @@ def length_warning(capacity: int, lengths: NDArray[Any], *, what: str = "rows") 
         f"a pack holds {capacity} tokens, the model's maximum, as neither max_length nor packing_length says less. "
         f"The {what} have {int(lengths.min())} to {int(lengths.max())} tokens (median {median}, 99% have at most "
         f"{p99}): --max_length {suggested} holds them all, with shorter rows and less memory"
+    )
+
+
+def nothing_packed(report: Mapping[str, Any]) -> str | None:
+    """Say that no sample of a plan shares a pack, because none fits one; None where some do.
+
+    >>> nothing_packed({"num_packs": 3, "single_long": 3, "packing_length": 16})
+    'NO SAMPLE FITS a pack of 16 tokens: each is alone in a row of its own, and nothing is packed; raise \
+packing_length, or the caps'
+    >>> nothing_packed({"num_packs": 3, "single_long": 2, "packing_length": 16})
+    """
+    if not report["num_packs"] or report["single_long"] < report["num_packs"]:
+        return None
+    return (
+        f"NO SAMPLE FITS a pack of {report['packing_length']} tokens: each is alone in a row of its own, and nothing "
+        "is packed; raise packing_length, or the caps"
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from swift_vlpack.core.account.advice import StepSize
+from swift_vlpack.core.account.advice import StepSize, nothing_packed
+from swift_vlpack.core.account.remedies import kept_by
 from swift_vlpack.core.packing.registry import WINDOW
 from swift_vlpack.core.words import by_reason, counted
 
@@ -38,14 +39,25 @@ def _about_packs(report: dict[str, Any]) -> list[tuple[str, str]]:
             "",
             f"{report['num_samples'] / max(1, report['num_packs']):.1f} samples a pack, {100 * saved:.1f}% fewer rows",
         ),
-        ("fill", f"{100 * report['mean_fill']:.2f}% mean"),
+        *_about_fill(report),
         *_about_padding(report),
-        ("lower bound", f"{counted(report['lower_bound'], 'pack')}; {report['excess_per_cent']:.3f}% above it"),
         ("ranks", f"{report['num_ranks']}: {per_step}"),
         ("", f"{split} cut in two, {report['packs_empty']} without a sample, for equal steps"),
         ("single-long", f"{counted(report['single_long'], 'sample')} too large for a pack, in a row alone"),
-        ("left out", f"{report['num_dropped']} ({by_reason(report['dropped'])}){unreadable}"),
+        (
+            "left out",
+            f"{report['num_dropped']} ({by_reason(report['dropped'])}{kept_by(report['dropped'])}){unreadable}",
+        ),
         *(_about_cutting(cut, report["packing_strategy"]) if cut else []),
+    ]
+
+
+def _about_fill(report: dict[str, Any]) -> list[tuple[str, str]]:
+    if nothing := nothing_packed(report):
+        return [("fill", nothing)]
+    return [
+        ("fill", f"{100 * report['mean_fill']:.2f}% mean"),
+        ("lower bound", f"{counted(report['lower_bound'], 'pack')}; {report['excess_per_cent']:.3f}% above it"),
     ]
 
 

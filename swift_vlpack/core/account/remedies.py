@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from swift_vlpack.core.account.reasons import about
+from swift_vlpack.core.account.reasons import Reason, about
 
 MAX_SHARE_LEFT_OUT = 0.01
 """Above it an epoch warns."""
@@ -31,3 +31,12 @@ def warning_of_left_out(num_dropped: Mapping[str, int], *, num_of: int, what: st
     return f"{total} of {num_of} {what} of the epoch {are} left out ({total / num_of:.1%}): {', '.join(reasons)}" + (
         "" if all(remedies.values()) else NO_REMEDY
     )
+
+
+def kept_by(num_dropped: Mapping[str, int]) -> str:
+    """Name the option that keeps the remainder of an epoch, where one is left out.
+
+    >>> kept_by({"underfilled": 2}), kept_by({"oversize": 1})
+    ('; packing_drop_last=false keeps the underfilled', '')
+    """
+    return "; packing_drop_last=false keeps the underfilled" if Reason.UNDERFILLED.value in num_dropped else ""

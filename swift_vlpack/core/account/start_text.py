@@ -1,4 +1,4 @@
-"""The summary of a run before its first step: what it trains on and how, on one screen."""
+"""The summary of a run before its first step, what it trains on and how, on one screen; and the one behind its last."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping
 from textwrap import wrap
 from typing import Any
 
-from swift_vlpack.core.account.advice import StepSize
+from swift_vlpack.core.account.advice import StepSize, nothing_packed
+from swift_vlpack.core.account.remedies import kept_by
+from swift_vlpack.core.account.step_counts import share
 from swift_vlpack.core.words import by_reason, counted
 
 WIDTH = 100
@@ -25,6 +27,43 @@ def start_text(facts: Mapping[str, Any]) -> str:
     for label, text, most in _entries(facts):
         lines += _wrapped(label, text, most)
     return "\n".join(lines[:MAX_LINES])
+
+
+def end_text(facts: Mapping[str, Any], trained: Mapping[str, float]) -> str:
+    """Sum up what this process and its ranks have trained, since the run was begun or resumed.
+
+    >>> counts = {"num_steps": 2, "num_packs": 4, "num_samples": 9, "num_tokens": 390, "num_pack_tokens": 390,
+    ...           "num_single_long": 0, "seconds": 3.0}
+    >>> facts = {"step": 2, "num_steps": 2, "num_ranks": 1, "packing_length": 100, "output_dir": "out"}
+    >>> print(end_text(facts, counts))
+    packing: ended at step 2 of 2, 1 rank
+    trained      2 steps here: 4 packs, 9 samples, 390 tokens, mean fill 97.5%
+    speed        130 tokens and 3.0 samples a second, in 3 s of training
+                 look: vlpack report out
+    """
+    room = (trained["num_packs"] - trained["num_single_long"]) * facts["packing_length"]
+    seconds = max(trained["seconds"], 1e-3)
+    entries = (
+        (
+            "trained",
+            f"{counted(int(trained['num_steps']), 'step')} here: {counted(int(trained['num_packs']), 'pack')}, "
+            f"{counted(int(trained['num_samples']), 'sample')}, {counted(int(trained['num_tokens']), 'token')}, "
+            f"mean fill {share(trained['num_pack_tokens'], room):.1%}",
+            2,
+        ),
+        (
+            "speed",
+            f"{trained['num_tokens'] / seconds:.0f} tokens and {trained['num_samples'] / seconds:.1f} samples a "
+            f"second, in {seconds:.0f} s of training",
+            2,
+        ),
+        ("", f"look: vlpack report {facts['output_dir']}", 1),
+    )
+    ranks = counted(facts["num_ranks"], "rank")
+    lines = [f"packing: ended at step {facts['step']} of {facts['num_steps']}, {ranks}"]
+    for entry in entries:
+        lines += _wrapped(*entry)
+    return "\n".join(lines)
 
 
 def _title(facts: Mapping[str, Any]) -> str:
@@ -71,13 +110,15 @@ def _about_data(data: Mapping[str, Any], plan: Mapping[str, Any]) -> Iterator[En
 def _left_out(data: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
     said = [f"{counted(sum(data['unreadable'].values()), 'row')} unreadable ({by_reason(data['unreadable'])})"]
     if plan["num_dropped"]:
-        said.append(f"{plan['num_dropped']} left out ({by_reason(plan['dropped'])})")
+        said.append(f"{plan['num_dropped']} left out ({by_reason(plan['dropped'])}{kept_by(plan['dropped'])})")
     return ", ".join(said)
 
 
 def _about_plan(plan: Mapping[str, Any], epoch: int) -> Iterator[Entry]:
+    if nothing := nothing_packed(plan):
+        yield "plan", nothing, 2
     yield (
-        "plan",
+        "" if nothing else "plan",
         f"epoch {epoch}: {counted(plan['num_packs'], 'pack')} of {plan['packing_length']} tokens by {plan['method']} "
         f"(lower bound {plan['lower_bound']}), mean fill {plan['mean_fill']:.2%}, "
         f"{plan['num_samples'] / max(1, plan['num_packs']):.1f} samples a pack, {plan['single_long']} single-long",

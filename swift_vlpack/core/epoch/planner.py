@@ -198,7 +198,8 @@ def _without_remainder(whole: Plan, num_shared: int) -> Plan:
         (config.packing_length - tokens).tolist(),
         int(whole.lengths.min(initial=config.packing_length)),
         config,
-        num_others=len(whole) - num_shared,
+        counts=whole.num_samples_per_pack[:num_shared].tolist(),
+        num_items=len(whole.members),
     )
     if remainder is None:
         return whole

@@ -5,8 +5,8 @@
 [('a', 'c')]
 >>> [pack.ids for item in [("d", 5), ("e", 1)] for pack in packer.push(item)]
 [('b', 'd')]
->>> packer.flush(), packer.num_dropped
-([], {'underfilled': 1})
+>>> [pack.ids for pack in packer.flush()], packer.num_dropped
+([('e',)], {})
 
 A window is `packing_buffer` held items. When it is full, the strategy groups it, and a group leaves
   - when it is filled to `packing_min_fill_ratio` of any capacity,
@@ -36,6 +36,8 @@ from swift_vlpack.core.words import counted
 
 logger = logging.getLogger(__name__)
 
+MOST_DROPPED = 50
+"""`packing_drop_last` drops at most one item in so many: of a small epoch the last pack would be a large share."""
 NUM_LOUD = 20  # warnings of one kind before the rest goes to the info level
 _serial = itemgetter(1)  # of a held entry
 DropReport = Callable[[Item, Reason], None]
@@ -136,7 +138,9 @@ class Packer:
         groups = self._grouped()
         fills = [self._fill(group) for group in groups]
         room = [self._capacity - sum(self._lengths[i] for i in group) for group in groups]
-        remainder = remainder_to_drop(fills, room, self._shortest, self.config, num_others=self.num_emitted)
+        counts = [len(group) for group in groups]
+        num_items = self.num_emitted + len(self._held)
+        remainder = remainder_to_drop(fills, room, self._shortest, self.config, counts=counts, num_items=num_items)
         if remainder is not None:
             # Counted as dropped here; `Plan.align` may bring them back for a step that lacks a pack.
             for index in groups.pop(remainder):
@@ -305,20 +309,28 @@ def cap_uses(items: Iterable[Item], config: PackingConfig) -> Caps:
 
 
 def remainder_to_drop(
-    fills: Sequence[float], rooms: Sequence[int], shortest: int, config: PackingConfig, *, num_others: int
+    fills: Sequence[float],
+    rooms: Sequence[int],
+    shortest: int,
+    config: PackingConfig,
+    *,
+    counts: Sequence[int],
+    num_items: int,
 ) -> int | None:
-    """Which group is the remainder of an epoch under `packing_drop_last`, if there is one.
+    """Return the number of the group that `packing_drop_last` drops, the remainder of an epoch, if there is one.
 
     It is the least filled group, if it is underfilled and some item of the epoch would have fitted into it. At
     most one: of two groups that a strategy leaves half empty, neither is a remainder, they do not fit together.
-    An epoch that has nothing else (`num_others` is 0, what was emitted before) keeps it.
+    A group of more than one in `MOST_DROPPED` of the `num_items` that the epoch packs stays: `counts` has the items of
+    each group.
     """
-    if not config.packing_drop_last or len(fills) + num_others < 2 or not fills:
+    if not config.packing_drop_last or not fills:
         return None
     # Of equally empty groups the last, as the strategies open their packs in order and fill the first ones up.
     least = min(range(len(fills)), key=lambda index: (fills[index], -index))
     could_be_filled = rooms[least] >= shortest
-    return least if fills[least] < config.packing_min_fill_ratio and could_be_filled else None
+    is_small = counts[least] * MOST_DROPPED <= num_items
+    return least if fills[least] < config.packing_min_fill_ratio and could_be_filled and is_small else None
 
 
 def _restored(key: Any) -> Any:

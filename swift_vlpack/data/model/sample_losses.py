@@ -24,7 +24,8 @@ class SampleLoss(NamedTuple):
     """The loss of one sample."""
 
     total: float
-    num_targets: int
+    num_tokens: int
+    """Those that are predicted."""
 
 
 class LossesOfRow:

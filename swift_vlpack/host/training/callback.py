@@ -7,7 +7,7 @@ from typing import Any
 from swift.callbacks import TrainerCallback
 from swift.utils import get_logger, is_master
 
-from swift_vlpack.core.account.start_text import start_text
+from swift_vlpack.core.account.start_text import end_text, start_text
 from swift_vlpack.data.model.row_effects import noise_by_sample
 from swift_vlpack.host.training.attention import choose_for
 from swift_vlpack.host.training.losses import add_up
@@ -35,7 +35,8 @@ class PackingCallback(TrainerCallback):
         noise_by_sample(self.trainer)
         if is_master():
             facts = facts_of(self.trainer, attention=chosen, proof=proof)
-            logger.info(start_text(facts))
+            logger.info(text := start_text(facts))
+            show_in_tensorboard(self.trainer, text, state.global_step)
             self.trainer.journal.begin(state.global_step, self.trainer.checkpoint_resumed, noted(facts))
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -47,5 +48,23 @@ class PackingCallback(TrainerCallback):
         self.trainer.close_epoch()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The run has ended by itself."""
-        self.trainer.journal.end(state.global_step)
+        """The run has ended by itself: say what it trained, and where to look."""
+        trainer = self.trainer
+        trainer.journal.end(state.global_step)
+        if is_master():
+            facts = {
+                "step": state.global_step,
+                "num_steps": state.max_steps,
+                "num_ranks": trainer.feed.num_ranks,
+                "packing_length": trainer.feed.config.packing_length,
+                "output_dir": args.output_dir,
+            }
+            logger.info(end_text(facts, trainer.journal.trained_so_far))
+
+
+def show_in_tensorboard(trainer: Any, text: str, step: int) -> None:
+    """Add the summary to the text page of TensorBoard, where the run reports to it."""
+    for callback in trainer.callback_handler.callbacks:
+        if (writer := getattr(callback, "tb_writer", None)) is not None:
+            # Indented, TensorBoard shows it line by line as it is.
+            writer.add_text("packing", "".join(f"    {line}\n" for line in text.splitlines()), step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from swift.utils import is_master
 
 from swift_vlpack.core.account.run_log import CHECKPOINT, END, EPOCH, RESUME, START, STEPS, RunLog
-from swift_vlpack.core.account.step_counts import StepCounts, summed
+from swift_vlpack.core.account.step_counts import NUMBERS, StepCounts, summed
 from swift_vlpack.data.feeds.feed import Feed
 from swift_vlpack.data.feeds.packs import epoch_plan_of
 from swift_vlpack.data.rows.samples import PackRecord
@@ -24,6 +25,8 @@ class Journal:
     def __init__(self, feed: Feed, output_dir: str) -> None:
         self.feed = feed
         self._log = RunLog(Path(output_dir)) if is_master() else None
+        self.trained_so_far: Counter[str] = Counter()
+        """The numbers of all notes of steps, and their `seconds`; on all ranks, of all ranks."""
         self._counts = StepCounts()
         self._since = time.perf_counter()
         self._paused_at: float | None = None
@@ -50,16 +53,17 @@ class Journal:
         self._counts.merge(counts)
         return counts
 
-    def note_steps(self, step: int) -> None:
-        """Write what was trained since the last note; all ranks have to call it."""
+    def note_steps(self, step: int) -> dict[str, Any] | None:
+        """Write what was trained since the last note, and return it; all ranks have to call it."""
         if not self._counts.num_steps:  # the same on all ranks
-            return
+            return None
         ranks = gathered(self._counts, "what every rank has trained")
-        if is_master():
-            seconds = round(self._now() - self._since, 3)
-            self._note(STEPS, step, epoch=self.feed.epoch, seconds=seconds, **summed(ranks))
+        noted = {"seconds": round(self._now() - self._since, 3), **summed(ranks)}
+        self._note(STEPS, step, epoch=self.feed.epoch, **noted)
+        self.trained_so_far.update({name: noted[name] for name in ("seconds", *NUMBERS)})
         self._counts = StepCounts()
         self._since = self._now()
+        return noted
 
     def checkpoint(self, step: int, path: Path) -> None:
         """A checkpoint is complete."""

@@ -21,9 +21,9 @@ from swift_vlpack.core.epoch.rest_of_run import Bounds, RestOfRun, num_steps
 from swift_vlpack.core.errors import ConfigError, StateMismatch
 from swift_vlpack.core.files import sync_folder
 from swift_vlpack.data.feeds.feed import Feed
-from swift_vlpack.data.feeds.planned import PlannedPackingDataset
+from swift_vlpack.data.feeds.packs import epoch_plan_of
 from swift_vlpack.data.model.collate import Batch, Collator, layout
-from swift_vlpack.data.model.row_loss import weigh_samples
+from swift_vlpack.data.model.row_loss import num_targets, weigh_samples
 from swift_vlpack.data.model.sample_losses import LossesOfRow, RowsOfEvaluation, SampleLoss
 from swift_vlpack.data.randomness import RandomStream
 from swift_vlpack.data.rows.contents import NO_LABEL
@@ -85,6 +85,7 @@ class PackingTrainer(Seq2SeqTrainer):
         tolerate_packs_without_images(kwargs["model"], training_args)
         self.is_evaluating = False
         self._pack_evaluated: PackRecord | None = None
+        self._supervised: list[torch.Tensor] = []  # tokens of each step of this rank since the last log line
         self._losses_evaluated: dict[int, SampleLoss] = {}  # of rows, since a packed evaluation began
         self.lengths_in_row: tuple[int, ...] = ()  # of the segments that are trained now
         super().__init__(*args, **kwargs)
@@ -125,6 +126,8 @@ class PackingTrainer(Seq2SeqTrainer):
         if not batches:
             return batches, num_items
         batches = batches + self.feed.fill_up(num_batches - len(batches))
+        # On the device: a number would have to wait for it, and is only wanted with the next log line.
+        self._supervised.append(torch.stack([num_targets(batch["labels"]) for batch in batches]).sum())
         if (kind := self.feed.config.packing_loss) != "token":
             weigh_samples(batches, kind, self._over_ranks)
         if not self._is_first_batch_proved:
@@ -204,7 +207,12 @@ class PackingTrainer(Seq2SeqTrainer):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """ms-swift's log line; the last one of training gives the speed in rows, which is packs, and gets samples."""
-        self.journal.note_steps(self.state.global_step)
+        noted = self.journal.note_steps(self.state.global_step)
+        if "loss" in logs and noted is not None:
+            supervised = self._over_ranks(torch.stack(self._supervised).sum())
+            logs["pack/tokens_per_second"] = round(noted["num_tokens"] / max(noted["seconds"], 1e-3), 1)
+            logs["pack/supervised_tokens"] = round(float(supervised) / len(self._supervised), 1)
+            self._supervised = []
         if "train_samples_per_second" in logs:
             num_samples = sum(gathered(self.account.num_samples_trained))
             logs["train_samples_per_second"] = round(num_samples / logs["train_runtime"], 3)
@@ -219,7 +227,7 @@ class PackingTrainer(Seq2SeqTrainer):
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, **kwargs: Any) -> Any:
         """ms-swift's loader of evaluation rows; of packs it gets one at a time, and every one."""
-        if not isinstance(dataset, PlannedPackingDataset):
+        if epoch_plan_of(dataset) is None:
             return super()._get_dataloader(dataset, description, batch_size, **kwargs)
         drop_last, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False
         try:
@@ -229,7 +237,7 @@ class PackingTrainer(Seq2SeqTrainer):
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate batches of rows; where these are packed, first the packs, then batches of what they gave."""
-        if not isinstance(dataloader.dataset, PlannedPackingDataset):
+        if epoch_plan_of(dataloader.dataset) is None:
             return super().evaluation_loop(dataloader, *args, **kwargs)
         self._losses_evaluated = {}
         gather = self.gather_function
@@ -269,9 +277,9 @@ class PackingTrainer(Seq2SeqTrainer):
         self._losses_evaluated.update(zip(rows, losses.samples, strict=True))
         return result
 
-    def _loss_of_batch(self, total: torch.Tensor, num_targets: torch.Tensor) -> torch.Tensor:
+    def _loss_of_batch(self, total: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
         """The loss of a batch of rows on this rank, of which the mean over ranks is what plain evaluation computes."""
-        num, num_shared = num_targets.sum(), 1
+        num, num_shared = num_tokens.sum(), 1
         if self.args.average_tokens_across_devices and not is_mean(self):
             num, num_shared = self.accelerator.reduce(num, reduction="sum"), self.accelerator.num_processes
         return num_shared * total.sum().float() / num

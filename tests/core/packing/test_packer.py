@@ -70,13 +70,26 @@ def test_pack_at_its_cap_is_filled():
 @pytest.mark.parametrize("name", STRATEGY_NAMES)
 def test_underfilled_remainder_is_dropped_or_emitted(name):
     """PACK-4"""
-    items = [("a", 60), ("b", 40), ("c", 20)]
-    dropping = make(packing_strategy=name, packing_drop_last=True)
-    assert [pack.ids for pack in run(dropping, items)] == [("a", "b")]
+    items = [*((n, 60 - n % 2 * 20) for n in range(50)), ("last", 20)]
+    dropping = make(packing_strategy=name, packing_drop_last=True, packing_buffer=64)
+    assert {len(pack.ids) for pack in run(dropping, items)} == {2}
     assert dropping.num_dropped == {"underfilled": 1}
-    keeping = make(packing_strategy=name, packing_drop_last=False)
-    assert sorted(pack.ids for pack in run(keeping, items)) == [("a", "b"), ("c",)]
+    keeping = make(packing_strategy=name, packing_drop_last=False, packing_buffer=64)
+    assert ("last",) in [pack.ids for pack in run(keeping, items)]
     assert keeping.num_dropped == {}
+
+
+@pytest.mark.parametrize("name", STRATEGY_NAMES)
+def test_remainder_that_is_a_large_part_of_its_epoch_is_emitted(name):
+    """PACK-4: one item of 49 would be more than 2 % of them, and so are two of 98."""
+    items = [*((n, 60 - n % 2 * 20) for n in range(48)), ("last", 20)]
+    packer = make(packing_strategy=name, packing_drop_last=True, packing_buffer=64)
+    assert ("last",) in [pack.ids for pack in run(packer, items)]
+    assert packer.num_dropped == {}
+    items = [*((n, 60 - n % 2 * 20) for n in range(96)), ("last", 20), ("very last", 5)]
+    packer = make(packing_strategy=name, packing_drop_last=True, packing_buffer=128)
+    assert ("last", "very last") in [pack.ids for pack in run(packer, items)]
+    assert packer.num_dropped == {}
 
 
 @pytest.mark.parametrize("name", STRATEGY_NAMES)
@@ -91,8 +104,8 @@ def test_underfilled_pack_that_is_alone_in_its_epoch_is_emitted(name):
 def test_remainder_is_at_most_one_pack(name):
     """PACK-4: 5 could have gone to any 55, but dropping them all would lose most of the data."""
     packer = make(packing_strategy=name, packing_drop_last=True, packing_buffer=64)
-    packs = run(packer, [("small", 5), *((n, 55) for n in range(20))])
-    assert len(packs) == 19
+    packs = run(packer, [("small", 5), *((n, 55) for n in range(60))])
+    assert len(packs) == 59
     assert sum(packer.num_dropped.values()) == 1
 
 

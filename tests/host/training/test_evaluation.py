@@ -71,9 +71,9 @@ def test_packed_evaluation_is_a_mean_of_the_batches_of_rows(flags, evaluation):
     [
         (
             {"predict_with_generate": "true", "eval_metric": "acc"},
-            r"--predict_with_generate true with eval_packing cannot be used",
+            r"--predict_with_generate true with eval_packing",
         ),
-        ({"eval_metric": "acc"}, r"--eval_metric acc with eval_packing cannot be used"),
+        ({"eval_metric": "acc"}, r"--eval_metric acc with eval_packing"),
     ],
     ids=["predict_with_generate", "eval_metric"],
 )

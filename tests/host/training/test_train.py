@@ -2,9 +2,11 @@
 
 import json
 import logging
+import re
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.data.proof.isolation import IsolationError
@@ -64,12 +66,18 @@ def test_accuracy_by_sequence_counts_the_samples_of_a_row(small_folder, data, tm
 
 
 def test_packed_run_logs_reports_and_closes_its_account(small_folder, data, tmp_path, options, caplog):
-    """TRAIN-7 TRAIN-8 TRAIN-9 TRAIN-21 DATA-6 ISO-5 STAT-5"""
+    """TRAIN-7 TRAIN-8 TRAIN-9 TRAIN-21 REPORT-4 DATA-6 ISO-5 STAT-5"""
     options(packing_strategy="exact", packing_drop_last="false")
     with caplog.at_level(logging.INFO):
         result = train(
             packed_argv(
-                small_folder(FAMILY), FAMILY, tmp_path, dataset=data["train"], num_train_epochs=2, split_dataset_ratio=0
+                small_folder(FAMILY),
+                FAMILY,
+                tmp_path,
+                dataset=data["train"],
+                num_train_epochs=2,
+                split_dataset_ratio=0,
+                report_to="tensorboard",
             )
         )
     steps = [line for line in result["log_history"] if "loss" in line]
@@ -91,10 +99,23 @@ def test_packed_run_logs_reports_and_closes_its_account(small_folder, data, tmp_
         assert line["pack/images"] >= 0
         assert line["pack/padding_saved"] == 0, "REPORT-3: batches of one were asked for, which have no padding"
         assert 0 <= line["pack/vision_share"] < 1
+        assert line["pack/tokens_per_second"] > 0
+        assert line["pack/supervised_tokens"] > 0
         assert "token_acc" in line
     assert sum(line["pack/samples"] for line in steps) == 32
     assert not [key for line in steps for key in line if "train" in key and key != "train_loss"]
     assert "\none step     1 pack with about " in caplog.text, "TRAIN-21"
+    supervised = sum(line["pack/supervised_tokens"] for line in steps[: len(steps) // 2])
+    each = float(re.search(r"about \d+ samples and (\d+) supervised tokens", caplog.text)[1])
+    assert supervised / (len(steps) // 2) == pytest.approx(each, abs=1)
+    ended = caplog.text.rpartition("packing: ended at step ")[2]
+    assert ended.startswith(f"{len(steps)} of {len(steps)}, 1 rank\ntrained      {len(steps)} steps here: ")
+    assert ", 32 samples, " in ended
+    assert f"look: vlpack report {tmp_path}"[:80] in ended
+    events = EventAccumulator(str(next(tmp_path.glob("runs/*"), tmp_path / "runs")))
+    events.Reload()
+    assert "packing/text_summary" in events.Tags()["tensors"]
+    assert {"train/pack/tokens_per_second", "train/pack/supervised_tokens"} <= set(events.Tags()["scalars"])
 
 
 @pytest.mark.slow
