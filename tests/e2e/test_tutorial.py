@@ -56,7 +56,8 @@ def test_tutorial_runs_as_it_is_written(shell, tmp_path):
     losses = {line["global_step/max_steps"]: line["loss"] for line in steps if "loss" in line}
     resumed = {line["global_step/max_steps"]: line["loss"] for line in again if "loss" in line}
     assert resumed
-    assert resumed == {step: losses[step] for step in resumed}, "the very same losses"
+    # But for the last place of fp32: libraries add up in another order where memory is aligned otherwise.
+    assert resumed == pytest.approx({step: losses[step] for step in resumed}, abs=3e-6), "the very same losses"
     assert len(resumed) < len(losses)
 
 
