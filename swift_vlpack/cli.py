@@ -27,6 +27,7 @@ _WHERE = {
     "bench": "tools.bench",
     "doctor": "tools.doctor",
     "cache": "tools.cache",
+    "configs": "tools.configs",
     "schema": "tools.schema",
     "completion": "tools.completion",
     "plugin-path": "plugin_path",

@@ -49,7 +49,8 @@ def test_wheel_has_the_package_its_types_and_its_command(built):
     of_pages = [path for kind in ("css", "html", "js") for path in (ROOT / "swift_vlpack").rglob(f"*.{kind}")]
     pages = {str(path.relative_to(ROOT)) for path in of_pages}
     assert pages
-    assert names == {*ours, *pages, "swift_vlpack/py.typed"}
+    configs = {f"swift_vlpack/configs/{path.name}" for path in (ROOT / "configs").iterdir()}
+    assert names == {*ours, *pages, *configs, "swift_vlpack/py.typed"}
     assert metadata["Version"] == swift_vlpack.__version__
     classifiers = metadata.get_all("Classifier")
     assert "Typing :: Typed" in classifiers
@@ -79,6 +80,38 @@ def test_one_line_installs_what_trains(built):
         wanted = message_from_string(wheel.read(name).decode()).get_all("Requires-Dist")
     always = {line.split(">")[0].split("<")[0].split(";")[0].strip() for line in wanted if "extra ==" not in line}
     assert {"ms-swift", "torch", "transformers", "numpy"} <= always
+
+
+def test_ready_configs_are_found_where_the_wheel_is_installed(built, tmp_path):
+    """PKG-7: and the copy names its files and the plugin as they are there."""
+    site, folder = tmp_path / "site", tmp_path / "own"
+    folder.mkdir()
+    installer = [sys.executable, "-m", *(("uv", "pip") if find_spec("uv") else ("pip",)), "install", "--no-deps"]
+    subprocess.run([*installer, "--target", str(site), str(built[0])], check=True, capture_output=True)
+
+    def vlpack(*arguments):
+        environ = {**os.environ, "PYTHONPATH": str(site)}
+        command = [sys.executable, "-m", "swift_vlpack", *arguments]
+        return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
+
+    listed = vlpack("configs").stdout
+    names = sorted(path.name for path in (ROOT / "configs").glob("*.yaml"))
+    assert [line.split()[0] for line in listed.splitlines()[: len(names)]] == names
+    assert "Where most people begin: LoRA on the language model" in listed
+    written = vlpack("configs", "--copy", "fusion_by_ratio").stdout.split()
+    assert written == [
+        "configs/fusion_by_ratio.yaml", "configs/vlpack.schema.json", "configs/fusion_example.yaml",
+        "configs/vlpack.fusion.schema.json",
+    ]  # fmt: skip
+    for name in written:
+        assert (folder / name).read_text() == (ROOT / name).read_text()
+    assert vlpack("configs", "--copy", "qwen2_5_vl_packed.yaml").returncode == 0
+    assert f"- {site}/swift_vlpack/plugin/vlpack.py" in (folder / "configs" / "qwen2_5_vl_packed.yaml").read_text()
+    (folder / "configs" / "captions.yaml").write_text("model: mine\n")
+    for name, said in (("captions", "is another one"), ("captoins", "did you mean captions.yaml?")):
+        done = vlpack("configs", "--copy", name)
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+        assert said in done.stderr
 
 
 def test_sdist_has_docs_specs_tests_and_the_changelog(built):

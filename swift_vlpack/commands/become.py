@@ -31,6 +31,7 @@ def never(args: argparse.Namespace) -> NoReturn:
 def add_config_flag(parser: argparse.ArgumentParser) -> None:
     """Which run a command is about, beside the flags of ms-swift."""
     parser.add_argument("--config", metavar="FILE", help="YAML of a training run, as `vlpack sft` and `swift sft` take")
+    parser.add_argument("--verbose", action="store_true", help="show what ms-swift and its libraries warn of, too")
 
 
 def add_run_flags(parser: argparse.ArgumentParser) -> None:
@@ -58,6 +59,11 @@ def run_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[arg
     return args, command, [*([args.config] if args.config else []), *options]
 
 
+def is_quiet(args: argparse.Namespace) -> bool:
+    """Whether nobody asked for the lines of ms-swift, by `--verbose` or its own variable."""
+    return not args.verbose and "LOG_LEVEL" not in os.environ
+
+
 def become_run(
     name: str, args: argparse.Namespace, command: str, flags: Sequence[str], settings: Mapping[str, Any], **launch: Any
 ) -> NoReturn:
@@ -70,6 +76,6 @@ def become_run(
     report = os.dup(STDOUT)
     os.set_inheritable(report, True)
     os.dup2(STDERR, STDOUT)  # what libraries print is no part of the report
-    own = {**settings, "report": report, "num_ranks": made.num_ranks}
+    own = {**settings, "report": report, "num_ranks": made.num_ranks, "is_quiet": is_quiet(args)}
     process = [sys.executable, "-m", "swift_vlpack.host.commands.process", name, json.dumps(own), command]
     become([*process, *made.flags], made.environ)

@@ -19,9 +19,10 @@ except ImportError:  # no such locks on this system, which has no shared disk ei
 _NO_ROW = "there is no row in it"
 
 
-def read(path: Path) -> Iterator[Any]:
-    """The values of a file; none where it cannot be read."""
+def read(path: Path, start: int = 0) -> Iterator[Any]:
+    """The values of a file from a byte on; none where it cannot be read."""
     with suppress(OSError), path.open("rb") as file:
+        file.seek(start)
         yield from parsed(file)
 
 

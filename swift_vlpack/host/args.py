@@ -14,12 +14,14 @@ from typing import Any
 from swift.arguments import PretrainArguments, SftArguments, get_supported_tuners
 from swift.dataset import DATASET_MAPPING
 from swift.model import MODEL_MAPPING
+from swift.template import TEMPLATE_MAPPING
 from swift.utils import get_logger, parse_args
 from transformers import PretrainedConfig
 
 from swift_vlpack.core.config import ENV_PREFIX, PackingConfig, checked, chosen_options, is_planned
 from swift_vlpack.core.errors import ConfigError
 from swift_vlpack.core.packing.parts import Cutting
+from swift_vlpack.core.words import did_you_mean
 from swift_vlpack.data.model import attention
 from swift_vlpack.data.rows.fusion_config import read_fusion_config
 from swift_vlpack.host.ranks import num_ranks_of_run
@@ -67,10 +69,18 @@ def settle_options(args: Any) -> None:
     _read_training_file_again()
     registered = Registered(None if args.custom_dataset_info else set(DATASET_MAPPING), get_supported_tuners())
     check_run(vars(args), config, registered)
+    _refuse_unknown_types(args)
     _split_as_ours(args, options, config)
     _refuse_what_cannot_be(args, dataclasses.replace(config, **getattr(args, OVERFLOW, {})))
     for name in set(options) & {"packing_length", "packing_strategy"}:
         setattr(args, name, getattr(config, name))
+
+
+def _refuse_unknown_types(args: Any) -> None:
+    """Name what was meant: ms-swift would print all of its several hundred types."""
+    for name, known in (("model_type", MODEL_MAPPING), ("template", TEMPLATE_MAPPING)):
+        if (given := getattr(args, name)) and given not in known:
+            raise ConfigError(f"--{name} {given} is nothing that ms-swift knows{did_you_mean(given, known)}")
 
 
 def _read_training_file_again() -> None:

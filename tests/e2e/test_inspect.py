@@ -23,7 +23,7 @@ def vlpack(*args):
 @pytest.mark.slow
 @pytest.mark.telling
 def test_inspect_from_the_command_line(small_folder, tmp_path):
-    """SEE-1 SEE-3 SEE-8 CLI-12: text, JSON and a page; what libraries print is no part of them."""
+    """SEE-1 SEE-3 SEE-8 SEE-15 CLI-12: text, JSON and a page; what libraries print is no part of them."""
     data = write_jsonl(tmp_path / "train.jsonl", mixed_rows(tmp_path / "images", 12, largest=120))
     output = tmp_path / "run"
     flags = argv(
@@ -33,6 +33,8 @@ def test_inspect_from_the_command_line(small_folder, tmp_path):
     done = vlpack("inspect", *flags, "--packing_strategy", "exact")
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("epoch 0: ")
+    noise = ("trust_remote_code", "FutureWarning", "torch_dtype", "Map (num_proc")
+    assert [word for word in noise if word in done.stderr] == [], "SEE-15"
     assert "\x1b" not in done.stdout
     assert not output.exists()
     os.environ.update({"VLPACK_PACKING_STRATEGY": "exact", "VLPACK_PACKING_VERIFY": "false"})
@@ -45,6 +47,8 @@ def test_inspect_from_the_command_line(small_folder, tmp_path):
     done = vlpack("inspect", "--run", output, "--html", tmp_path / "packs.html")
     assert (tmp_path / "packs.html").read_text().startswith("<!doctype html>"), done.stderr[-2000:]
     assert done.stdout.startswith(f"{tmp_path / 'packs.html'}: ")
+    loud = vlpack("inspect", "--run", output, "--html", tmp_path / "packs.html", "--verbose")
+    assert "trust_remote_code" in loud.stderr
     wrong = vlpack("inspect", "--run", output, "--pack", 999)
     assert wrong.returncode == 2
     assert wrong.stderr.splitlines()[-1].startswith("vlpack inspect: --pack 999: epoch 0 has ")

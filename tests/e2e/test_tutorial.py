@@ -17,8 +17,9 @@ PAGE = ROOT / "docs" / "tutorial.md"
 @pytest.fixture
 def shell(tmp_path):
     """Run a command in the reader's folder; what it prints."""
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("VLPACK_")}
-    clean |= {"PATH": f"{Path(sys.executable).parent}:{clean['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("VLPACK_", "PYTHONPATH"))}
+    # What `source .venv/bin/activate` and `export CHECKOUT=$PWD` of the page leave; what is installed is all there is.
+    clean |= {"PATH": f"{Path(sys.executable).parent}:{clean['PATH']}", "CHECKOUT": str(ROOT), "OMP_NUM_THREADS": "1"}
 
     def run(command):
         done = subprocess.run(
@@ -55,7 +56,8 @@ def test_tutorial_runs_as_it_is_written(shell, tmp_path):
     losses = {line["global_step/max_steps"]: line["loss"] for line in steps if "loss" in line}
     resumed = {line["global_step/max_steps"]: line["loss"] for line in again if "loss" in line}
     assert resumed
-    assert resumed == {step: losses[step] for step in resumed}, "the very same losses"
+    # But for the last place of fp32: libraries add up in another order where memory is aligned otherwise.
+    assert resumed == pytest.approx({step: losses[step] for step in resumed}, abs=3e-6), "the very same losses"
     assert len(resumed) < len(losses)
 
 

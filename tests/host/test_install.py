@@ -195,6 +195,9 @@ def test_what_ms_swift_refuses_while_it_reads_its_options_is_one_line(model, sai
     assert left.value.code == 2
     assert "".join(shown).startswith(f"swift_vlpack: {said}")
     shown.clear()
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    # Where ms-swift remembers what dataloader workers import too.
+    monkeypatch.setattr("swift.utils.utils._external_files", [], raising=False)
     (tmp_path / "mine.py").write_text("raise ValueError('a bug of mine')")
     with pytest.raises(ValueError, match="a bug of mine") as raised:
         SftArguments(model=model, dataset=["owner/name"], packing=True, external_plugins=[str(tmp_path / "mine.py")])

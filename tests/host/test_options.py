@@ -191,6 +191,16 @@ def test_defaults_of_the_table_are_those_of_the_options():
         (["--output_dir", "rows.jsonl"], {}, "--output_dir rows.jsonl: "),
         (["--group_by_length", "true"], {}, "--group_by_length true cannot be used with packing"),
         (["--streaming", "true"], {}, "set --max_steps"),
+        (
+            ["--model_type", "qwen25_vl"],
+            {},
+            "--model_type qwen25_vl is nothing that ms-swift knows; did you",
+        ),
+        (
+            ["--template", "qwen2_5_v"],
+            {},
+            "nothing that ms-swift knows; did you mean qwen2_5_vl?",
+        ),
         ([], {"SWIFT_CONFIG_FILE": "twice.yaml"}, "twice.yaml: seed is given 2 times, on lines 1 and 3"),
         (["--truncation_strategy", "left"], {"VLPACK_PACKING_OVERFLOW": "split"}, "are two rules for long rows"),
     ],

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from swift_vlpack.commands.become import add_config_flag, never, run_flags
+from swift_vlpack.commands.become import add_config_flag, is_quiet, never, run_flags
 from swift_vlpack.commands.command import Command, Parser
 from swift_vlpack.commands.packing_flags import add_packing_flags
 from swift_vlpack.core.account.bench_advice import advice_on, speed_of
@@ -60,7 +60,7 @@ def _bench(argv: Sequence[str]) -> int:
     check_launch(launch)
     signal.signal(signal.SIGTERM, _stop)
     start = time.perf_counter()
-    settings = {"steps": args.steps, "seconds": args.seconds, "num_rows": args.rows}
+    settings = {"steps": args.steps, "seconds": args.seconds, "num_rows": args.rows, "is_quiet": is_quiet(args)}
     packed = measured({**settings, "phase": "packed"}, command, launch)
     settings["tokens_of_pack"] = packed["plan"]["packing_length"]
     try:

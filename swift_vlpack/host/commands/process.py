@@ -8,23 +8,48 @@ stay inside, so that it is ready for signals in a moment.
 from __future__ import annotations
 
 import json
+import logging
+import os
 import signal
 import sys
+import warnings
 from importlib import import_module
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from swift_vlpack.core.errors import VLPackError
 
 EXIT_USAGE = 2
+PACKAGE = Path(__file__).parents[2]
 MODULES = {"inspect": "inspect_run"}
 """Of commands whose name is that of a module of Python, which no module of ours may have."""
+
+
+QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 
 
 def main() -> int:
     """Run the command; stopped by a signal, end with the code by which a shell says so."""
     signal.signal(signal.SIGTERM, _stop)
+    if json.loads(sys.argv[2]).get("is_quiet"):
+        quiet()
     return run(*sys.argv[1:])
+
+
+def quiet() -> None:
+    """Keep what ms-swift and its libraries warn of out of the way of the answer; errors and our own lines stay.
+
+    Called before any of them is imported.
+    """
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    warnings.simplefilter("ignore")
+    logging.getLogger("swift").addFilter(_is_ours_or_grave)
+
+
+def _is_ours_or_grave(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR or Path(record.pathname).is_relative_to(PACKAGE)
 
 
 def run(name: str, settings: str, command: str, *options: str) -> int:

@@ -46,7 +46,9 @@ class TrainedRun:
         lines = [line for line in json_lines.read(folder / FOLDER / BEGUN) if isinstance(line, dict)]
         for line in lines:
             check_shape(line, _BEGUN, BEGUN)
-        self._begun: list[dict[str, Any]] = lines
+        starts = [at for at, line in enumerate(lines) if line["step"] == 0]
+        # A run that was started anew into the folder of another one appends to its files.
+        self._begun: list[dict[str, Any]] = lines[starts[-1] :] if starts else lines
 
     @property
     def kind(self) -> str:
@@ -59,7 +61,8 @@ class TrainedRun:
     def losses(self) -> list[Loss]:
         """What ms-swift logged."""
         resumed = [stretch.step for stretch in self._noted() if stretch.cuts and any(cut[2] for cut in stretch.cuts)]
-        lines = (line for line in json_lines.read(self.folder / LOG) if isinstance(line, dict))
+        start = self._begun[0].get("log_bytes", 0) if self._begun else 0
+        lines = (line for line in json_lines.read(self.folder / LOG, start) if isinstance(line, dict))
         return losses_of(lines, resumed)
 
     @property

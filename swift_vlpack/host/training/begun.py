@@ -13,6 +13,7 @@ from typing import Any
 from swift.utils import get_logger
 
 from swift_vlpack.core import json_lines
+from swift_vlpack.core.run_files import LOG
 from swift_vlpack.data.feeds.feed import Feed
 from swift_vlpack.host.lengths.context import variables_read_by
 
@@ -36,6 +37,9 @@ def note_epoch(path: Path, feed: Feed, template: Any, args: Any, step: int) -> N
         "variables": {name: os.environ[name] for name in sorted(names) if name in os.environ},
         "origins": {source.name: source.origin or source.name for source in sources},
     }
+    if step == 0:  # lines before that are of an earlier run into the same folder
+        log = path.parent.parent / LOG
+        line["log_bytes"] = log.stat().st_size if log.is_file() else 0
     try:
         json_lines.append(path, [line])
     except OSError as error:  # the run goes on: training is dearer than looking back at it

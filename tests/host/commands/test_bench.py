@@ -65,11 +65,12 @@ def test_both_phases_measure_the_same_rows_and_leave_nothing(measure, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "part"), [({"streaming": "true", "max_steps": 3}, "--streaming true"), ({"packing": "false"}, "no packs")]
 )
-def test_what_has_no_packs_to_measure_is_refused(flags, part, measure, monkeypatch, capfd):
+def test_what_has_no_packs_to_measure_is_refused(flags, part, measure, monkeypatch, capfd, tmp_path):
     """CLI-22"""
+    data = write_jsonl(tmp_path / "rows.jsonl", [text_row()])
     monkeypatch.delenv("VLPACK_FUSION_CONFIG")
     with pytest.raises(AssertionError, match="assert 2 == 0"):
-        measure("packed", dataset="tests/nothing.jsonl", **flags)
+        measure("packed", dataset=data, **flags)
     assert part in capfd.readouterr().err
 
 

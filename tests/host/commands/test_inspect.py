@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from contextlib import contextmanager
 from itertools import pairwise
@@ -169,6 +170,26 @@ def test_jumps_of_the_loss_lead_to_the_packs_behind_them(run, tmp_path):
     for step in steps:
         packs = [(pack["epoch"], pack["number"], list(pack["ids"])) for pack in step["packs"]]
         assert packs == trained[step["step"]]
+
+
+def test_log_of_an_earlier_run_into_the_same_folder_is_not_read(small_folder, data, tmp_path):
+    """SEE-14: ms-swift appends to the log where add_version is false."""
+    output = tmp_path / "out"
+    with restored_environment():
+        os.environ.update(OPTIONS)
+        for num_epochs in (2, 1):
+            train(flags(small_folder, output, data, save_strategy="no", num_train_epochs=num_epochs, seed=num_epochs))
+    lines = (output / "logging.jsonl").read_text().splitlines(keepends=True)
+    of_losses = [number for number, line in enumerate(lines) if line.startswith('{"loss"')]
+    for at in (of_losses[len(of_losses) * 2 // 3 - 1], of_losses[-1]):  # a jump at the end of either
+        lines[at] = re.sub(r'("loss": )\d', r"\g<1>9", lines[at])
+    (output / "logging.jsonl").write_text("".join(lines))
+    with looking_back(output) as seen:
+        steps = seen(loss_spikes=9)["steps"]
+    own = [line["loss"] for line in log_lines(output) if "loss" in line][len(of_losses) * 2 // 3 :]
+    jumps = {step: after for step, (one, after) in enumerate(pairwise(own), 2) if after > one}
+    assert {step["step"]: step["loss"] for step in steps} == jumps
+    assert len(own) in jumps
 
 
 def test_checkpoints_alone_lead_back_and_so_does_a_run_that_was_killed_before_one(run, tmp_path):

@@ -154,4 +154,4 @@ def test_page_that_cannot_be_written_is_one_clear_error(tmp_path, capsys):
     """REPORT-10"""
     train(tmp_path, range(1, 3), 1)
     assert main(["report", str(tmp_path), "--html", str(tmp_path / "no" / "page.html")]) == 2
-    assert "name a file that can be" in capsys.readouterr().err
+    assert "no such directory; name a file in one that exists" in capsys.readouterr().err
