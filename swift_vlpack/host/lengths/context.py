@@ -161,7 +161,12 @@ def variables_read_by(template_class: type, files: Iterable[str] = ()) -> set[st
         text = Path(file).read_text(encoding="utf-8", errors="replace")
         # In upper case, as ms-swift looks for the names that it is given.
         found |= {name.upper() for name in _VARIABLE.findall(text)}
-    return {name for name in found if not _NOT_OF_LENGTH.fullmatch(name) and not is_of_launchers(name)}
+    return set(filter(is_of_length, found))
+
+
+def is_of_length(name: str) -> bool:
+    """Whether the value of a variable may change a length."""
+    return not _NOT_OF_LENGTH.fullmatch(name) and not is_of_launchers(name)
 
 
 def _files_of(*modules: str) -> Iterator[str]:

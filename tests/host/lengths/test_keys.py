@@ -38,6 +38,7 @@ def changed(template):
     return template
 """
 OWN_AGENT = """
+from swift.agent_template import agent_template_map
 from swift.agent_template.hermes import HermesAgentTemplate
 
 class Mine(HermesAgentTemplate):
@@ -47,6 +48,7 @@ class Mine(HermesAgentTemplate):
 agent_template_map["mine"] = Mine
 """
 OWN_LOSS_SCALE = """
+from swift.loss_scale import loss_scale_map
 from swift.loss_scale.base import LossScale
 
 class Mine(LossScale):
