@@ -112,8 +112,8 @@ def _looked_up(part: _Part) -> str | None:
     num_processes = min(part.encoders.num_processes, -(-len(everything) // _NUM_KEYS_WORTH_A_PROCESS))
     tasks = _tasks(Aim.KEYS, everything, _CHUNK_BY_HEADER)
     with part.bar("Looking up lengths", len(everything)) as bar:
-        for positions, keys in part.done(tasks, num_processes):
-            part.found.keys[positions] = keys
+        for positions, keys, stamps in part.done(tasks, num_processes):
+            part.found.keys[positions], part.found.stamps[positions] = keys, stamps
             bar.update(len(positions))
     remembered = part.known.cache.load()
     cutter = cutter_of(part.encoders.in_full)

@@ -15,7 +15,7 @@ from swift_vlpack.core.account.reasons import REASONS, Reason, about
 from swift_vlpack.core.errors import DataError, VLPackError
 from swift_vlpack.core.words import counted
 from swift_vlpack.data.lengths.inputs import Encoders, Known
-from swift_vlpack.data.lengths.length_file import AGREED, BY_HEADER, DIFFERS, IN_FULL, KEY, NO_KEY, SIZE, Keys
+from swift_vlpack.data.lengths.length_file import AGREED, BY_HEADER, DIFFERS, IN_FULL, KEY, NO_KEY, SIZE, Keys, Stamps
 from swift_vlpack.data.lengths.rank_rows import Chunk, Positions, RankRows, Seen
 from swift_vlpack.data.lengths.sizes import RowSize, size_of
 from swift_vlpack.data.lengths.trust import kinds_of
@@ -87,10 +87,11 @@ class RowsWork:
         self._at = position
         return position not in self._given_up
 
-    def _keys(self, positions: Positions) -> tuple[Positions, Keys]:
+    def _keys(self, positions: Positions) -> tuple[Positions, Keys, Stamps]:
         rows, cache = zip(positions.tolist(), self._rows.at(positions), strict=True), self._known.cache
-        keys = [cache.key(row) if self._goes_on(position) else NO_KEY for position, row in rows]
-        return positions, np.array(keys, KEY)
+        found = [cache.key_and_stamp(row) if self._goes_on(position) else (NO_KEY, 0) for position, row in rows]
+        keys, stamps = zip(*found, strict=True) if found else ((), ())
+        return positions, np.array(list(keys), KEY), np.array(stamps, np.uint32)
 
     def _measured(self, positions: Positions) -> Chunk:
         """By header where that can be, else in full: an image or video whose header says nothing."""
