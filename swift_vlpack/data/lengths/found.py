@@ -32,6 +32,7 @@ class Found:
         self.keys = np.zeros(len(rows), KEY)
         self.stamps = np.zeros(len(rows), np.uint32)
         """Of their files, as they are now."""
+        self.has_surplus_tags = np.zeros(len(rows), dtype=bool)
         self._is_known = np.zeros(len(rows), dtype=bool)
         self._rows = rows
         self._known = known
@@ -57,6 +58,10 @@ class Found:
     def num_failed(self, reason: str) -> int:
         """Rows that cannot be encoded for this reason."""
         return int((self.sizes["reason"] == REASONS.index(reason)).sum())
+
+    def with_surplus_tags(self) -> list[int]:
+        """Rows with more tags than media, by index in the source."""
+        return [self._rows.index(position) for position in np.flatnonzero(self.has_surplus_tags).tolist()]
 
     def parts_by_index(self) -> dict[int, tuple[PartSize, ...]]:
         """Of rows that are cut, by index in the source."""

@@ -67,6 +67,31 @@ def content_of(entry: Any) -> Any:
     return next((entry[name] for name in ("bytes", "path", "url") if entry.get(name)), entry)
 
 
+def has_surplus_tags(row: Mapping[str, Any]) -> bool:
+    """Whether the texts of a row have more tags than it has media, or an `<image>` where it has none.
+
+    ms-swift puts media in place of the first tags and trains the others as the words that they are.
+    """
+    texts = []
+    messages = row.get("messages")
+    for message in messages if isinstance(messages, (list, tuple)) else ():
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, str):
+            texts.append(content)
+        elif content and isinstance(message, Mapping) and message.get("role") == "user":
+            return False  # its parts name their media
+    for column, kind in _COLUMNS.items():
+        num_tags = sum(text.count(f"<{kind}>") for text in texts)
+        if not num_tags:
+            continue
+        listed = row.get(column)
+        num_media = len(listed) if isinstance(listed, (list, tuple)) else int(bool(listed))
+        # Other words in angle brackets are common in texts about web pages.
+        if num_tags > num_media and (num_media or kind == "image"):
+            return True
+    return False
+
+
 def names_of_files(row: Mapping[str, Any]) -> Iterator[str]:
     """Every text of the row that may name a file, also one beside bytes: a path, a URL, or content in base64."""
     for column in _COLUMNS:

@@ -18,7 +18,7 @@ from swift_vlpack.core.checkup.folders import lengths_folder
 from swift_vlpack.data.audit.remembered import About, tell_about
 from swift_vlpack.data.lengths.cache import LengthCache
 from swift_vlpack.data.lengths.cures import digest_of_cures
-from swift_vlpack.data.lengths.failure_log import log_failures
+from swift_vlpack.data.lengths.failure_log import log_failures, log_surplus_tags
 from swift_vlpack.data.lengths.inputs import Encoders, Known
 from swift_vlpack.data.lengths.measure import measure
 from swift_vlpack.data.lengths.rank_rows import rows_at
@@ -76,8 +76,11 @@ def with_lengths(source: RowSource, template: Any, args: Any, cache_dir: str | N
     with late_imports():
         sizes = measure(source, known, encoders, _RanksOfRun())
     _note_reads(source, memory, observed.variables.union(dependencies["variables"]), known.reads)
+    # A model of texts has no media in place of tags: they are words of its own.
+    sizes = sizes if own.model_meta.is_multimodal else replace(sizes, surplus_tags=())
     if is_master():
         log_failures(source, sizes, memory_of_urls)
+        log_surplus_tags(source, sizes)
     return replace(source, sizes=sizes, cache=cache)
 
 
