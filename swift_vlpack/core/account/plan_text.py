@@ -117,7 +117,15 @@ def _about_data(report: dict[str, Any]) -> list[tuple[str, str]]:
     images = f"{report['share_of_rows_with_image']:.1%} of the rows have one"
     if report["share_of_vision_tokens"] is not None:
         images += f", {report['share_of_vision_tokens']:.1%} of the tokens are vision"
-    return [*lines, ("unreadable", unreadable), ("lengths", f"{lengths} tokens"), ("images", images)]
+    lines.append(("unreadable", unreadable))
+    if num_rows := report["rows_with_surplus_tags"]:
+        lines.append(
+            (
+                "",
+                f"{counted(num_rows, 'row has', 'rows have')} more tags than media: the surplus is words",
+            )
+        )
+    return [*lines, ("lengths", f"{lengths} tokens"), ("images", images)]
 
 
 def _about_steps(report: dict[str, Any]) -> list[tuple[str, str]]:

@@ -34,6 +34,7 @@ def data_report(epoch: EpochPlan, dataset: FusionCaptionDataset, merge_size: int
         "share_of_rows_with_image": _share(int((epoch.images[is_usable] > 0).sum()), len(lengths)),
         "share_of_vision_tokens": None if merge_size is None else _share(num_patches // merge_size**2, num_tokens),
         "unreadable": dict(sorted(unreadable.items())),
+        "rows_with_surplus_tags": sum(len(source.sizes.surplus_tags) for source in dataset.sources if source.sizes),
         "ratio_by": dataset.mix.ratio_by,
         "sources": _mix(epoch, dataset),
         **({"cut": _cut(epoch, dataset)} if epoch.packs.config.cuts_rows else {}),

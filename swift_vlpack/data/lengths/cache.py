@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -36,7 +37,7 @@ from swift_vlpack.data.lengths.length_file import (
     Sizes,
 )
 from swift_vlpack.data.rows.faults import Fault
-from swift_vlpack.data.rows.media import names_of_files, real_file
+from swift_vlpack.data.rows.media import RealFile, names_of_files, real_file
 from swift_vlpack.data.rows.row_digest import row_bytes
 
 _INCURABLE = [code for code, reason in enumerate(REASONS) if not reason or about(reason).is_of_content]
@@ -170,8 +171,9 @@ class LengthCache:
         parts: Sequence[PartSize] = (),
     ) -> None:
         """Note the true size of one row for the next run; one that is resumed goes on with what was planned."""
-        keys = self.keys([row])
-        self._notes.append(keys, np.array([(*size, aspect, 0, IN_FULL)], SIZE))
+        key, stamp = self.key_and_stamp(row)
+        keys = np.array([key], KEY)
+        self._notes.append(keys, np.array([(*size, aspect, 0, IN_FULL, stamp)], SIZE))
         if parts:
             self._notes.tell_parts(keys, [parts])
 
@@ -197,14 +199,24 @@ class LengthCache:
 
         128 bits, so that among a million rows no two have the same by chance.
         """
+        return self.key_and_stamp(row)[0]
+
+    def key_and_stamp(self, row: Mapping[str, Any]) -> tuple[Keys, int]:
+        """The key of a row, and the stamp of its files.
+
+        The stamp changes with everything that is done to a file: to its content, in place and with its time put back,
+        or only to its mode or its links. So it is not in the key: where it is another one, the header is read again.
+        """
         try:
             content = row_bytes(row, as_encoded=True)
         except (TypeError, ValueError):
-            return NO_KEY
+            return NO_KEY, 0
+        files = [real_file(text) for text in names_of_files(row)]
         digest = hashlib.blake2b(self._context, digest_size=16)
         digest.update(content)
-        digest.update(repr([self._state(text) for text in names_of_files(row)]).encode())
-        return np.frombuffer(digest.digest(), KEY)[0]
+        digest.update(repr([self._state(file) for file in files]).encode())
+        times = [file.state.st_ctime_ns for file in files if file is not None]
+        return np.frombuffer(digest.digest(), KEY)[0], zlib.crc32(repr(times).encode()) if times else 0
 
     def keys(self, rows: Iterable[Mapping[str, Any]]) -> Keys:
         """The keys of many rows."""
@@ -218,12 +230,12 @@ class LengthCache:
                 digest.update(row_bytes(row, as_encoded=True))
         return digest.hexdigest()
 
-    def _state(self, text: str) -> tuple[Any, ...] | None:
+    def _state(self, found: RealFile | None) -> tuple[Any, ...] | None:
         """Which file it is, and its size and time of change; None where it is not there or the text is no path.
 
         With the real path: another folder may have a file of the same name, size and time.
         """
-        if (found := real_file(text)) is None:
+        if found is None:
             return None
         path = os.path.abspath(found.path)
         # A file that is no link is where its folder is, and where folders really are is remembered.

@@ -14,8 +14,22 @@ from swift_vlpack.data.rows.urls import NUM_FAILURES, SECONDS_REMEMBERED
 
 logger = logging.getLogger(__name__)
 
+NUM_WITH_TAGS_NAMED = 5
 NUM_FAILURES_NAMED = 20
 """Failing rows that the log names; the count has them all, and so has `left_out.jsonl`."""
+
+
+def log_surplus_tags(source: RowSource, sizes: LengthIndex) -> None:
+    """Name the first rows with more tags than media, and count all."""
+    if sizes.surplus_tags:
+        first = [str(source.sample_id(index)) for index in sizes.surplus_tags[:NUM_WITH_TAGS_NAMED]]
+        logger.warning(
+            "source %s: %d of %d rows have more tags (<image>) in their texts than media (images): %s. ms-swift puts "
+            "media in place of the first tags and trains the others as these words; so does this run. Give every tag "
+            "its medium, or take it out of the text",
+            source.name, len(sizes.surplus_tags), len(sizes),
+            ", ".join(first) + (", ..." if len(sizes.surplus_tags) > len(first) else ""),
+        )  # fmt: skip
 
 
 def log_failures(source: RowSource, sizes: LengthIndex, memory_of_urls: Path) -> None:

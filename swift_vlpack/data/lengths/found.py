@@ -30,6 +30,9 @@ class Found:
         self.parts: dict[int, tuple[PartSize, ...]] = {}
         """Of rows that are cut, by position."""
         self.keys = np.zeros(len(rows), KEY)
+        self.stamps = np.zeros(len(rows), np.uint32)
+        """Of their files, as they are now."""
+        self.has_surplus_tags = np.zeros(len(rows), dtype=bool)
         self._is_known = np.zeros(len(rows), dtype=bool)
         self._rows = rows
         self._known = known
@@ -56,6 +59,10 @@ class Found:
         """Rows that cannot be encoded for this reason."""
         return int((self.sizes["reason"] == REASONS.index(reason)).sum())
 
+    def with_surplus_tags(self) -> list[int]:
+        """Rows with more tags than media, by index in the source."""
+        return [self._rows.index(position) for position in np.flatnonzero(self.has_surplus_tags).tolist()]
+
     def parts_by_index(self) -> dict[int, tuple[PartSize, ...]]:
         """Of rows that are cut, by index in the source."""
         return {self._rows.index(position): parts for position, parts in self.parts.items()}
@@ -63,6 +70,8 @@ class Found:
     def take_over(self, remembered: KnownSizes, *, is_strict: bool, cutter: RowCutter | None = None) -> None:
         """What earlier starts found; the keys have to be there. Of rows that are cut, their parts too."""
         self._is_known, self.sizes = remembered.of(self.keys)
+        # Something was done to their files, so what they are is looked up again; all else stays known.
+        self._is_known &= self.sizes["stamp"] == self.stamps
         if self._known.trust.is_revoked:
             self._is_known &= self.sizes["proof"] != VOUCHED
         if is_strict:
@@ -94,6 +103,7 @@ class Found:
             vouched = np.array([self._known.trust.is_remembered(seen.kinds) for seen in chunk.seen], dtype=bool)
             chunk.sizes["proof"][vouched & (chunk.sizes["proof"] == BY_HEADER)] = VOUCHED
         self._known.reads.add(chunk.reads)
+        chunk.sizes["stamp"] = self.stamps[chunk.positions]
         self.sizes[chunk.positions] = chunk.sizes
         self._is_known[chunk.positions] = True
         self.faults |= chunk.faults

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 logger = logging.getLogger(__name__)
 
-MAGIC = b"vlpack lengths 2\n"
+MAGIC = b"vlpack lengths 3\n"
 _BLOCK = struct.Struct("<4sIII")  # mark, number of records, checksum of the records, checksum of all this
 _MARK = b"rows"
 
@@ -34,6 +34,7 @@ SIZE = np.dtype(
         ("aspect", "<f4"),  # longer side over shorter, of the most extreme image or video
         ("reason", "u1"),  # why it cannot be encoded: its code in `core/account/reasons.py`
         ("proof", "u1"),  # how far the size is to be trusted
+        ("stamp", "<u4"),  # of the times at which anything of its files changed; 0 where it names none
     ]
 )
 """What is known of a row."""
@@ -51,6 +52,7 @@ NO_KEY = np.zeros((), KEY)
 
 Sizes = NDArray[np.void]
 Keys = NDArray[np.void]
+Stamps = NDArray[np.uint32]
 Records = NDArray[np.void]
 
 

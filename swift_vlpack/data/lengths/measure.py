@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,11 @@ def measure(source: RowSource, known: Known, encoders: Encoders, comm: Comm = AL
         sizes = joined(comm.results_of_all(lambda: part.found.sizes))
     faults = faults_by_index(comm.results_of_all(lambda: part.found.faults))
     index = _index_of(sizes, faults, difference or _silence_of_headers(sizes))
-    index = replace(index, num_remembered=sum(comm.results_of_all(lambda: part.found.num_remembered)))
+    index = replace(
+        index,
+        num_remembered=sum(comm.results_of_all(lambda: part.found.num_remembered)),
+        surplus_tags=sorted(chain(*comm.results_of_all(lambda: part.found.with_surplus_tags()))),
+    )
     if cutter_of(encoders.in_full) is None:
         return index
     parts = comm.results_of_all(lambda: part.found.parts_by_index())
@@ -112,8 +117,9 @@ def _looked_up(part: _Part) -> str | None:
     num_processes = min(part.encoders.num_processes, -(-len(everything) // _NUM_KEYS_WORTH_A_PROCESS))
     tasks = _tasks(Aim.KEYS, everything, _CHUNK_BY_HEADER)
     with part.bar("Looking up lengths", len(everything)) as bar:
-        for positions, keys in part.done(tasks, num_processes):
-            part.found.keys[positions] = keys
+        for positions, keys, stamps, has_surplus_tags in part.done(tasks, num_processes):
+            part.found.keys[positions], part.found.stamps[positions] = keys, stamps
+            part.found.has_surplus_tags[positions] = has_surplus_tags
             bar.update(len(positions))
     remembered = part.known.cache.load()
     cutter = cutter_of(part.encoders.in_full)

@@ -10,12 +10,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from swift_vlpack.core.account.reasons import REASONS, Reason, about
 from swift_vlpack.core.errors import DataError, VLPackError
 from swift_vlpack.core.words import counted
 from swift_vlpack.data.lengths.inputs import Encoders, Known
-from swift_vlpack.data.lengths.length_file import AGREED, BY_HEADER, DIFFERS, IN_FULL, KEY, NO_KEY, SIZE, Keys
+from swift_vlpack.data.lengths.length_file import AGREED, BY_HEADER, DIFFERS, IN_FULL, KEY, NO_KEY, SIZE, Keys, Stamps
 from swift_vlpack.data.lengths.rank_rows import Chunk, Positions, RankRows, Seen
 from swift_vlpack.data.lengths.sizes import RowSize, size_of
 from swift_vlpack.data.lengths.trust import kinds_of
@@ -24,7 +25,7 @@ from swift_vlpack.data.parts.sizes import part_sizes
 from swift_vlpack.data.rows.contents import contents_of
 from swift_vlpack.data.rows.faults import timeout_of
 from swift_vlpack.data.rows.fusion import Row, Template, encode_row
-from swift_vlpack.data.rows.media import image_urls
+from swift_vlpack.data.rows.media import has_surplus_tags, image_urls
 from swift_vlpack.data.rows.samples import SampleError
 from swift_vlpack.data.rows.watch import Waits, watched
 from swift_vlpack.data.seam.environment import noted_reads
@@ -87,10 +88,12 @@ class RowsWork:
         self._at = position
         return position not in self._given_up
 
-    def _keys(self, positions: Positions) -> tuple[Positions, Keys]:
-        rows, cache = zip(positions.tolist(), self._rows.at(positions), strict=True), self._known.cache
-        keys = [cache.key(row) if self._goes_on(position) else NO_KEY for position, row in rows]
-        return positions, np.array(keys, KEY)
+    def _keys(self, positions: Positions) -> tuple[Positions, Keys, Stamps, NDArray[np.bool_]]:
+        rows, cache = list(zip(positions.tolist(), self._rows.at(positions), strict=True)), self._known.cache
+        found = [cache.key_and_stamp(row) if self._goes_on(position) else (NO_KEY, 0) for position, row in rows]
+        keys, stamps = zip(*found, strict=True) if found else ((), ())
+        surplus = np.array([has_surplus_tags(row) for _, row in rows], dtype=bool)
+        return positions, np.array(list(keys), KEY), np.array(stamps, np.uint32), surplus
 
     def _measured(self, positions: Positions) -> Chunk:
         """By header where that can be, else in full: an image or video whose header says nothing."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -43,6 +43,8 @@ class LengthIndex:
     """Why every row was encoded in full; None where image headers were trusted."""
     num_remembered: int = 0
     """Rows whose size an earlier start had found."""
+    surplus_tags: Sequence[int] = ()
+    """Rows whose texts have more tags than they have media, which are trained as words."""
     cut: CutRows | None = None
     """The parts of rows that are longer than a pack; None where rows stay as they are."""
 

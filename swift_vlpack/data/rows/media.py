@@ -7,8 +7,10 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 _TAG = re.compile(r"<img>(.+?)</img>")  # ms-swift takes a path from it
+_SCHEME = "file://"
 _LONGEST_PATH = 2000  # as in ms-swift
 _CONTENT = re.compile(r"(?!/(?!9j/))[A-Za-z0-9+/\s]{40,}={0,2}")
 """Base64 of an image of one pixel, and longer; a JPEG begins with `/9j/`, anything else behind a slash is a path."""
@@ -65,6 +67,31 @@ def content_of(entry: Any) -> Any:
     return next((entry[name] for name in ("bytes", "path", "url") if entry.get(name)), entry)
 
 
+def has_surplus_tags(row: Mapping[str, Any]) -> bool:
+    """Whether the texts of a row have more tags than it has media, or an `<image>` where it has none.
+
+    ms-swift puts media in place of the first tags and trains the others as the words that they are.
+    """
+    texts = []
+    messages = row.get("messages")
+    for message in messages if isinstance(messages, (list, tuple)) else ():
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, str):
+            texts.append(content)
+        elif content and isinstance(message, Mapping) and message.get("role") == "user":
+            return False  # its parts name their media
+    for column, kind in _COLUMNS.items():
+        num_tags = sum(text.count(f"<{kind}>") for text in texts)
+        if not num_tags:
+            continue
+        listed = row.get(column)
+        num_media = len(listed) if isinstance(listed, (list, tuple)) else int(bool(listed))
+        # Other words in angle brackets are common in texts about web pages.
+        if num_tags > num_media and (num_media or kind == "image"):
+            return True
+    return False
+
+
 def names_of_files(row: Mapping[str, Any]) -> Iterator[str]:
     """Every text of the row that may name a file, also one beside bytes: a path, a URL, or content in base64."""
     for column in _COLUMNS:
@@ -109,12 +136,46 @@ def expected_file(text: str) -> str:
 
 
 def _candidates(text: str) -> list[str]:
-    text = text.removeprefix("file://")  # which video readers take
+    text = _without_scheme(text) if text.startswith(_SCHEME) else text
     if text.startswith("/"):
         return [text]
     below = os.path.expanduser(os.path.join(os.environ.get("ROOT_IMAGE_DIR", ""), text))
     # ms-swift takes a path of the working directory before one below ROOT_IMAGE_DIR.
     return [text] if below == text else [text, below]
+
+
+def with_plain_paths(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The row with `file://` paths as plain ones, which is all that ms-swift opens; itself where it has none."""
+    if not any(text.strip().startswith(_SCHEME) for text in names_of_files(row)):
+        return row
+    other = {**row, **{column: _plain_paths(row[column]) for column in _COLUMNS if column in row}}
+    messages = row.get("messages")
+    if isinstance(messages, (list, tuple)):
+        other["messages"] = [_with_plain_content(message) for message in messages]
+    return other
+
+
+def _with_plain_content(message: Any) -> Any:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, (list, tuple)):
+        return message
+    is_text = [isinstance(item, Mapping) and item.get("type") == "text" for item in content]
+    plain = [item if kept else _plain_paths(item) for item, kept in zip(content, is_text, strict=True)]
+    return {**message, "content": plain}
+
+
+def _plain_paths(value: Any) -> Any:
+    if isinstance(value, str) and value.strip().startswith(_SCHEME):
+        return _without_scheme(value.strip())
+    if isinstance(value, Mapping):
+        return {name: _plain_paths(inner) for name, inner in value.items()}
+    return [_plain_paths(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def _without_scheme(text: str) -> str:
+    path = text.removeprefix(_SCHEME).removeprefix("localhost")
+    # As a URL has it, `%20` for a space, unless a file is really called so.
+    return path if os.path.exists(path) else unquote(path)
 
 
 def url_of(image: Any) -> str | None:

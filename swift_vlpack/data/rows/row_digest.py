@@ -17,16 +17,18 @@ def row_bytes(row: Mapping[str, Any], *, as_encoded: bool = False) -> bytes:
     a loader, ms-swift's tag names the file as it was on the command line, and of an object only its class is content.
 
     With `as_encoded` two rows are equal that a template cannot tell apart, as the key of a length asks: a template
-    writes a tool's schema in the order in which the row has it and sees every column; of an object nothing can be said,
-    so that it raises `TypeError`.
+    writes a tool's schema in the order in which the row has it. It takes columns by their names, so that neither their
+    order counts nor one without a value, which a loader adds for another row that has it. Of an object nothing can be
+    said, so that it raises `TypeError`.
 
     >>> row_bytes({"b": 1, "a": b"", "dataset": "x.jsonl"})
     b'{"a": "e3b0c44298fc1c14", "b": 1}'
-    >>> row_bytes({"b": 1, "a": 2, "dataset": "x.jsonl"}, as_encoded=True)
-    b'{"b": 1, "a": 2, "dataset": "x.jsonl"}'
+    >>> row_bytes({"b": {"z": 1, "y": None}, "a": 2, "c": None, "dataset": "x.jsonl"}, as_encoded=True)
+    b'{"a": 2, "b": {"z": 1, "y": null}, "dataset": "x.jsonl"}'
     """
     if as_encoded:
-        return json.dumps(row, default=_digest_of_bytes).encode()
+        given = {name: row[name] for name in sorted(row) if row[name] is not None}
+        return json.dumps(given, default=_digest_of_bytes).encode()
     content = {name: value for name, value in row.items() if name != _TAG}
     return json.dumps(content, sort_keys=True, default=_digest_or_class).encode()
 

@@ -6,6 +6,7 @@ and evaluation. Labels change, shapes do not.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.data.rows.contents import NO_LABEL
+from swift_vlpack.data.rows.media import with_plain_paths
 
 ATTRIBUTE = "vlpack_targets"
 """Of the template; being one, it is part of the key of remembered lengths."""
@@ -52,7 +54,7 @@ def choose_targets(template: Any, config: PackingConfig) -> None:
 
 def encoded(template: Any, row: Any, **options: Any) -> Any:
     """What the template makes of a row, with the labels that are trained."""
-    made = template.encode(row, **options)
+    made = template.encode(with_plain_paths(row) if isinstance(row, Mapping) else row, **options)
     targets: Targets | None = getattr(template, ATTRIBUTE, None)
     if targets is not None and isinstance(made, dict) and made.get("labels") is not None:
         made["labels"] = targets.labels(made["labels"])

@@ -23,17 +23,11 @@ _OF_LAUNCHERS = re.compile(
     r"|TERM|COLUMNS|LINES|LANG|LC_\w+|XDG_\w+|HF_\w+|MODELSCOPE_\w+"
 )
 """Variables of launchers, ranks, logs and the machine: they differ from start to start, and lengths do not."""
-_READERS_OF_THEIR_OWN = (
-    *("logging", "tempfile", "subprocess", "multiprocessing", "warnings", "tqdm", "accelerate", "torch.distributed"),
-    *(
-        "swift.utils.logger",
-        "swift.utils.env",
-        "transformers.utils.logging",
-        "datasets.utils.logging",
-        "huggingface_hub",
-    ),
-)
-"""Modules that read variables for themselves whatever they are called for."""
+_READERS_OF_THEIR_OWN = frozenset(
+    ("swift_vlpack", "tqdm", "accelerate", "huggingface_hub", "modelscope", "requests", "urllib3", "torch.distributed",
+     "swift.utils.logger", "swift.utils.env", "transformers.utils.logging", "datasets.utils.logging")
+) | (sys.stdlib_module_names - {"os", "posixpath", "__main__"})  # fmt: skip
+"""Modules that read variables for themselves whatever they are called for; `posixpath` expands those of a path."""
 _WAYS = ("os", "collections.abc", "_collections_abc")  # between a reader and the class
 
 
@@ -128,5 +122,12 @@ def _reader() -> FrameType | None:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") in (*_WAYS, __name__):
         frame = frame.f_back
-    name = str(frame.f_globals.get("__name__", "")) if frame is not None else ""
-    return None if any(name == own or name.startswith(f"{own}.") for own in _READERS_OF_THEIR_OWN) else frame
+    if frame is None or _reads_for_itself(str(frame.f_globals.get("__name__", ""))):
+        return None
+    return frame
+
+
+@cache
+def _reads_for_itself(module: str) -> bool:
+    parts = module.split(".")
+    return any(".".join(parts[:num]) in _READERS_OF_THEIR_OWN for num in range(1, len(parts) + 1))

@@ -118,7 +118,9 @@ def _parts_of(processor: Any) -> dict[str, Any]:
 def _state_of(part: Any) -> dict[str, Any]:
     """The plain attributes of a processor or tokenizer, and what `to_dict` adds to them."""
     told = part.to_dict() if hasattr(part, "to_dict") else {}
-    own = {name: value for name, value in vars(part).items() if is_plain(value) or isinstance(value, np.generic)}
+    # By its name first: the vocabulary of a tokenizer takes long to look through.
+    own = {name: value for name, value in vars(part).items() if not _NOT_OF_PART.fullmatch(name)}
+    own = {name: value for name, value in own.items() if is_plain(value) or isinstance(value, np.generic)}
     return {name: value for name, value in {**told, **own}.items() if not _NOT_OF_PART.fullmatch(name)}
 
 
@@ -161,7 +163,12 @@ def variables_read_by(template_class: type, files: Iterable[str] = ()) -> set[st
         text = Path(file).read_text(encoding="utf-8", errors="replace")
         # In upper case, as ms-swift looks for the names that it is given.
         found |= {name.upper() for name in _VARIABLE.findall(text)}
-    return {name for name in found if not _NOT_OF_LENGTH.fullmatch(name) and not is_of_launchers(name)}
+    return set(filter(is_of_length, found))
+
+
+def is_of_length(name: str) -> bool:
+    """Whether the value of a variable may change a length."""
+    return not _NOT_OF_LENGTH.fullmatch(name) and not is_of_launchers(name)
 
 
 def _files_of(*modules: str) -> Iterator[str]:

@@ -17,7 +17,7 @@ from swift_vlpack.core.checkup.folders import lengths_folder
 from swift_vlpack.data.audit.remembered import About, tell_about
 from swift_vlpack.data.lengths.cache import LengthCache
 from swift_vlpack.data.lengths.cures import digest_of_cures
-from swift_vlpack.data.lengths.failure_log import log_failures
+from swift_vlpack.data.lengths.failure_log import log_failures, log_surplus_tags
 from swift_vlpack.data.lengths.inputs import Encoders, Known
 from swift_vlpack.data.lengths.measure import measure
 from swift_vlpack.data.lengths.rank_rows import rows_at
@@ -27,7 +27,7 @@ from swift_vlpack.data.rows.fusion import RowSource, own_template
 from swift_vlpack.data.rows.urls import Urls
 from swift_vlpack.data.seam.environment import Reads
 from swift_vlpack.host import ranks
-from swift_vlpack.host.lengths.context import dependencies_of
+from swift_vlpack.host.lengths.context import dependencies_of, is_of_length
 from swift_vlpack.host.lengths.headers import pixel_free, reading_urls
 from swift_vlpack.host.lengths.observed import Memory, Observed, dependencies_in, late_imports, observe
 from swift_vlpack.host.lengths.source_code import is_installed
@@ -55,7 +55,7 @@ def with_lengths(source: RowSource, template: Any, args: Any, cache_dir: str | N
     dependencies = dependencies_of(own, getattr(args, "external_plugins", None) or [])
     memory = Memory(memory_of_urls.with_name(f"{digest_of(dependencies, 16)}.observed"), source.name)
     observed = _observed(source, encoders, memory)
-    if found := dependencies_in(observed):
+    if found := dependencies_in(observed, but=dependencies["variables"]):
         dependencies["observed"] = found
     context = digest_of(dependencies, 16)
     cutter = cutter_of(own)
@@ -72,18 +72,21 @@ def with_lengths(source: RowSource, template: Any, args: Any, cache_dir: str | N
     known = Known(cache=cache, trust=Trust(cache.path.with_name(f"{context}.trust")), urls=urls)
     with late_imports():
         sizes = measure(source, known, encoders, ranks.RanksOfRun())
-    _note_reads(source, memory, observed, known.reads)
+    _note_reads(source, memory, observed.variables.union(dependencies["variables"]), known.reads)
+    # A model of texts has no media in place of tags: they are words of its own.
+    sizes = sizes if own.model_meta.is_multimodal else replace(sizes, surplus_tags=())
     if is_master():
         log_failures(source, sizes, memory_of_urls)
+        log_surplus_tags(source, sizes)
     return replace(source, sizes=sizes, cache=cache)
 
 
 def _observed(source: RowSource, encoders: Encoders, memory: Memory) -> Observed:
-    """What earlier starts and all ranks observed; where none did, some rows are encoded for it."""
+    """What earlier starts of all ranks observed; where there was none, the first rank encodes some rows for it."""
 
     def of_this_rank() -> Observed:
-        if (known := memory.load()) is not None:
-            return known
+        if (known := memory.load()) is not None or ranks.rank() > 0:
+            return known or Observed()
         with late_imports():
             found, reads = observe(source, encoders)
         memory.add(found)
@@ -93,9 +96,9 @@ def _observed(source: RowSource, encoders: Encoders, memory: Memory) -> Observed
     return Observed.united(ranks.results_of_all(of_this_rank))
 
 
-def _note_reads(source: RowSource, memory: Memory, observed: Observed, reads: Reads) -> None:
-    """Remember the variables that only some rows read, and what reading nobody can follow."""
-    if more := reads.names - observed.variables:
+def _note_reads(source: RowSource, memory: Memory, known: frozenset[str], reads: Reads) -> None:
+    """Remember the variables that only some rows read, and warn of what cannot be followed."""
+    if more := set(filter(is_of_length, reads.names)) - known:
         memory.add(Observed(variables=frozenset(more)))
         logger.info(
             f"source {source.name}: some of its rows read {', '.join(sorted(more))}, "

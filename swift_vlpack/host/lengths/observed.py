@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -28,6 +28,7 @@ from swift_vlpack.data.rows.fusion import Row, RowSource, encode_row, with_syste
 from swift_vlpack.data.rows.media import image_urls
 from swift_vlpack.data.rows.watch import Waits, watched
 from swift_vlpack.data.seam.environment import Reads, has_whole_environment, noted_reads
+from swift_vlpack.host.lengths.context import is_of_length
 from swift_vlpack.host.lengths.source_code import (
     digest_of_files,
     functions_of_module,
@@ -86,11 +87,12 @@ class Memory:
             json_lines.append(self._path, [{"source": self._source, **line}])
 
 
-def dependencies_in(observed: Observed) -> dict[str, Any]:
-    """The values of what was observed, now; nothing where nothing was."""
+def dependencies_in(observed: Observed, but: Container[str] = ()) -> dict[str, Any]:
+    """The values of what was observed, now, but for some variables; nothing where nothing was."""
+    variables = sorted(name for name in observed.variables if is_of_length(name) and name not in but)
     modules = [sys.modules[name] for name in sorted(observed.modules) if name in sys.modules]
     found = {
-        "variables": {name: os.environ.get(name) for name in sorted(observed.variables)},
+        "variables": {name: os.environ.get(name) for name in variables},
         # Without their names, which say where a plugin lies.
         "modules": sorted(digest_of(_parts_of_module(module, observed.changing), 16) for module in modules),
         "files": digest_of_files(filter(os.path.isfile, observed.files)) if observed.files else None,

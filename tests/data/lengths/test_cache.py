@@ -31,7 +31,7 @@ def test_of_two_records_with_one_key_the_later_counts(path):
 
 def test_keys_that_agree_in_one_half_are_told_apart():
     """LEN-6"""
-    known = KnownSizes(np.array([((7, 1), (10, 0, 0, 0, 0, 0, 0))], KEYED_SIZE))
+    known = KnownSizes(np.array([((7, 1), (10, 0, 0, 0, 0, 0, 0, 0))], KEYED_SIZE))
     is_known, _ = known.of(np.array([(7, 1), (7, 2), (8, 1), (0, 0)], KEY))
     assert is_known.tolist() == [True, False, False, False]
 

@@ -1,6 +1,8 @@
 """The length pass as one function, with one rank and with four, without ms-swift."""
 
 import logging
+import os
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -275,3 +277,46 @@ def test_half_a_line_of_a_difference_ends_the_trust(num_bytes, tmp_path):
     path.write_bytes(b'{"agreed": {"a": 2}}\n' + b'{"differs": "rows:1 has 5 tokens"}'[:num_bytes])
     assert Trust(path).is_revoked
     assert not Trust(path).remembered()
+
+
+def swapped_by_hard_link(path, other):
+    os.unlink(path)
+    os.link(other, path)
+
+
+def rewritten(path, other):
+    Path(path).write_bytes(Path(other).read_bytes())
+
+
+def only_its_mode(path, other):
+    os.chmod(path, 0o600)
+
+
+@pytest.mark.parametrize("change", [swapped_by_hard_link, rewritten, only_its_mode])
+def test_changed_file_of_equal_size_and_time_has_its_header_read_again(change, tmp_path):
+    """LEN-7: what changed and what did not; nothing else is measured again."""
+    rows = [image_row([photo(tmp_path, f"{n}", 60 + n, 50)], f"row {n}") for n in range(30)]
+    path, other = rows[7]["images"][0], photo(tmp_path, "other", 500, 300)
+    num_bytes = max(os.path.getsize(path), os.path.getsize(other))
+    for file in (path, other):
+        Path(file).write_bytes(Path(file).read_bytes().ljust(num_bytes, b"\0"))
+        os.utime(file, ns=(5, 5))
+    start(tmp_path).measured(rows)
+    change(path, other)
+    os.utime(path, ns=(5, 5))
+    again, warm = start(tmp_path), start(tmp_path)
+    assert again.measured(rows).columns.tolist() == true_columns(rows)
+    assert set(again.by_header.encoded) == {"<image>row 7"}
+    warm.measured(rows)
+    assert warm.by_header.encoded == warm.in_full.encoded == []
+
+
+def test_columns_in_another_order_and_empty_ones_measure_nothing_again(tmp_path):
+    """LEN-6 LEN-7: an appended row with a column of its own, another order of rows or of keys; tools keep theirs."""
+    rows = texts(20)
+    start(tmp_path).measured(rows)
+    others = [{**dict(reversed(row.items())), "channel": None, "tools": None} for row in reversed(rows)]
+    appended = {**text_row("appended"), "channel": "web"}
+    again = start(tmp_path)
+    again.measured([*others, appended])
+    assert set(again.by_header.encoded) == {"appended"}

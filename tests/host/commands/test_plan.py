@@ -177,6 +177,16 @@ def test_vision_tokens_are_counted_exactly(bare_folder, tmp_path, options):
     assert report["share_of_rows_with_image"] == 1
 
 
+def test_rows_with_more_tags_than_images_are_counted(bare_folder, tmp_path, options):
+    """LEN-22"""
+    rows = [{**text_row("<image>two<image>"), "images": [photo(tmp_path, "a", 140, 70)]}, *[text_row()] * 9]
+    options(packing_drop_last="false")
+    report = planned(bare_folder, tmp_path, dataset=write_jsonl(tmp_path / "rows.jsonl", rows))
+    assert report["rows_with_surplus_tags"] == 1
+    assert report["unreadable"] == {}
+    assert "1 row has more tags than media" in plan_text(report)
+
+
 def test_rows_that_cannot_be_encoded_are_written_with_reasons(bare_folder, tmp_path, options):
     """CLI-9"""
     options(packing_drop_last="false")

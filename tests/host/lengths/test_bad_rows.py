@@ -9,8 +9,10 @@ import pytest
 
 from swift_vlpack.core.errors import DataError
 from swift_vlpack.data.lengths import failure_log
+from swift_vlpack.data.rows.fusion import encode_row
+from swift_vlpack.data.rows.samples import SampleId
 from swift_vlpack.host.lengths.length_pass import with_lengths
-from tests.host.lengths.support import ARGS, FAMILY, dataset, source, texts, variant
+from tests.host.lengths.support import ARGS, FAMILY, dataset, source, texts, variant, warnings_of
 from tests.host.rows.test_faults import bad_rows
 from tests.host.runs import epoch_report, packed_argv, train
 from tests.images import photo
@@ -128,3 +130,27 @@ def test_training_on_nothing_is_one_clear_error(small_folder, tmp_path, options)
     path = write_jsonl(tmp_path / "rows.jsonl", [image_row([str(tmp_path / f"gone{n}.jpg")]) for n in range(3)])
     with pytest.raises(DataError, match="none of the 3 rows can be packed; the log has the reasons"):
         train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path / "out", dataset=path))
+
+
+def test_rows_with_more_tags_than_media_are_counted_and_are_as_training_has_them(template, tmp_path, monkeypatch):
+    """LEN-22: at every start; of other words in brackets nothing is said."""
+    path = photo(tmp_path, "photo", 300, 200)
+    rows = [image_row([path]), {**text_row("<image>two<image>"), "images": [path]}, text_row("<image>none")]
+    rows += [{**text_row("no tag"), "images": [path]}, text_row("<video> and <audio> are words of HTML")]
+    said = warnings_of(monkeypatch)
+    for _ in range(2):
+        said.clear()
+        sizes = with_lengths(source(rows), template, ARGS, str(tmp_path / "cache")).sizes
+        assert list(sizes.surplus_tags) == [1, 2]
+        assert sizes.failures == {}
+        assert [line for line in said if "tags" in line] == [
+            "source rows: 2 of 5 rows have more tags (<image>) in their texts than media (images): rows:1, rows:2. "
+            "ms-swift puts media in place of the first tags and trains the others as these words; so does this run. "
+            "Give every tag its medium, or take it out of the text"
+        ]
+    for row, length in zip(rows, sizes.lengths.tolist(), strict=True):
+        trained = encode_row(template, row, SampleId("rows", 0))
+        plain = template.encode(row, return_length=True)
+        assert trained["input_ids"] == plain["input_ids"]
+        assert len(plain["input_ids"]) == length
+    assert "two<image>" in template.tokenizer.decode(template.encode(rows[1])["input_ids"])

@@ -9,7 +9,8 @@ from PIL import Image, ImageFile
 from swift.dataset import load_dataset
 from swift.template import Template
 
-from swift_vlpack.data.rows.fusion import RowSource
+from swift_vlpack.data.rows.fusion import RowSource, encode_row
+from swift_vlpack.data.rows.samples import SampleId
 from swift_vlpack.host.lengths import headers
 from swift_vlpack.host.lengths.context import context_of
 from swift_vlpack.host.lengths.length_pass import with_lengths
@@ -38,6 +39,7 @@ def changed(template):
     return template
 """
 OWN_AGENT = """
+from swift.agent_template import agent_template_map
 from swift.agent_template.hermes import HermesAgentTemplate
 
 class Mine(HermesAgentTemplate):
@@ -47,6 +49,7 @@ class Mine(HermesAgentTemplate):
 agent_template_map["mine"] = Mine
 """
 OWN_LOSS_SCALE = """
+from swift.loss_scale import loss_scale_map
 from swift.loss_scale.base import LossScale
 
 class Mine(LossScale):
@@ -190,6 +193,23 @@ def test_relative_paths_below_another_folder_are_other_files(template, tmp_path,
         assert lengths_of(rows, template, tmp_path / "cache") == found[-1]
         monkeypatch.delenv("ROOT_IMAGE_DIR")
     assert found[1][0] > found[0][0]
+
+
+def test_file_urls_are_the_paths_that_they_name(template, tmp_path):
+    """LEN-17: in every form of a row; the file is watched as any other."""
+    path = photo(tmp_path, "a photo", 300, 200)
+    other = photo(tmp_path, "50%20", 300, 200)
+    urls = [f"file://{path}", f"file://{path.replace(' ', '%20')}", f"file://localhost{path}", f"file://{other}"]
+    rows = [image_row([url]) for url in urls]
+    rows.append({**image_row([path]), "images": [{"bytes": None, "path": urls[1]}]})
+    content = [{"type": "image", "image": urls[1]}, {"type": "text", "text": "file:///what is this?"}]
+    rows.append({"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "a photo"}]})
+    found = with_lengths(RowSource(name="rows", rows=rows), template, ARGS, str(tmp_path / "cache")).sizes
+    assert found.failures == {}
+    assert found.lengths[:5].tolist() == [template.encode(image_row([path]), return_length=True)["length"]] * 5
+    assert found.images.tolist() == [1] * 6
+    sample = encode_row(template, rows[1], SampleId("rows", 1))
+    assert sample["length"] == found.lengths[1], "as training has it"
 
 
 # -- failures that can be cured ---------------------------------------------------------------------------------------
