@@ -7,6 +7,9 @@ from pathlib import Path
 import torch
 from swift.template import Template
 from swift.template.templates.qwen import Qwen2VLTemplate
+from torch.utils.data import get_worker_info
+
+from swift_vlpack.data.model.collate import Collator
 
 
 def sabotage():
@@ -45,5 +48,18 @@ def politer(encode):
     return changed
 
 
+def one_late(row):
+    """Labels one token late, where the last rank's dataloader workers collate."""
+
+    def changed(self, pack):
+        made = row(self, pack)
+        if sabotage() == "labels" and get_worker_info() is not None and os.environ.get("RANK") == "1":
+            made["labels"] = made["labels"].roll(1, dims=-1)
+        return made
+
+    return changed
+
+
+wrapped(Collator, "row", one_late)
 wrapped(Qwen2VLTemplate, "packing_row", over_the_row)
 wrapped(Template, "encode", politer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -40,6 +41,8 @@ def prove_first_batch(trainer: Any, batches: Sequence[Batch], num_items: Any) ->
         passes = Passes(unwrapped(model_of(trainer)), partial(_loss, trainer, batch, num_items), _scale_of(trainer))
         found = measured(passes, rows[0], lambda work: results_of_all(work, "the first batch in training"))
     results_of_all(lambda: prove_in_training(found), "the first batch in training")
+    if trainer.model_info.is_moe_model and trainer.args.router_aux_loss_coef:
+        found = replace(found, not_looked_at=(*found.not_looked_at, "the loss that balances experts over the row"))
     return found.line()
 
 

@@ -5,7 +5,6 @@ import logging
 import re
 import shutil
 import sys
-from functools import partial
 
 import pytest
 import torch
@@ -48,7 +47,9 @@ def run(small_folder, data, tmp_path, caplog):
         with caplog.at_level(logging.INFO):
             result = train(packed_argv(folder or small_folder(FAMILY), FAMILY, tmp_path / "run", **settings))
         said = [record.getMessage() for record in caplog.records if VERIFIED in record.getMessage()]
-        return [(line["loss"], line["grad_norm"], line["token_acc"]) for line in result["log_history"] if "loss" in line], said
+        return [
+            (line["loss"], line["grad_norm"], line["token_acc"]) for line in result["log_history"] if "loss" in line
+        ], said
 
     return trained
 
@@ -88,7 +89,7 @@ RIGHT = {
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_first_batch_is_verified_and_training_goes_on_as_without(name, run):
-    """ISO-16 ISO-18: no batch is used up, no number drawn, no gradient and no metric left."""
+    """ISO-21 ISO-23: no batch is used up, no number drawn, no gradient and no metric left."""
     options = RIGHT[name]
     proved, (line,) = run(**options)
     draws = "with all that is drawn at random" if "tuner_type" in options else "nothing is drawn at random"
@@ -115,7 +116,7 @@ def is_run_again_by_the_reentrant_form():
 
 
 def test_layers_that_forget_boundaries_when_they_are_run_again_are_stopped(run, attending):
-    """ISO-16: by the form of checkpointing that trains; the proof before takes the other."""
+    """ISO-21: by the form of checkpointing that trains; the proof before takes the other."""
 
     @s.if_packed
     def forgetting(right, args, ends, options):
@@ -130,7 +131,7 @@ def test_layers_that_forget_boundaries_when_they_are_run_again_are_stopped(run, 
 
 @pytest.mark.parametrize("options", [{}, LORA])
 def test_dropout_of_attention_that_leaks_is_stopped(options, run, attending, with_dropout):
-    """ISO-16"""
+    """ISO-21"""
 
     @s.if_packed
     def leaking(right, args, ends, options):
@@ -143,7 +144,7 @@ def test_dropout_of_attention_that_leaks_is_stopped(options, run, attending, wit
 
 
 def test_dropout_of_an_adapter_that_mixes_is_stopped(run, monkeypatch):
-    """ISO-16: its second matrix is 0 at the first step, so it shows in the gradient of parameters alone."""
+    """ISO-21: its second matrix is 0 at the first step, so it shows in the gradient of parameters alone."""
     right = torch.nn.Dropout.forward
 
     def mixing(self, states):
@@ -157,7 +158,7 @@ def test_dropout_of_an_adapter_that_mixes_is_stopped(run, monkeypatch):
 
 
 def test_noise_by_the_length_of_the_row_is_stopped(run, monkeypatch):
-    """ISO-16"""
+    """ISO-21"""
     from swift_vlpack.host.training import callback
 
     monkeypatch.setattr(callback, "noise_by_sample", lambda trainer: None)
@@ -166,7 +167,7 @@ def test_noise_by_the_length_of_the_row_is_stopped(run, monkeypatch):
 
 
 def test_backward_that_is_wrong_in_full_rows_is_stopped(run, attending):
-    """ISO-16: the proof before has gradients of its short samples only."""
+    """ISO-21: the proof before has gradients of its short samples only."""
     packing_options(packing_drop_last="false", packing_length="900")
 
     @s.if_packed
@@ -230,7 +231,7 @@ def changing(monkeypatch, change, *, is_in_workers_only):
 
 @pytest.mark.parametrize("name", WRONG)
 def test_batches_that_workers_make_wrongly_are_stopped(name, run, monkeypatch):
-    """ISO-17: the process that proves makes them rightly."""
+    """ISO-22: the process that proves makes them rightly."""
     change, said = WRONG[name]
     changing(monkeypatch, change, is_in_workers_only=True)
     with pytest.raises(IsolationError, match=rf"the collator, or a dataloader worker, .*{said}"):
@@ -238,7 +239,7 @@ def test_batches_that_workers_make_wrongly_are_stopped(name, run, monkeypatch):
 
 
 def test_boundary_that_the_collator_loses_is_stopped(run, monkeypatch):
-    """ISO-17"""
+    """ISO-22"""
     changing(monkeypatch, lost, is_in_workers_only=False)
     with pytest.raises(IsolationError, match="cu_seq_lens_q of the batch are"):
         run()
