@@ -294,6 +294,7 @@ def test_batch_that_is_wrong_on_one_rank_stops_all_before_a_checkpoint(small_fol
     training[at + 1 : at + 2] = [str(SMALL_VOCABULARY), str(SABOTAGE)]
     run = Run(training, tmp_path / "log.txt", packing_length=200, packing_drop_last="false")
     assert run.wait() != 0
-    assert re.search(r"dataloader worker, makes another batch than its samples are.*labels of train:", run.output)
+    said = r"dataloader worker, makes another batch than its samples are.*labels of train:"
+    assert re.search(said, run.output), run.output[-3000:]
     assert "rank 1 failed" in run.output
     assert not list((tmp_path / "run").glob("checkpoint-*"))

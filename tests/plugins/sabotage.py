@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from swift.template import Template
 from swift.template.templates.qwen import Qwen2VLTemplate
 from torch.utils.data import get_worker_info
@@ -53,7 +54,9 @@ def one_late(row):
 
     def changed(self, pack):
         made = row(self, pack)
-        if sabotage() == "labels" and get_worker_info() is not None and os.environ.get("RANK") == "1":
+        # Not by the variable RANK: what a plugin reads of the environment is part of the key of lengths.
+        is_last = dist.is_initialized() and dist.get_rank() == dist.get_world_size() - 1
+        if sabotage() == "labels" and get_worker_info() is not None and is_last:
             made["labels"] = made["labels"].roll(1, dims=-1)
         return made
 
