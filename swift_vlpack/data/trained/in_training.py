@@ -179,10 +179,10 @@ class InTraining:
             parts.append(f"other neighbours move hidden states by {worst(self.moved):.1e}{of_changed}")
         if self.gaps:
             of_alone = "" if self.of_alone is None else f", gradients within {self.of_alone.most:.1e}"
-            alone = (
-                f"{counted(len(self.gaps), 'sample')} in it equal{'s' if len(self.gaps) == 1 else ''} the model's own"
-            )
-            parts.append(f"{alone} attention within {worst([gap.most for gap in self.gaps]):.1e}{of_alone}")
+            equal = "equals" if len(self.gaps) == 1 else "equal"
+            off = worst([gap.most for gap in self.gaps])
+            alone = f"{counted(len(self.gaps), 'sample')} in it {equal} the model's own attention within {off:.1e}"
+            parts.append(f"{alone} of hidden states up to {self.largest:.1f}{of_alone}")
         if self.not_looked_at:
             parts.append(f"not looked at: {', '.join(self.not_looked_at)}")
         return "; ".join(parts)
@@ -213,6 +213,10 @@ class _Compared:
         self.encoded = [] if isinstance(row.samples, str) else [row.samples[at] for at in self.watched]
         self.has_drawn = False
         self.num_alone = len(self.encoded)
+        self.quick_is_equal = True
+        self.is_checkpointed = any(
+            getattr(module, "gradient_checkpointing", False) is True for module in passes.model.modules()
+        )
 
     def begin(self) -> tuple[bool, int]:
         """The row as it trains; whether it draws, and how many samples are to be run alone."""
@@ -220,12 +224,16 @@ class _Compared:
         self.dtype = precision_of(self.passes.model, lambda: found.append(self._packed(self.row.for_watched())))
         self.original = found[0]
         self.has_drawn = self.original.has_drawn or _has_rates(self.passes.model)
+        if self._long() or self.passes.is_sharded:
+            self.quick_is_equal = self._is_quick_equal()
+        if self._long() and not self.quick_is_equal:
+            self.encoded, self.num_alone = [], 0
         return self.has_drawn, self.num_alone
 
     def finish(self) -> None:
         """All other passes, and what they differ by."""
         original, model, row = self.original, self.passes.model, self.row
-        moved, of_changed, beside = self._changed()
+        moved, of_changed, beside, own = self._changed()
         still = original
         sizes = self._embedded_alone()
         with repeatable_training(model):
@@ -252,7 +260,7 @@ class _Compared:
             names=[str(row.record.sample_ids[at]) for at in self.watched],
             is_encoded_again=not isinstance(row.samples, str),
             has_drawn=self.has_drawn,
-            is_checkpointed=any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()),
+            is_checkpointed=self.is_checkpointed,
             moved=moved,
             of_changed=of_changed,
             beside=beside,
@@ -263,24 +271,25 @@ class _Compared:
             limits=limits,
             # In 16 bits a token may go to another expert because other tokens are beside it.
             exact=exact if not has_experts else limits._replace(moved=max(limits.alone, exact.moved)),
-            not_looked_at=self._not_looked_at(),
+            not_looked_at=self._not_looked_at(has_changed=not moved or own > 2 * exact.moved),
         )
 
     def _packed(self, inputs: Mapping[str, Any], *, backward: bool = True) -> Pass:
         return self.passes.run(inputs, packed=True, backward=backward)
 
-    def _changed(self) -> tuple[list[float], Gradients | None, float]:
+    def _changed(self) -> tuple[list[float], Gradients | None, float, float]:
         """Change the others, then, forwards only, the watched samples."""
         row, original = self.row, self.original
         if len(row.spans) < 2 and not self.passes.is_sharded:
-            return [], None, 0.0
+            return [], None, 0.0, 0.0
         changed = self._packed(row.with_other(row.others))
         turned = self._packed(row.with_other(self.watched), backward=False)
         moved = [_most(original.hidden, changed.hidden, row.spans[at]) for at in self.watched]
         moved += [_most(original.hidden, turned.hidden, row.spans[at]) for at in row.others]
         before, after = self._of_watched(original), self._of_watched(changed)
         apart = _apart(_joined(before, original.gradient), _joined(after, changed.gradient))
-        return moved, apart, self._beside(original)
+        own = worst([_most(original.hidden, changed.hidden, row.spans[at]) for at in row.others])
+        return moved, apart, self._beside(original), own
 
     def _beside(self, original: Pass) -> float:
         """The gradient at samples of which nothing is learnt."""
@@ -333,7 +342,27 @@ class _Compared:
         return few + [self.num_alone] * missing
 
     def _attention_for(self, num_tokens: int) -> str:
-        return OWN if num_tokens <= longest_for_own(self.passes.model) else QUICK
+        """Without checkpointing all layers keep their weights of attention for the backward."""
+        longest = longest_for_own(self.passes.model, is_trained=not self.is_checkpointed)
+        return OWN if num_tokens <= longest else QUICK
+
+    def _long(self) -> list[int]:
+        """Watched samples whose own attention would take too much memory."""
+        return [at for at in self.watched if self._attention_for(self.row.record.lengths[at]) != OWN]
+
+    def _is_quick_equal(self) -> bool:
+        """sdpa drops what some models ask for, so it is compared on the shortest sample before it stands in."""
+        hidden = []
+        shortest = min(self.watched, key=lambda at: self.row.record.lengths[at], default=0)
+        with repeatable_training(self.passes.model):
+            for name in (OWN, QUICK):
+                if not self.encoded:
+                    self._packed(self.row.for_watched())
+                    continue
+                with own_attention(self.passes.model, name):
+                    hidden.append(self.passes.run(self.row.alone(shortest), packed=False, backward=False).hidden)
+        limit = 4 * FLOORS[self.dtype].logits
+        return not hidden or gap_of(*hidden).over_tokens <= limit * max(1.0, float(hidden[0].abs().max()))
 
     def _embedded_alone(self) -> list[torch.Tensor]:
         """The embeddings of each watched sample, drawn for it alone."""
@@ -361,17 +390,20 @@ class _Compared:
                 sizes.append(((means[0] / max(means[1], 1e-30)) ** 0.5, chance**0.5))
         return sizes
 
-    def _not_looked_at(self) -> tuple[str, ...]:
-        said = []
+    def _not_looked_at(self, *, has_changed: bool) -> tuple[str, ...]:
+        said = (
+            [] if has_changed else ["other neighbours, whose tokens could not be changed so that they move themselves"]
+        )
         if self.passes.why_no_parameters:
             said.append(f"gradients of parameters ({self.passes.why_no_parameters})")
         if self.has_drawn and self.passes.is_sharded:
             said.append("how large drawn noise is (parameters are sharded)")
-        long = [at for at in self.watched if self._attention_for(self.row.record.lengths[at]) != OWN]
         if isinstance(self.row.samples, str):
             said.append(f"its samples encoded anew and alone, other media beside them ({self.row.samples})")
-        elif long:
-            said.append(f"{OWN} attention of {counted(len(long), 'long sample')} ({QUICK} took its place)")
+        elif self._long():
+            too_long = f"{counted(len(self._long()), 'sample')} too long for {OWN}"
+            stands_in = f"{QUICK} stands in" if self.quick_is_equal else f"{QUICK} is not equal, so none is run alone"
+            said.append(f"the model's own attention of {too_long} ({stands_in})")
         return tuple(said)
 
 

@@ -14,6 +14,7 @@ from transformers import AttentionInterface
 from swift_vlpack.data.model import attention
 from swift_vlpack.data.model.collate import Collator, batch_of
 from swift_vlpack.data.proof.isolation import IsolationError
+from swift_vlpack.data.trained import in_training, passes
 from tests.environment import packing_options
 from tests.host.proof import sabotage as s
 from tests.host.runs import packed_argv, train
@@ -97,7 +98,8 @@ def test_first_batch_is_verified_and_training_goes_on_as_without(name, run):
     assert draws in line
     assert ("layers run again in the backward" in line) == ("gradient_checkpointing" not in options)
     assert "other neighbours move hidden states by 0.0e+00, gradients by 0.0e+00" in line
-    assert re.search(r"in it equals? the model's own attention within \S+, gradients within \S+$", line)
+    equal = r"in it equals? the model's own attention within \S+ of hidden states up to \S+, gradients within \S+$"
+    assert re.search(equal, line)
     packing_options(packing_drop_last="false", packing_verify="false")
     plain, said = run(**options)
     assert said == []
@@ -249,6 +251,24 @@ def test_batches_of_streams_are_those_of_their_rows(run):
     _, (line,) = run(streaming="true", dataloader_num_workers=2)
     assert "is what its samples are when they are encoded anew; " in line
     assert "not looked at" not in line
+
+
+def test_samples_too_long_for_a_matrix_of_all_their_tokens_are_compared_with_what_is_equal(run, monkeypatch):
+    """ISO-21 ISO-23"""
+    monkeypatch.setattr(in_training, "longest_for_own", lambda model, is_trained: 70)
+    _, (line,) = run()
+    assert re.search(
+        r"not looked at: the model's own attention of \d samples? too long for eager \(sdpa stands in\)", line
+    )
+    assert " in it equal the model's own attention within " in line
+
+
+def test_model_whose_layers_cannot_be_looked_into_trains_all_the_same(run, monkeypatch, caplog):
+    """ISO-23: as one of a class of its own making may be."""
+    monkeypatch.setattr(passes, "_layers_of", lambda model: torch.nn.Identity())
+    assert run()[1] == []
+    said = "of the first batch only tokens, labels and boundaries are verified (Identity gives no hidden states)"
+    assert said in caplog.text
 
 
 def test_line_says_what_was_not_looked_at(run):
