@@ -276,3 +276,55 @@ def stopped_apart(shared, folders, others=()):
             process.kill()
     assert 0 not in [process.returncode for process in processes], outputs[0][-3000:]
     return outputs
+
+
+SABOTAGE = ROOT / "tests" / "plugins" / "sabotage.py"
+PROVED = {
+    "max_steps": 2,
+    "tuner_type": "lora",
+    "target_modules": "all-linear",
+    "gradient_accumulation_steps": 2,
+    "dataloader_num_workers": 1,
+    "save_steps": 2,
+}
+"""With dropout 0.05, of which ms-swift makes the default."""
+
+
+@pytest.mark.slow
+@pytest.mark.telling
+def test_first_batch_of_each_rank_is_proved_and_training_goes_on_as_without(small_folder, dataset, tmp_path):
+    """ISO-21 ISO-23: both ranks do it, and no gradient, draw or metric is another one afterwards."""
+    outputs = {is_proved: tmp_path / str(is_proved) for is_proved in ("true", "false")}
+    options = {"packing_length": 200, "packing_drop_last": "false"}
+    texts = {}
+    for is_proved, output in outputs.items():
+        output.mkdir()
+        training = flags(small_folder, output, dataset, **PROVED, torch_dtype="bfloat16")
+        run = Run(training, output / "log.txt", packing_verify=is_proved, **options)
+        assert run.wait() == 0, run.output[-3000:]
+        texts[is_proved] = run.output
+    assert texts["true"].count("isolation verified in training: the first batch of the trainer (") == 1
+    proved, plain = (
+        [(line["loss"], line["grad_norm"], line["token_acc"]) for line in map(json.loads, lines) if "grad_norm" in line]
+        for lines in ((output / "logging.jsonl").read_text().splitlines() for output in outputs.values())
+    )
+    assert proved == plain
+    assert len(proved) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.telling
+def test_batch_that_is_wrong_on_one_rank_stops_all_before_a_checkpoint(small_folder, dataset, tmp_path, monkeypatch):
+    """ISO-22 ISO-23"""
+    word = tmp_path / "sabotage.txt"
+    word.write_text("labels")
+    monkeypatch.setenv("SABOTAGE", str(word))
+    training = flags(small_folder, tmp_path / "run", dataset, **PROVED, output_dir=tmp_path / "run")
+    at = training.index("--external_plugins")
+    training[at + 1 : at + 2] = [str(SMALL_VOCABULARY), str(SABOTAGE)]
+    run = Run(training, tmp_path / "log.txt", packing_length=200, packing_drop_last="false")
+    assert run.wait() != 0
+    said = r"dataloader worker, makes another batch than its samples are.*labels of train:"
+    assert re.search(said, run.output), run.output[-3000:]
+    assert "rank 1 failed" in run.output
+    assert not list((tmp_path / "run").glob("checkpoint-*"))

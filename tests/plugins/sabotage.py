@@ -5,8 +5,12 @@ import os
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from swift.template import Template
 from swift.template.templates.qwen import Qwen2VLTemplate
+from torch.utils.data import get_worker_info
+
+from swift_vlpack.data.model.collate import Collator
 
 
 def sabotage():
@@ -45,5 +49,20 @@ def politer(encode):
     return changed
 
 
+def one_late(row):
+    """Labels one token late, where the last rank's dataloader workers collate."""
+
+    def changed(self, pack):
+        made = row(self, pack)
+        # Not by the variable RANK: what a plugin reads of the environment is part of the key of lengths.
+        is_last = dist.is_initialized() and dist.get_rank() == dist.get_world_size() - 1
+        if sabotage() == "labels" and get_worker_info() is not None and is_last:
+            made["labels"] = made["labels"].roll(1, dims=-1)
+        return made
+
+    return changed
+
+
+wrapped(Collator, "row", one_late)
 wrapped(Qwen2VLTemplate, "packing_row", over_the_row)
 wrapped(Template, "encode", politer)

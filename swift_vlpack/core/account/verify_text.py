@@ -22,6 +22,7 @@ def verify_text(report: dict[str, Any]) -> str:
         ("model", f"{report['model']}, {report['dtype']} on {report['device']}"),
         ("attention", report["attention"]["chosen"]),
         ("isolation", report["isolation"]["said"]),
+        *([("", in_training)] if (in_training := report["isolation"]["in_training"]) else []),
         *_about_lengths(report["lengths"]["sources"]),
         ("result", _result(report)),
     ]

@@ -81,7 +81,7 @@ def _calls(model: torch.nn.Module, forward: Callable[[], Any]) -> list[PackedRow
         for module in {id(row.module): row.module for row in rows}.values():
             module.training = True
         with _own_numbers():
-            rows = _recorded(forward)
+            rows = _recorded(forward) or rows
     finally:
         for module, was_training in modes:
             module.training = was_training

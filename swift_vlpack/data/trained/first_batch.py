@@ -24,8 +24,8 @@ FARTHEST_ROW = 20_000
 """Of a stream, which has to be read up to there once more."""
 _ENDS, _LONGEST = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
 _OF_LOSS = ("labels", "loss_scale")
-_SAME = {"rtol": 1e-3, "atol": 1e-3}
-"""Of pixels and sounds, whose last bits may depend on the number of threads; another image differs by far more."""
+_LAST_BITS = 1e-3
+"""Of pixels and sounds, which may depend on the number of threads; another image differs by far more."""
 
 
 def encoded_again(feed: Any, record: PackRecord, *, rank: int, num_workers: int) -> list[Encoded] | str:
@@ -157,10 +157,10 @@ def _wrong_loss(row: Mapping[str, Any], sample: Encoded, start: int, end: int, w
     given, weights = given[1:][is_target], weights[1:][is_target]
     if weighs_samples and weights.any():
         given = given * (weights.abs().max() / given.abs().max().clamp_min(1e-30))
-    return None if torch.allclose(given, weights, **_SAME) else "loss weights"
+    return None if _equal(given, weights) else "loss weights"
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     if not one.is_floating_point():
         return torch.equal(one, other)
-    return torch.allclose(one.float(), other.float(), **_SAME)
+    return torch.allclose(one.float(), other.float(), rtol=_LAST_BITS, atol=_LAST_BITS)

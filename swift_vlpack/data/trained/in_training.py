@@ -47,6 +47,9 @@ from swift_vlpack.data.trained.passes import Pass, Passes
 NOISE_LIMIT, STEPS_OF_CHANCE = 0.1, 10
 """Sizes of noise may differ by a tenth, and by what so many standard deviations of an estimate are."""
 
+NUM_FOR_NOISE = 4
+"""Samples by which the noise of rounding is measured."""
+
 Span = tuple[int, int]
 OfAll = Callable[[Callable[[], Any]], list[Any]]
 
@@ -144,6 +147,7 @@ class InTraining:
     num_tokens: int
     names: Sequence[str]
     """Of the watched samples."""
+    is_encoded_again: bool
     has_drawn: bool
     is_checkpointed: bool
     moved: Sequence[float]
@@ -168,14 +172,17 @@ class InTraining:
         what = f"{counted(self.num_samples, 'sample')} of {self.num_tokens} tokens"
         drawn = "with all that is drawn at random" if self.has_drawn else "nothing is drawn at random"
         again = ", layers run again in the backward" if self.is_checkpointed else ""
-        parts = [f"isolation verified in training: the first batch of the trainer ({what}, {drawn}{again})"]
+        whole = ", is what its samples are when they are encoded anew" if self.is_encoded_again else ""
+        parts = [f"isolation verified in training: the first batch of the trainer ({what}, {drawn}{again}){whole}"]
         if self.moved:
             of_changed = "" if self.of_changed is None else f", gradients by {self.of_changed.most:.1e}"
             parts.append(f"other neighbours move hidden states by {worst(self.moved):.1e}{of_changed}")
         if self.gaps:
             of_alone = "" if self.of_alone is None else f", gradients within {self.of_alone.most:.1e}"
-            alone = f"{counted(len(self.gaps), 'sample')} in it equal{'s' if len(self.gaps) == 1 else ''} the model's own"
-            parts.append(f"{alone} attention within {worst([gap.most for gap in self.gaps]):.1e}{of_alone}")
+            equal = "equals" if len(self.gaps) == 1 else "equal"
+            off = worst([gap.most for gap in self.gaps])
+            alone = f"{counted(len(self.gaps), 'sample')} in it {equal} the model's own attention within {off:.1e}"
+            parts.append(f"{alone} of hidden states up to {self.largest:.1f}{of_alone}")
         if self.not_looked_at:
             parts.append(f"not looked at: {', '.join(self.not_looked_at)}")
         return "; ".join(parts)
@@ -203,8 +210,13 @@ class _Compared:
         self.passes = passes
         self.row = row
         self.watched = row.watched
+        self.encoded = [] if isinstance(row.samples, str) else [row.samples[at] for at in self.watched]
         self.has_drawn = False
-        self.num_alone = 0 if isinstance(row.samples, str) else len(self.watched)
+        self.num_alone = len(self.encoded)
+        self.quick_is_equal = True
+        self.is_checkpointed = any(
+            getattr(module, "gradient_checkpointing", False) is True for module in passes.model.modules()
+        )
 
     def begin(self) -> tuple[bool, int]:
         """The row as it trains; whether it draws, and how many samples are to be run alone."""
@@ -212,25 +224,32 @@ class _Compared:
         self.dtype = precision_of(self.passes.model, lambda: found.append(self._packed(self.row.for_watched())))
         self.original = found[0]
         self.has_drawn = self.original.has_drawn or _has_rates(self.passes.model)
+        if self._long() or self.passes.is_sharded:
+            self.quick_is_equal = self._is_quick_equal()
+        if self._long() and not self.quick_is_equal:
+            self.encoded, self.num_alone = [], 0
         return self.has_drawn, self.num_alone
 
     def finish(self) -> None:
         """All other passes, and what they differ by."""
         original, model, row = self.original, self.passes.model, self.row
-        moved, of_changed, beside = self._changed()
+        moved, of_changed, beside, own = self._changed()
         still = original
         sizes = self._embedded_alone()
         with repeatable_training(model):
             if self.has_drawn:
                 still = self._packed(row.for_watched())
-            alone = self._alone()
+            alone = self._alone(list(range(self.num_alone)))
+            few = self._for_noise()
             with rounded_otherwise(model, self.dtype):
-                noise = self._alone()
+                noise = self._alone(few)
         largest = float(original.hidden.abs().max())
         has_experts = any("expert" in name for name, _ in model.named_modules())
-        of_noise = Noise(worst([_gap(*pair).over_tokens for pair in zip(alone, noise, strict=True)]), 0.0)
+        of_noise = Noise(0.0, 0.0)
         if alone:
-            of_noise = of_noise._replace(gradient=_apart(_joined(alone), _joined(noise)).most)
+            right = [alone[number] for number in few if number < len(alone)]
+            gaps = [_gap(*pair).over_tokens for pair in zip(right, noise, strict=True)]
+            of_noise = Noise(worst(gaps), _apart(_joined(right), _joined(noise)).most)
         limits = Limits.of(self.dtype, largest, of_noise, 0.0, has_experts=has_experts)
         floor = FLOORS[self.dtype]
         exact = limits._replace(moved=floor.moved * max(1.0, largest), gradient=floor.gradient)
@@ -239,8 +258,9 @@ class _Compared:
             num_samples=len(row.spans),
             num_tokens=int(row.inputs["input_ids"].shape[-1]),
             names=[str(row.record.sample_ids[at]) for at in self.watched],
+            is_encoded_again=not isinstance(row.samples, str),
             has_drawn=self.has_drawn,
-            is_checkpointed=any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()),
+            is_checkpointed=self.is_checkpointed,
             moved=moved,
             of_changed=of_changed,
             beside=beside,
@@ -251,31 +271,35 @@ class _Compared:
             limits=limits,
             # In 16 bits a token may go to another expert because other tokens are beside it.
             exact=exact if not has_experts else limits._replace(moved=max(limits.alone, exact.moved)),
-            not_looked_at=self._not_looked_at(),
+            not_looked_at=self._not_looked_at(has_changed=not moved or own > 2 * exact.moved),
         )
 
     def _packed(self, inputs: Mapping[str, Any], *, backward: bool = True) -> Pass:
         return self.passes.run(inputs, packed=True, backward=backward)
 
-    def _changed(self) -> tuple[list[float], Gradients | None, float]:
+    def _changed(self) -> tuple[list[float], Gradients | None, float, float]:
         """Change the others, then, forwards only, the watched samples."""
         row, original = self.row, self.original
         if len(row.spans) < 2 and not self.passes.is_sharded:
-            return [], None, 0.0
+            return [], None, 0.0, 0.0
         changed = self._packed(row.with_other(row.others))
         turned = self._packed(row.with_other(self.watched), backward=False)
         moved = [_most(original.hidden, changed.hidden, row.spans[at]) for at in self.watched]
         moved += [_most(original.hidden, turned.hidden, row.spans[at]) for at in row.others]
         before, after = self._of_watched(original), self._of_watched(changed)
         apart = _apart(_joined(before, original.gradient), _joined(after, changed.gradient))
-        return moved, apart, self._beside(original)
+        own = worst([_most(original.hidden, changed.hidden, row.spans[at]) for at in row.others])
+        return moved, apart, self._beside(original), own
 
     def _beside(self, original: Pass) -> float:
         """The gradient at samples of which nothing is learnt."""
         if original.of_inputs is None:
             return 0.0
         squares = original.of_inputs.float().square().sum(dim=-1)
-        of = [float(sum(squares[slice(*self.row.spans[at])].sum() for at in which)) for which in (self.row.others, self.watched)]
+        of = [
+            float(sum(squares[slice(*self.row.spans[at])].sum() for at in which))
+            for which in (self.row.others, self.watched)
+        ]
         return (of[0] / max(of[1], 1e-30)) ** 0.5 if of[1] > 0 else 0.0
 
     def _of_watched(self, whole: Pass) -> list[Pass]:
@@ -292,34 +316,66 @@ class _Compared:
             for span in spans
         ]
 
-    def _alone(self) -> list[Pass]:
-        """Each watched sample as the host runs it un-packed; more passes where another rank has more samples."""
+    def _alone(self, numbers: Sequence[int]) -> list[Pass]:
+        """Watched samples of these numbers as the host runs them un-packed.
+
+        Beyond those that there are, the row once more: ranks with sharded parameters do equally many passes.
+        """
         made = []
-        for number in range(self.num_alone):
-            if not self.watched:
+        for number in numbers:
+            if number >= len(self.encoded):
                 self._packed(self.row.for_watched())
                 continue
-            at = self.watched[number % len(self.watched)]
+            at = self.watched[number]
             inputs = self.row.alone(at)
-            start, end = self.row.spans[at]
-            with own_attention(self.passes.model, self._attention_for(end - start)):
-                ran = self.passes.run(inputs, packed=False)
-            if number < len(self.watched):
-                made.append(_without_padding(ran, inputs))
+            with own_attention(self.passes.model, self._attention_for(self.row.record.lengths[at])):
+                made.append(_without_padding(self.passes.run(inputs, packed=False), inputs))
         return made
 
-    def _attention_for(self, num_tokens: int) -> str:
-        return OWN if num_tokens <= longest_for_own(self.passes.model) else QUICK
+    def _for_noise(self) -> list[int]:
+        """The shortest watched samples, of all media first: on all ranks equally many where parameters are sharded."""
+        samples = self.encoded
+        by_length = sorted(range(len(samples)), key=lambda number: int(samples[number]["length"]))
+        of_kinds = {kinds_of_media(samples[number]): number for number in by_length[::-1]}
+        few = list(dict.fromkeys([*of_kinds.values(), *by_length]))[:NUM_FOR_NOISE]
+        missing = min(NUM_FOR_NOISE, self.num_alone) - len(few) if self.passes.is_sharded else 0
+        return few + [self.num_alone] * missing
 
-    def _embedded_alone(self) -> list[torch.Tensor | None]:
+    def _attention_for(self, num_tokens: int) -> str:
+        """Without checkpointing all layers keep their weights of attention for the backward."""
+        longest = longest_for_own(self.passes.model, is_trained=not self.is_checkpointed)
+        return OWN if num_tokens <= longest else QUICK
+
+    def _long(self) -> list[int]:
+        """Watched samples whose own attention would take too much memory."""
+        return [at for at in self.watched if self._attention_for(self.row.record.lengths[at]) != OWN]
+
+    def _is_quick_equal(self) -> bool:
+        """sdpa drops what some models ask for, so it is compared on the shortest sample before it stands in."""
+        hidden = []
+        shortest = min(self.watched, key=lambda at: self.row.record.lengths[at], default=0)
+        with repeatable_training(self.passes.model):
+            for name in (OWN, QUICK):
+                if not self.encoded:
+                    self._packed(self.row.for_watched())
+                    continue
+                with own_attention(self.passes.model, name):
+                    hidden.append(self.passes.run(self.row.alone(shortest), packed=False, backward=False).hidden)
+        limit = 4 * FLOORS[self.dtype].logits
+        return not hidden or gap_of(*hidden).over_tokens <= limit * max(1.0, float(hidden[0].abs().max()))
+
+    def _embedded_alone(self) -> list[torch.Tensor]:
         """The embeddings of each watched sample, drawn for it alone."""
         if not self.has_drawn or self.passes.is_sharded:
             return []
         embed, ids = self.passes.model.get_input_embeddings(), self.row.inputs["input_ids"]
         with torch.no_grad():
-            return [embed(ids[:, slice(*self.row.spans[at])].to(self.original.hidden.device)).detach()[0] for at in self.watched]
+            return [
+                embed(ids[:, slice(*self.row.spans[at])].to(self.original.hidden.device)).detach()[0]
+                for at in self.watched
+            ]
 
-    def _noise_sizes(self, still: Pass, alone: Sequence[torch.Tensor | None]) -> list[tuple[float, float]]:
+    def _noise_sizes(self, still: Pass, alone: Sequence[torch.Tensor]) -> list[tuple[float, float]]:
         drawn, right = self.original.embedded, still.embedded
         num_tokens = self.row.inputs["input_ids"].shape[-1]
         if drawn is None or right is None or not len(drawn) == len(right) == num_tokens:
@@ -334,17 +390,20 @@ class _Compared:
                 sizes.append(((means[0] / max(means[1], 1e-30)) ** 0.5, chance**0.5))
         return sizes
 
-    def _not_looked_at(self) -> tuple[str, ...]:
-        said = []
+    def _not_looked_at(self, *, has_changed: bool) -> tuple[str, ...]:
+        said = (
+            [] if has_changed else ["other neighbours, whose tokens could not be changed so that they move themselves"]
+        )
         if self.passes.why_no_parameters:
             said.append(f"gradients of parameters ({self.passes.why_no_parameters})")
         if self.has_drawn and self.passes.is_sharded:
             said.append("how large drawn noise is (parameters are sharded)")
-        long = [at for at in self.watched if self._attention_for(self.row.record.lengths[at]) != OWN]
         if isinstance(self.row.samples, str):
-            said.append(f"samples alone, and media beside others ({self.row.samples})")
-        elif long:
-            said.append(f"{OWN} attention of {counted(len(long), 'long sample')} ({QUICK} took its place)")
+            said.append(f"its samples encoded anew and alone, other media beside them ({self.row.samples})")
+        elif self._long():
+            too_long = f"{counted(len(self._long()), 'sample')} too long for {OWN}"
+            stands_in = f"{QUICK} stands in" if self.quick_is_equal else f"{QUICK} is not equal, so none is run alone"
+            said.append(f"the model's own attention of {too_long} ({stands_in})")
         return tuple(said)
 
 
@@ -446,8 +505,8 @@ def prove_in_training(of: InTraining) -> None:
 
 def _check_changed(changed: Gradients, of: InTraining, drawn: str) -> None:
     again = (
-        "layers that are run again in the backward (gradient checkpointing) do something else than in the forward, such "
-        "as without boundaries; or the backward of attention crosses them"
+        "layers that are run again in the backward (gradient checkpointing) do something else than in the forward, "
+        "such as without boundaries; or the backward of attention crosses them"
         if of.is_checkpointed
         else "the backward of a row crosses the boundaries of its samples"
     )
@@ -460,14 +519,16 @@ def _check_changed(changed: Gradients, of: InTraining, drawn: str) -> None:
         )
     if not changed.inputs <= of.exact.gradient:
         _stop(drawn or again, f"other neighbours changed the gradient of samples by {changed.inputs:.3g} of its length")
-    _check_parts(changed, of.exact.gradient, "other neighbours changed the gradient that samples give to", drawn or again)
+    _check_parts(
+        changed, of.exact.gradient, "other neighbours changed the gradient that samples give to", drawn or again
+    )
 
 
 def _check_alone(alone: Gradients, of: InTraining) -> None:
     limit = of.limits.gradient
     backward = (
-        "the backward of the trainer's own row is not that of its samples one by one: a function with a backward of its "
-        "own, something that is detached, or a layer that is run again otherwise (gradient checkpointing)"
+        "the backward of the trainer's own row is not that of its samples one by one: a function with a backward of "
+        "its own, something that is detached, or a layer that is run again otherwise (gradient checkpointing)"
     )
     if not alone.loss <= limit:
         _stop(

@@ -39,17 +39,33 @@ class Pass:
     """Whether anything was drawn at random."""
 
 
+class CannotSee(Exception):
+    """The layers of a model of its own making cannot be looked into."""
+
+
 class Passes:
     """Runs a model by the trainer's loss, and leaves no gradient on it."""
 
-    def __init__(self, model: Any, compute_loss: ComputeLoss, scale: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """`scale` is what training multiplies a loss with before its backward, for gradients in 16 bits."""
+    def __init__(
+        self,
+        model: Any,
+        compute_loss: ComputeLoss,
+        scale: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        has_engine: bool = False,
+    ) -> None:
+        """`scale` is what training multiplies a loss with before its backward, for gradients in 16 bits.
+
+        `has_engine`: gradients of parameters go to an engine, which must not hear of these.
+        """
         self.model = model
         self.compute_loss = compute_loss
         self.scale = scale
-        self.decoder = model.get_decoder()
+        self.decoder = _layers_of(model)
         self.is_sharded = any(hasattr(one, "device_mesh") or hasattr(one, "ds_id") for one in model.parameters())
-        self.why_no_parameters = "they are sharded" if self.is_sharded else _who_takes_gradients(model)
+        self.why_no_parameters = "they are sharded" if self.is_sharded else None
+        if not self.is_sharded and (has_engine or _is_waited_for(model)):
+            self.why_no_parameters = "something else takes them in the backward"
 
     def run(self, inputs: Mapping[str, Any], *, packed: bool, backward: bool = True, seed: int = 0) -> Pass:
         """One pass, its backward too unless told otherwise; with the same seed it draws the same."""
@@ -63,8 +79,8 @@ class Passes:
             has_drawn = not all(map(torch.equal, before, _states_of_torch()))
             if backward and loss.requires_grad:
                 self.scale(loss).backward()
-        if _HIDDEN not in seen:
-            raise RuntimeError(f"{type(self.decoder).__name__}, the layers of the model, gave no hidden states")
+        if _HIDDEN not in seen or len(seen[_HIDDEN]) != inputs["input_ids"].shape[-1]:
+            raise CannotSee(f"{type(self.decoder).__name__} gives no hidden states")
         return Pass(
             loss=float(loss.detach()),
             hidden=seen[_HIDDEN],
@@ -102,12 +118,20 @@ class Passes:
                 parameter.grad = before[name]
 
 
-def _who_takes_gradients(model: torch.nn.Module) -> str | None:
-    """Whether a backward does more than to fill `.grad`: an optimizer that steps in it, an engine that reduces."""
+def _layers_of(model: Any) -> torch.nn.Module:
+    """The layers of the language model, without the head: the largest stack in what the model calls its decoder."""
+    while hasattr(model, "get_decoder") and (inner := model.get_decoder()) is not model:
+        model = inner
+    stacks = {name: one for name, one in model.named_modules() if isinstance(one, torch.nn.ModuleList)}
+    sizes = {name: sum(map(torch.numel, one.parameters())) for name, one in stacks.items()}
+    layers: torch.nn.Module = model.get_submodule(max(sizes, key=sizes.__getitem__, default="").rpartition(".")[0])
+    return layers
+
+
+def _is_waited_for(model: torch.nn.Module) -> bool:
+    """Whether a backward does more than to fill `.grad`, as where an optimizer steps in it."""
     trained = [one for one in model.parameters() if one.requires_grad]
-    if any(getattr(one, "_post_accumulate_grad_hooks", None) or one._backward_hooks for one in trained):
-        return "something else takes them in the backward"
-    return None
+    return any(getattr(one, "_post_accumulate_grad_hooks", None) or one._backward_hooks for one in trained)
 
 
 def _take(found: dict[str, torch.Tensor], name: str, parameter: torch.Tensor) -> None:
@@ -143,6 +167,8 @@ def _seen(model: Any, decoder: torch.nn.Module) -> Iterator[dict[str, torch.Tens
 
     def after(module: Any, args: Any, made: Any) -> None:
         hidden = made if isinstance(made, torch.Tensor) else made[0]
+        if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3:
+            return
         seen[_HIDDEN] = hidden.detach()[0].clone()
         if hidden.requires_grad:
             gradient(_OF_LOSS, hidden)

@@ -13,14 +13,15 @@ import torch
 from swift.callbacks import TrainerCallback
 
 from swift_vlpack.core.account.verify_text import verify_text
-from swift_vlpack.core.errors import AttentionError, BoundaryError, VLPackError
+from swift_vlpack.core.errors import AttentionError, BoundaryError, DataError, VLPackError
 from swift_vlpack.data.audit.true_lengths import SourceLengths, checked_lengths
+from swift_vlpack.data.model.row_effects import noise_by_sample
 from swift_vlpack.data.proof.isolation import IsolationError, Proof
 from swift_vlpack.host.commands.run import TrainableRun, run_of
 from swift_vlpack.host.training.attention import choose_for
 from swift_vlpack.host.training.callback import PackingCallback
 from swift_vlpack.host.training.losses import add_up
-from swift_vlpack.host.training.proof import attention_of, prove_isolation
+from swift_vlpack.host.training.proof import attention_of, prove_first_batch, prove_isolation
 
 EXIT_DOES_NOT_HOLD, EXIT_NOT_VERIFIED = 1, 2
 
@@ -96,20 +97,35 @@ class _Verifier(TrainerCallback):
         """What a run does before step 1, in the same order."""
         name = attention_of(self.trainer)
         self.attention = {"name": name, "chosen": f"attention {name}: nothing is chosen for rows that are wrong"}
+        proof = None
         try:
             self.attention["chosen"] = choose_for(self.trainer)
             proof = prove_isolation(self.trainer)
-            self.isolation = {"holds": True, "said": proof.line(name), "cause": None, **_numbers(proof)}
-        except (IsolationError, AttentionError, BoundaryError) as error:
-            self.isolation = _refuted(error)
-        else:
             add_up(self.trainer)
+            noise_by_sample(self.trainer)
+            in_training = self._proved_in_training()
+        except (IsolationError, AttentionError, BoundaryError) as error:
+            self.isolation = _refuted(error, proof)
+        else:
+            said = {"said": proof.line(name), "in_training": in_training, "cause": None}
+            self.isolation = {"holds": True, **said, **_numbers(proof)}
         raise _Verified
 
+    def _proved_in_training(self) -> str:
+        """What the first step says, whose batches are loaded here and not trained."""
+        trainer, args = self.trainer, self.trainer.args
+        trainer.is_first_batch_proved = True  # here, and not by the trainer, which would do as the run's options say
+        loaded = iter(trainer.callback_handler.train_dataloader)
+        batches, num_items = trainer.get_batch_samples(loaded, args.gradient_accumulation_steps, args.device)
+        if not batches:
+            raise DataError("there is no batch to verify: the epoch has no pack")
+        return prove_first_batch(trainer, batches, num_items)
 
-def _refuted(error: VLPackError) -> dict[str, Any]:
+
+def _refuted(error: VLPackError, proof: Proof | None) -> dict[str, Any]:
     cause = getattr(error, "cause", "") or str(error)
-    return {"holds": False, "said": str(error), "cause": cause, **_numbers(getattr(error, "measured", None))}
+    numbers = _numbers(proof or getattr(error, "measured", None))
+    return {"holds": False, "said": str(error), "in_training": None, "cause": cause, **numbers}
 
 
 def _numbers(proof: Proof | None) -> dict[str, Any]:

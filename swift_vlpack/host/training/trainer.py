@@ -80,7 +80,7 @@ class PackingTrainer(Seq2SeqTrainer):
         self._fingerprint: dict[str, Any] = {}
         self._global_step_before: int | None = None  # of the checkpoint, where one is resumed
         self._is_saving = False  # a checkpoint, which is not complete yet
-        self._is_first_batch_proved = not self.feed.config.packing_verify
+        self.is_first_batch_proved = not self.feed.config.packing_verify
         num_workers = training_args.dataloader_num_workers
         tolerate_packs_without_images(kwargs["model"], training_args)
         self.is_evaluating = False
@@ -130,8 +130,8 @@ class PackingTrainer(Seq2SeqTrainer):
         self._supervised.append(torch.stack([num_targets(batch["labels"]) for batch in batches]).sum())
         if (kind := self.feed.config.packing_loss) != "token":
             weigh_samples(batches, kind, self._over_ranks)
-        if not self._is_first_batch_proved:
-            self._is_first_batch_proved = True
+        if not self.is_first_batch_proved:
+            self.is_first_batch_proved = True
             said = prove_first_batch(self, batches, num_items)
             if is_master():
                 logger.info(said)

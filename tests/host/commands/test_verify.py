@@ -13,6 +13,7 @@ from swift.utils import utils as swift_utils
 
 from swift_vlpack.core.account.verify_text import verify_text
 from swift_vlpack.data.audit.remembered import remembered_in
+from swift_vlpack.data.model.collate import Collator
 from swift_vlpack.host.commands.process import run
 from swift_vlpack.launch import plugin_path
 from tests.host.runs import packed_argv
@@ -38,7 +39,7 @@ def verify(small_folder, data, tmp_path, monkeypatch):
         monkeypatch.delenv(key)
     plugin = shutil.copy(SABOTAGE, tmp_path / "sabotage.py")  # ms-swift loads a file once in a process
     # The plugin puts its own in place of these, which must not outlive the test.
-    for owner, name in ((Qwen2VLTemplate, "packing_row"), (Template, "encode")):
+    for owner, name in ((Qwen2VLTemplate, "packing_row"), (Template, "encode"), (Collator, "row")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(swift_utils, "_external_files", list(swift_utils._external_files))
     monkeypatch.setenv("VLPACK_PACKING_CACHE_DIR", str(tmp_path / "lengths"))
@@ -68,6 +69,7 @@ def test_run_that_holds_and_lengths_that_do_not_any_more(verify, tmp_path, capfd
     assert (report["attention"]["name"], report["dtype"], report["device"]) == ("vlpack", "float32", "cpu")
     isolation = report["isolation"]
     assert isolation["said"].startswith("isolation verified: max difference 0.0 over")
+    assert isolation["in_training"].startswith("isolation verified in training: the first batch of the trainer (")
     measured, limits = isolation["measured"], isolation["limits"]
     assert measured["moved_by_others"] == 0
     assert 0 < measured["packed_to_alone"] <= limits["packed_to_alone"]
@@ -80,7 +82,13 @@ def test_run_that_holds_and_lengths_that_do_not_any_more(verify, tmp_path, capfd
     assert {name: group.num_rows for name, group in remembered.items()} == {"photos": 12, "chat": 8}
     assert (remembered["chat"].about.template, remembered["chat"].about.model_type) == (FAMILY, FAMILY)
     said = verify_text(report)
-    for part in ("isolation verified", "photos: equal", "(12 rows of 12 compared)", "result       holds ("):
+    for part in (
+        "isolation verified",
+        "isolation verified in training",
+        "photos: equal",
+        "(12 rows of 12 compared)",
+        "result       holds (",
+    ):
         assert part in said
 
     code, report = verify("lengths")

@@ -10,11 +10,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from swift_vlpack.data.model.collate import layout
 from swift_vlpack.data.model.prepare import unwrapped
 from swift_vlpack.data.proof.isolation import proved
-from swift_vlpack.data.proof.subject import Subject
+from swift_vlpack.data.proof.subject import Subject, sum_of_losses
+from swift_vlpack.data.rows.samples import PackRecord, SampleId
+from swift_vlpack.data.trained.in_training import FirstRow, prove_in_training
+from swift_vlpack.data.trained.in_training import measured as measured_in_training
+from swift_vlpack.data.trained.passes import Passes
+from swift_vlpack.host.ranks import results_of_all
 from tests.host.proof import sabotage as s
-from tests.host.proof.subjects import text_samples
+from tests.host.proof.subjects import TextRows, text_samples
 
 LENGTHS = (24, 9, 31, 14, 20)
 
@@ -66,3 +72,54 @@ def test_two_ranks_prove_the_same_and_train_on(kind, tmp_path):
     assert line.startswith("isolation verified: max difference 0.0 over 5 samples")
     expected = "not compared, parameters are sharded" if kind == "fsdp" else r"within \d\.\de-0[67]"
     assert re.search(f"gradients {expected}; so do 5 samples", line)
+
+
+class TextTemplate:
+    """Collates samples of token ids as a row, or un-packed."""
+
+    packing = padding_free = False
+
+    def data_collator(self, samples):
+        with TextRows().row(samples[0] if self.packing else samples, packed=self.packing) as row:
+            return {**row.inputs, "labels": row.labels}
+
+
+def in_training_on_a_rank(rank, folder, kind):
+    """The proof on a first batch, which has other samples on each rank; written down is its line."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    right = s.llama(attention_dropout=0.3)
+    model, samples = WRAPPERS[kind](right.model.train()), text_samples(*LENGTHS[: 5 - 2 * rank])
+
+    def loss(inputs, packed):
+        inputs = dict(inputs)
+        labels = inputs.pop("labels")
+        return sum_of_losses(unwrapped(model)(**inputs).logits, labels, None)
+
+    names = tuple(SampleId("text", number) for number in range(len(samples)))
+    record = PackRecord(0, 0, names, tuple(sample["length"] for sample in samples), 0)
+    template = TextTemplate()
+    with layout(template, packed=True):
+        batch = template.data_collator([samples])
+    row = FirstRow(batch, record, samples, template, right.is_ordinary)
+    found = measured_in_training(Passes(unwrapped(model), loss, lambda one: one), row, results_of_all)
+    prove_in_training(found)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    (folder / f"{rank}.txt").write_text(found.line())
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.telling
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_two_ranks_prove_their_first_batches(kind, tmp_path):
+    """ISO-21 ISO-23: no rank waits for the other, whose row has more samples."""
+    torch.multiprocessing.start_processes(in_training_on_a_rank, args=(tmp_path, kind), nprocs=2, start_method="spawn")
+    for rank, number in enumerate((2, 1)):
+        line = (tmp_path / f"{rank}.txt").read_text()
+        assert f"{5 - 2 * rank} samples of " in line
+        assert "other neighbours move hidden states by 0.0e+00, gradients by 0.0e+00" in line
+        assert f"; {number} sample" in line
+        assert ("gradients of parameters (they are sharded)" in line) == (kind == "fsdp")
