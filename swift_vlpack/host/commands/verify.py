@@ -100,10 +100,9 @@ class _Verifier(TrainerCallback):
             self.attention["chosen"] = choose_for(self.trainer)
             proof = prove_isolation(self.trainer)
             self.isolation = {"holds": True, "said": proof.line(name), "cause": None, **_numbers(proof)}
+            add_up(self.trainer)
         except (IsolationError, AttentionError, BoundaryError) as error:
             self.isolation = _refuted(error)
-        else:
-            add_up(self.trainer)
         raise _Verified
 
 
