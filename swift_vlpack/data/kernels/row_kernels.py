@@ -53,6 +53,8 @@ def varlen(row: PackedRow) -> torch.Tensor:
     window = _window_of_all(row)
     if not row.query.is_cuda:
         raise CannotDo(f"needs CUDA, the row is on {row.query.device.type}")
+    if row.query.dtype not in (torch.float16, torch.bfloat16):
+        raise CannotDo("computes in 16 bits")
     if not row.asked.is_plain or row.asked.position_bias is not None or row.asked.dropout:
         raise CannotDo("knows no sinks, soft cap, bias or dropout")
     longest = max(end - start for start, end in pairwise(row.ends))

@@ -90,6 +90,11 @@ def cause_of(evidence: Evidence) -> str:
     cause = _of_moved(evidence) if has_moved else _of_differing(evidence)
     if evidence.unpacked == MIXED:
         return f"the model mixes the samples of any batch, without packing too. In the pack, {cause}"
+    if evidence.unpacked == ANOTHER and not has_moved:
+        return (
+            "what a sample gives depends on the others of its batch, without packing too: on their sizes, to which it "
+            f"is padded, and not on what is in them. In the pack, {cause}"
+        )
     if evidence.unpacked == ANOTHER:
         return f"{cause}. A padded batch, without packing, does not give what its samples give alone either"
     if evidence.is_only_in_training:

@@ -124,7 +124,7 @@ def measured(
         truth = Truth(subject, samples)
         samples = truth.known(samples)
         with own_attention(subject.model):
-            subject = truth.subject = with_cut_head(subject, truth.short)
+            subject = truth.subject = with_cut_head(subject, min(samples, key=length_of))
         has_experts = any("expert" in name for name, _ in subject.model.named_modules())
         compared = Compared(subject, samples, has_experts=has_experts)
         repeated = worst(_moved(subject, samples, compared.packed))

@@ -18,10 +18,14 @@ from swift_vlpack.core.errors import ConfigError, VLPackError
 from swift_vlpack.data.feeds.packs import packed_samples
 from swift_vlpack.data.lengths.sizes import num_supervised
 from swift_vlpack.data.model.collate import layout
-from swift_vlpack.data.model.row_loss import TOLERANCE, Losses, MeanOfStep, num_targets, with_fewer_targets
+from swift_vlpack.data.model.row_loss import SCALE, TOLERANCE, Losses, MeanOfStep, num_targets, with_fewer_targets
 from swift_vlpack.data.model.sample_losses import LossOfSample
+from swift_vlpack.data.proof.changes import replaced
 from swift_vlpack.data.proof.choose_samples import short_samples
+from swift_vlpack.data.proof.isolation import IsolationError
+from swift_vlpack.data.proof.prove import is_ordinary_token
 from swift_vlpack.data.proof.reference import untouched
+from swift_vlpack.data.rows.contents import NO_LABEL
 from swift_vlpack.data.rows.samples import Encoded
 from swift_vlpack.data.waiting import is_of_collective
 
@@ -42,6 +46,7 @@ def add_up(trainer: Any) -> None:
     try:
         with untouched(trainer.model):
             losses = measured(trainer)
+            _refuse_what_sees_others(trainer, losses)
     except VLPackError:
         raise
     except Exception as error:
@@ -55,7 +60,10 @@ def add_up(trainer: Any) -> None:
         trainer.args.router_aux_loss_coef = coefficient
         trainer.custom_metrics["eval"].clear()  # the accuracy of what was no evaluation
     tolerance = TOLERANCE[_precision(trainer)]
-    if losses is None or losses.is_sum(tolerance):
+    if losses is None:
+        return
+    if losses.is_sum(tolerance):
+        check_weights(trainer)
         return
     if trainer.compute_loss_func is None or not losses.is_mean(tolerance):
         raise LossNotAdditive(_refusal(trainer, losses))
@@ -66,12 +74,72 @@ def add_up(trainer: Any) -> None:
     )
 
 
+def _refuse_what_sees_others(trainer: Any, losses: Losses | None) -> None:
+    """Stop where rows do not add up because a sample sees another one, which no other loss would mend.
+
+    The first sample is made silent. Whatever the loss divides by, other words in it then leave the loss as it is.
+    """
+    tolerance = TOLERANCE[_precision(trainer)]
+    if losses is None or losses.is_sum(tolerance) or losses.is_mean(tolerance):
+        return
+    first, second = two_samples(trainer)
+    silent = {**first, "labels": [NO_LABEL] * len(first["labels"])}
+    num_items = num_supervised(second)
+    before, after = (
+        loss_of(trainer, [one, second], num_items)
+        for one in (silent, replaced(silent, is_ordinary_token(trainer.template.tokenizer)))
+    )
+    if abs(before - after) <= tolerance / 10 * max(abs(before), 1e-6):
+        return
+    cause = (
+        "on the way that training takes, samples of a row see each other: what stands between the collator and the "
+        "model (the trainer, a hook, a plugin) loses the boundaries or the positions of the row"
+    )
+    raise IsolationError(
+        f"{cause}. (other words in the first of two samples, which has no label, move the loss of the second from "
+        f"{before:.6g} to {after:.6g})",
+        cause=cause,
+    )
+
+
+def check_weights(trainer: Any) -> None:
+    """Make sure that two samples get the weights that packing_loss promises, by what weighs them in training."""
+    kind, samples = trainer.feed.config.packing_loss, two_samples(trainer)
+    if kind == "token":
+        return
+    row = trainer.data_collator.row(packed_samples(samples, 0, 0, trainer.feed.config, ()))
+    scale = row.get(SCALE)
+    before = torch.ones(row["labels"].shape) if scale is None else scale.clone()
+    (weighed,), _ = trainer.get_batch_samples(iter([row]), 1, trainer.accelerator.device)
+    nums = list(map(num_supervised, samples))
+    weights = [num**0.5 if kind == "sqrt" else 1.0 for num in nums]
+    start = 0
+    for number, (sample, num, weight) in enumerate(zip(samples, nums, weights, strict=True), start=1):
+        own = slice(start, start + int(sample["length"]))
+        start = own.stop
+        counts = weighed["labels"][0, own] != NO_LABEL
+        expected = before[0, own][counts.cpu()] * weight / num * sum(nums) / sum(weights)
+        found = weighed[SCALE][0, own][counts].cpu()
+        if not torch.allclose(found, expected, rtol=1e-4):
+            raise LossNotAdditive(
+                f"packing_loss={kind}: sample {number} of a row of two, with {num} of {sum(nums)} targets, should "
+                f"weigh {float(expected.mean()):.6g} a token and weighs {float(found.mean()):.6g}; something changes "
+                "the weights on their way (a plugin that replaces the trainer's or the collator's methods)"
+            )
+
+
+def two_samples(trainer: Any) -> list[Encoded]:
+    """Two short real samples, of which the second has fewer targets; none where there is no sample to take."""
+    with_targets = [sample for sample in short_samples(trainer.feed) if num_supervised(sample) > 2]
+    return [with_targets[0], with_fewer_targets(with_targets[-1])] if with_targets else []
+
+
 def measured(trainer: Any) -> Losses | None:
     """The losses of two real samples with targets; None where the data has no such sample to measure with."""
-    with_targets = [sample for sample in short_samples(trainer.feed) if num_supervised(sample) > 2]
-    if not with_targets:
+    samples = two_samples(trainer)
+    if not samples:
         return None
-    first, second = with_targets[0], with_fewer_targets(with_targets[-1])
+    first, second = samples
     in_first, in_second = num_supervised(first), num_supervised(second)
     num_items = in_first + in_second
     return Losses(

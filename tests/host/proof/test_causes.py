@@ -64,7 +64,10 @@ CAUSES = {
     ),
     "inside of attention": (seen(RIGHT, WRONG, WRONG, moved=LATER, module=ATTENTION), "causal and has no boundaries"),
     "un-packed something else": (
-        seen(WRONG, WRONG, module=NORM, unpacked=ANOTHER), r"^layers.*A padded batch, without packing, does not give",
+        seen(WRONG, WRONG, moved={(1, 0): 30}, module=NORM, unpacked=ANOTHER), r"^samples.*A padded batch,",
+    ),
+    "un-packed padded": (
+        seen(WRONG_PICTURE, RIGHT, layer=EMBEDDINGS, unpacked=ANOTHER), r"others of its batch, without packing",
     ),
     "all from the first token": (seen(WRONG, WRONG), "from their first token on, .*sinks"),
     "all from the second token": (seen(*[Profile(30, False, 1, 29)] * 2), "second token on, .*scaling, soft cap"),

@@ -1,5 +1,6 @@
 """Sabotages that hide: in full rows, in 16 bits, in the backward, in what is kept from row to row."""
 
+import re
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -8,7 +9,9 @@ import pytest
 import torch
 
 from swift_vlpack.data.model.linear_attention import restart_at_boundaries
-from swift_vlpack.data.proof.isolation import IsolationError, proved
+from swift_vlpack.data.proof.isolation import IsolationError, finding_in, proved
+from swift_vlpack.data.proof.measure import measured
+from swift_vlpack.data.proof.tolerance import Noise
 from tests.host.proof import sabotage as s
 from tests.host.proof.subjects import text_samples
 from tests.host.proof.test_sabotage import LENGTHS, MISNAMED, MISSED, QWEN, QWEN3, check, shifted
@@ -161,6 +164,18 @@ def test_right_packs_are_verified_in_16_bits(subject, encoded, family):
     assert proof.in_single.gradient < 1e-3
     assert proof.line("vlpack").startswith("isolation verified: ")
     assert "in bfloat16, as it trains, within" in proof.line("vlpack")
+
+
+def test_gradients_that_rounding_moves_by_eight_times_the_noise_are_not_refused():
+    """ISO-13 ISO-16: as of a Qwen2-VL whose visual norms were off by .201, where .199 was allowed."""
+    with in_16_bits(s.llama()) as right:
+        of = measured(right, text_samples(*LENGTHS))
+    of = replace(of, gradient={"visual": 0.201}, noise=Noise(of.noise.logits, 0.0249))
+    assert finding_in(of) is None, "it is right in float32"
+    of = replace(of, in_single=None, padded=Noise(0.0, 0.086))
+    assert finding_in(of) is None, "a padded batch is off by .086, too"
+    of = replace(of, gradient={"visual": 0.4})
+    assert re.search(r"so it may be rounding: .vlpack verify. with --torch_dtype float32", finding_in(of).said)
 
 
 def test_what_rests_on_rounding_is_not_called_verified(monkeypatch):

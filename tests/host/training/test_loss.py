@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.data.proof.isolation import IsolationError
 from swift_vlpack.host.training.losses import LossNotAdditive
+from swift_vlpack.host.training.trainer import PackingTrainer
 from tests.environment import packing_options
 from tests.host.runs import argv, packed_argv, train
 from tests.marks import telling
@@ -144,6 +146,21 @@ def test_loss_that_is_neither_sum_nor_mean_over_tokens_is_refused(step, own_loss
     os.environ["VLPACK_PACKING_VERIFY"] = "false"
     with pytest.raises(LossNotAdditive, match=r"--loss_type mean_of_samples cannot be used.*num_items_in_batch"):
         step(packed=True, loss_type="mean_of_samples")
+
+
+def test_boundaries_that_the_trainer_loses_are_not_the_fault_of_the_loss(step, monkeypatch):
+    """LOSS-3: the proof asks the model itself, which gets all; on the way of training its boundaries are lost."""
+    right = PackingTrainer.compute_loss
+
+    def losing(self, model, inputs, *args, **kwargs):
+        num_tokens = inputs["input_ids"].shape[1]
+        inputs = {name: value for name, value in inputs.items() if not name.startswith("cu_seq_lens")}
+        inputs["position_ids"] = torch.arange(num_tokens).expand_as(inputs["position_ids"]).clone()
+        return right(self, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(PackingTrainer, "compute_loss", losing)
+    with pytest.raises(IsolationError, match=r"on the way that training takes, samples of a row see each other"):
+        step(packed=True)
 
 
 @pytest.mark.slow

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.data.model import row_loss
 from swift_vlpack.data.rows.contents import NO_LABEL
+from swift_vlpack.host.training import trainer
+from swift_vlpack.host.training.losses import LossNotAdditive
 from tests.e2e.ranks import Run
 from tests.environment import packing_options
 from tests.host.runs import SMALL_VOCABULARY, argv, log_lines, packed_argv, train
@@ -145,3 +148,20 @@ def test_loss_that_does_not_see_weights_is_refused(flags, small_folder, data, tm
     packing_options(packing_loss="sqrt")
     with pytest.raises(ConfigError, match="packing_loss=sqrt weighs samples by loss_scale, which"):
         train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path, dataset=data, **{**COMMON, **flags}))
+
+
+@pytest.mark.parametrize("kind", ["sample", "sqrt"])
+def test_weights_of_other_samples_stop_before_step_1(kind, small_folder, data, tmp_path, monkeypatch):
+    """LOSS-9: each sample of a row gets the weights of the one on the other side."""
+    right = row_loss.weigh_samples
+
+    def reversed_weights(batches, *args):
+        right(batches, *args)
+        for batch in batches:
+            lengths = batch.record.lengths_in_row
+            batch["loss_scale"] = torch.cat(batch["loss_scale"].split(lengths, dim=1)[::-1], dim=1)
+
+    monkeypatch.setattr(trainer, "weigh_samples", reversed_weights)
+    packing_options(packing_loss=kind)
+    with pytest.raises(LossNotAdditive, match=rf"packing_loss={kind}: sample 2 of a row of two, .* should weigh"):
+        train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path, dataset=data, **{**COMMON, "max_steps": 1}))
