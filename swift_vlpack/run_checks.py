@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ OF_DATA = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow")
 OF_TRAINING = (".yaml", ".yml", ".json")
 """Endings of a training file, by which ms-swift knows it."""
 _HUBS = ("hf::", "ms::")
+_MOST_NAMES = 10_000
+"""Of a folder that are compared with one that is missing; a folder of images may have millions."""
 PLUGINS = ("external_plugins", "custom_register_path", "custom_dataset_info")
 """Options whose files may register data sets and tuners that are known to the training process alone."""
 
@@ -120,14 +123,28 @@ def check_run(
         refuse_combinations(options, config)
         sources = read_fusion_config(config.fusion_config) if config.fusion_config else None
     _need_model_and_data(options, sources)
-    if options.get("use_ray"):  # a cluster runs it, with folders of its own
-        return
-    _check_files(options)
     tuner, tuners = options.get("tuner_type"), registered.tuners
     if tuner and tuners and tuner not in tuners:
         raise ConfigError(
             f"--tuner_type must be one of {', '.join(sorted(tuners))}, got {tuner!r}{did_you_mean(tuner, tuners)}"
         )
+    if options.get("use_ray"):  # a cluster runs it, with folders of its own
+        return
+    try:
+        _check_paths(options, sources, config, registered, is_training=is_training)
+    except PermissionError as error:
+        raise ConfigError(f"{error.filename} cannot be looked at ({error.strerror})") from None
+
+
+def _check_paths(
+    options: Mapping[str, Any],
+    sources: FusionConfig | None,
+    config: PackingConfig,
+    registered: Registered,
+    *,
+    is_training: bool,
+) -> None:
+    _check_files(options)
     if registered.datasets is not None:
         for name in ("dataset", "val_dataset"):
             check_data(f"--{name}", _many(options.get(name)), registered.datasets)
@@ -310,7 +327,7 @@ def _local(dataset: str) -> str | None:
         if path and os.path.exists(path):
             return path
     path = dataset.rpartition("#")[0] or dataset
-    return path if _is_path(path) else None
+    return path if _is_path(path.partition(":")[0]) else None
 
 
 def _is_path(name: str) -> bool:
@@ -356,7 +373,8 @@ def check_file(what: str, path: Path) -> None:
 def _near(path: str) -> str:
     """Return the end of an error about a missing file: one with a name like it, else where it was looked for."""
     folder = Path(path).parent
-    names = [one.name for one in folder.iterdir()] if folder.is_dir() and os.access(folder, os.R_OK) else []
+    is_readable = folder.is_dir() and os.access(folder, os.R_OK)
+    names = [one.name for one in islice(folder.iterdir(), _MOST_NAMES)] if is_readable else []
     close = did_you_mean(Path(path).name, names)
     if not close:
         return _looked_in(path)

@@ -114,7 +114,16 @@ def test_output_folder_that_cannot_be_is_refused_and_none_is_left(given, folder,
     "argv",
     [
         [FILE],
-        [FILE, "--dataset", "rows.jsonl#3", "AI-ModelScope/alpaca#5", "hf::owner/name", "name", "rows.jsonl"],
+        [
+            FILE,
+            "--dataset",
+            "rows.jsonl#3",
+            "AI-ModelScope/alpaca#5",
+            "owner/name:a/b#9",
+            "hf::owner/name",
+            "name",
+            "rows.jsonl",
+        ],
         [FILE, "--model", "owner/name", "--adapters", "owner/adapter"],
         [FILE, "--dataset", "./of_the_plugin.jsonl", "--tuner_type", "mine", "--external_plugins", "plugin.py"],
         [FILE, "--system", "--be brief and kind", "--learning_rate", "1e-4", "--gradient_checkpointing"],
@@ -134,6 +143,17 @@ def test_what_may_be_right_is_started(argv, folder):
     (folder / "out" / "checkpoint-7" / "trainer_state.json").write_text("{}")
     with pytest.raises(Started):
         main(["sft", *argv])
+
+
+def test_path_that_may_not_be_looked_at_is_one_line(monkeypatch, capsys):
+    """CLI-31: root may look at everything, so the system's refusal is made here."""
+
+    def refused(path):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr("swift_vlpack.run_checks._has_content", refused)
+    assert main(["sft", FILE]) == 2
+    assert capsys.readouterr().err == "vlpack sft: rows.jsonl cannot be looked at (Permission denied)\n"
 
 
 def test_check_needs_neither_torch_nor_ms_swift(folder):

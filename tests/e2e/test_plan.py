@@ -59,18 +59,19 @@ def run(*argv, cwd):
 @pytest.mark.slow
 @pytest.mark.telling
 def test_plan_of_a_file_is_what_two_ranks_train(config, tmp_path):
-    """CLI-6 CLI-7 CLI-8 CLI-9"""
+    """CLI-6 CLI-7 CLI-8 CLI-9 CLI-34"""
     done = run("plan", "--config", config, "--json", cwd=tmp_path)
     report = json.loads(done.stdout)
-    listed = config.parent / "vlpack_failures.jsonl"
+    listed = tmp_path / "vlpack_failures.jsonl"
     assert (report["num_ranks"], report["num_epochs"], report["rows"]) == (2, 2, 15)
     assert report["packing_strategy"] == "exact"
-    assert (report["unreadable"], report["failures_file"]) == ({"image_unreadable": 1}, str(listed))
+    assert (report["unreadable"], report["failures_file"]) == ({"image_unreadable": 1}, listed.name)
     left_out = [json.loads(line) for line in listed.read_text().splitlines()]
     [failed] = [row for row in left_out if row["reason"] == "image_unreadable"]
     assert (failed["id"], failed["files"]) == ("rows:14", [str(config.parent / "text.jpg")])
     assert len(left_out) == 1 + report["num_dropped"], "rows that fit no pack are listed too"
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [listed], "CLI-34: here, and not beside the file"
+    assert not (config.parent / "vlpack_failures.jsonl").exists()
     assert not (config.parent / "out").exists(), "a plan leaves no output folder"
 
     run("sft", config, cwd=tmp_path)
