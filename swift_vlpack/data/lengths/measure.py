@@ -72,7 +72,7 @@ def measure(source: RowSource, known: Known, encoders: Encoders, comm: Comm = AL
     index = replace(
         index,
         num_remembered=sum(comm.results_of_all(lambda: part.found.num_remembered)),
-        surplus_tags=sorted(chain(*comm.results_of_all(lambda: part.found.with_surplus_tags()))),
+        surplus_tags=sorted({*chain(*comm.results_of_all(part.found.with_surplus_tags))} - set(index.failures)),
     )
     if cutter_of(encoders.in_full) is None:
         return index

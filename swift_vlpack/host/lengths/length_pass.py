@@ -76,8 +76,8 @@ def with_lengths(source: RowSource, template: Any, args: Any, cache_dir: str | N
     # A model of texts has no media in place of tags: they are words of its own.
     sizes = sizes if own.model_meta.is_multimodal else replace(sizes, surplus_tags=())
     if is_master():
-        log_failures(source, sizes, memory_of_urls)
         log_surplus_tags(source, sizes)
+        log_failures(source, sizes, memory_of_urls)
     return replace(source, sizes=sizes, cache=cache)
 
 

@@ -13,7 +13,6 @@ import torch.multiprocessing as mp
 from swift_vlpack.data.lengths import checks, measure
 from swift_vlpack.data.lengths.cache import LengthCache
 from swift_vlpack.data.lengths.rows_work import RowsWork
-from swift_vlpack.host.lengths.context import context_of
 from swift_vlpack.host.lengths.length_pass import cache_path, with_lengths
 from tests.host.lengths.support import ARGS, dataset, source, texts
 from tests.images import photo
@@ -23,19 +22,18 @@ from tests.rows import image_row, text_row
 def test_several_processes_give_what_one_gives(template, images, tmp_path):
     """LEN-6"""
     rows = dataset([*texts(300), *[image_row([path]) for path in images.values()]])
-    one = with_lengths(source(rows), template, ARGS, str(tmp_path / "one")).sizes
-    two = with_lengths(
+    ones = with_lengths(source(rows), template, ARGS, str(tmp_path / "one"))
+    twos = with_lengths(
         source(rows), template, SimpleNamespace(dataset_num_proc=2, strict=False), str(tmp_path / "two")
-    ).sizes
+    )
+    one, two = ones.sizes, twos.sizes
     assert one.columns.tolist() == two.columns.tolist()
     assert one.failures == two.failures
-    assert _num_records(template, rows, tmp_path / "one") == _num_records(template, rows, tmp_path / "two") > 300
+    assert _num_records(ones) == _num_records(twos) > 300
 
 
-def _num_records(template, rows, folder):
-    context = context_of(template)
-    cache = LengthCache(cache_path(source(rows), context, str(folder)), context)
-    return int(cache.load().of(cache.keys(rows))[0].sum())
+def _num_records(measured):
+    return int(measured.cache.load().of(measured.cache.keys(measured.rows))[0].sum())
 
 
 def test_process_that_is_killed_is_one_clear_error(template, tmp_path, monkeypatch):
@@ -79,8 +77,9 @@ def _members(session):
 def killed_again_and_again(template, folder, num_kills):
     """Start, kill -9 at a random moment, look at the file, and start again."""
     rows = dataset([*texts(500), *[image_row([photo(folder, str(n), 60 + n, 90)]) for n in range(20)]])
-    right = with_lengths(source(rows), template, ARGS, str(folder / "never killed")).sizes
-    context, rng, sessions, num_known, num_part = context_of(template), random.Random(0), [], [0], 0
+    measured = with_lengths(source(rows), template, ARGS, str(folder / "never killed"))
+    right, context = measured.sizes, measured.cache._context.decode()
+    rng, sessions, num_known, num_part = random.Random(0), [], [0], 0
     start = time.monotonic()  # a run that nobody kills says how long one takes on this machine
     alone = mp.get_context("fork").Process(target=_slow_pass, args=(template, rows, folder / "alone"))
     alone.start()
