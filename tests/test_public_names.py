@@ -49,7 +49,7 @@ def test_objects_say_in_a_line_what_they_are():
     from swift_vlpack import LengthIndex, RowSource
     from swift_vlpack.data.lengths.sizes import RowSize
 
-    made = plan([5, 3, 8, 4], CONFIG)
+    made = plan([5, 3, 8], CONFIG)
     packer = Packer(CONFIG)
     packer.push(Item("a", 3))
     sizes = LengthIndex.of([RowSize(length=5), RowSize(length=3)])

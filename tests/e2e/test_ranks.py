@@ -278,6 +278,26 @@ def stopped_apart(shared, folders, others=()):
     return outputs
 
 
+THREADS = ROOT / "tests" / "plugins" / "threads_at_exit.py"
+
+
+@pytest.mark.slow
+@pytest.mark.telling
+@pytest.mark.parametrize("streaming", ["false", "true"])
+def test_threads_between_the_ranks_have_ended_or_wait_for_nothing_before_python_ends(
+    streaming, small_folder, dataset, tmp_path
+):
+    """RANKS-14: one that lets go of a tensor while Python ends aborts a process that has trained and saved all."""
+    training = flags(small_folder, tmp_path / "run", dataset, streaming=streaming, max_steps=2, save_strategy="no")
+    at = training.index("--external_plugins")
+    training[at + 1 : at + 2] = [SMALL_VOCABULARY, THREADS]
+    run = Run(training, tmp_path / "log.txt", packing_length=200)
+    assert run.wait() == 0, run.output[-3000:]
+    left = re.findall("threads at exit: (.*)", run.output)
+    assert len(left) >= 2
+    assert not any("gloo" in names for names in left), left
+
+
 SABOTAGE = ROOT / "tests" / "plugins" / "sabotage.py"
 PROVED = {
     "max_steps": 2,

@@ -16,13 +16,14 @@ WIDTH = 100
 MAX_LINES = 24
 _LABEL = 13
 _MAX_SOURCES = 4
+_WHOLE = 0
 
 Entry = tuple[str, str, int]
-"""A label, what is to be said, and in how many lines at most."""
+"""A label, what is to be said, and in how many lines at most; `_WHOLE` for a command to copy, which is never cut."""
 
 
 def start_text(facts: Mapping[str, Any]) -> str:
-    """The facts of `host/training/start.py` in at most 24 lines of 100 columns."""
+    """Sum up the facts of `host/training/start.py` in at most 24 lines of 100 columns; a command may be longer."""
     lines = [_title(facts)]
     for label, text, most in _entries(facts):
         lines += _wrapped(label, text, most)
@@ -57,7 +58,7 @@ def end_text(facts: Mapping[str, Any], trained: Mapping[str, float]) -> str:
             f"second, in {seconds:.0f} s of training",
             2,
         ),
-        ("", f"look: vlpack report {facts['output_dir']}", 1),
+        ("", f"look: vlpack report {facts['output_dir']}", _WHOLE),
     )
     ranks = counted(facts["num_ranks"], "rank")
     lines = [f"packing: ended at step {facts['step']} of {facts['num_steps']}, {ranks}"]
@@ -83,7 +84,7 @@ def _entries(facts: Mapping[str, Any]) -> Iterator[Entry]:
     yield "attention", facts["attention"].removeprefix("attention ").partition(" (")[0], 2
     yield "proof", _proof(facts["proof"]), 2
     yield "left out", f"listed in {facts['output_dir']}/vlpack/left_out.jsonl as it happens", 1
-    yield "", f"look: vlpack report {facts['output_dir']}", 1
+    yield "", f"look: vlpack report {facts['output_dir']}", _WHOLE
 
 
 def _about_data(data: Mapping[str, Any], plan: Mapping[str, Any]) -> Iterator[Entry]:
@@ -148,5 +149,5 @@ def _proof(line: str | None) -> str:
 
 def _wrapped(label: str, text: str, most: int) -> list[str]:
     # A word that is longer than a line, such as a path, is cut.
-    found = wrap(text, WIDTH - _LABEL, max_lines=most, placeholder=" ...")
+    found = [text] if most == _WHOLE else wrap(text, WIDTH - _LABEL, max_lines=most, placeholder=" ...")
     return [f"{label if number == 0 else '':<{_LABEL}}{line}".rstrip() for number, line in enumerate(found)]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from swift_vlpack.data.seam.configs import text_config_of
 
@@ -104,9 +103,9 @@ class InSingle(TorchFunctionMode):
         if name in ("bfloat16", "half"):
             return self._widened(args[0])
         widened = self._leaf if name in _CHOOSING else self._widened
-        args, kwargs = tree_map(widened, args), tree_map(widened, kwargs)
+        args, kwargs = _each(widened, args), _each(widened, kwargs)
         with torch.autocast(self.device, enabled=False):
-            return tree_map(self._widened, func(*args, **kwargs))
+            return _each(self._widened, func(*args, **kwargs))
 
     def _leaf(self, value: Any) -> Any:
         return self.leaves.get(id(value), value) if isinstance(value, torch.Tensor) else value
@@ -116,6 +115,17 @@ class InSingle(TorchFunctionMode):
             value = self._leaf(value)
             return value.float() if value.dtype in _OF_16_BITS else value
         return torch.float32 if isinstance(value, torch.dtype) and value in _OF_16_BITS else value
+
+
+def _each(change: Callable[[Any], Any], value: Any) -> Any:
+    """Change a value, or each value in lists, tuples and mappings of values."""
+    if isinstance(value, dict):
+        return {key: _each(change, one) for key, one in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_each(change, one) for one in value))
+    if type(value) in (list, tuple):
+        return type(value)(_each(change, one) for one in value)
+    return change(value)
 
 
 @contextmanager

@@ -110,7 +110,7 @@ def check_weights(trainer: Any) -> None:
     row = trainer.data_collator.row(packed_samples(samples, 0, 0, trainer.feed.config, ()))
     scale = row.get(SCALE)
     before = torch.ones(row["labels"].shape) if scale is None else scale.clone()
-    (weighed,), _ = trainer.get_batch_samples(iter([row]), 1, trainer.accelerator.device)
+    (weighed,), _ = trainer.weighed_batches(iter([row]), 1, trainer.accelerator.device)
     nums = list(map(num_supervised, samples))
     weights = [num**0.5 if kind == "sqrt" else 1.0 for num in nums]
     start = 0

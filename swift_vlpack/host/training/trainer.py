@@ -34,6 +34,7 @@ from swift_vlpack.host.ranks import (
     check_equal,
     check_same_parameters,
     gathered,
+    leave_at_exit,
     num_ranks,
     refuse_differences,
     results_of_all,
@@ -121,20 +122,27 @@ class PackingTrainer(Seq2SeqTrainer):
         return self.feed.loader(args.process_index, PackLoader, ranks=ranks, device=self.accelerator.device, **options)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """Batches of one optimizer step, completed at the end of an epoch where the feed has to, samples weighed."""
-        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        """Return the batches of one optimizer step, the first of which is proved before it trains."""
+        batches, num_items = self.weighed_batches(epoch_iterator, num_batches, device)
         if not batches:
             return batches, num_items
-        batches = batches + self.feed.fill_up(num_batches - len(batches))
         # On the device: a number would have to wait for it, and is only wanted with the next log line.
         self._supervised.append(torch.stack([num_targets(batch["labels"]) for batch in batches]).sum())
-        if (kind := self.feed.config.packing_loss) != "token":
-            weigh_samples(batches, kind, self._over_ranks)
         if not self.is_first_batch_proved:
             self.is_first_batch_proved = True
             said = prove_first_batch(self, batches, num_items)
             if is_master():
                 logger.info(said)
+        return batches, num_items
+
+    def weighed_batches(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """Return the batches of one optimizer step, completed where the feed has to at the end of an epoch, weighed."""
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if not batches:
+            return batches, num_items
+        batches = batches + self.feed.fill_up(num_batches - len(batches))
+        if (kind := self.feed.config.packing_loss) != "token":
+            weigh_samples(batches, kind, self._over_ranks)
         return batches, num_items
 
     def _over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -296,7 +304,9 @@ class PackingTrainer(Seq2SeqTrainer):
             self.checkpoint_resumed = Path(resume_from_checkpoint)
             self._resume(self.checkpoint_resumed)
         with waiting("training"):  # so that a rank that fails leaves the reason to the others
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+            trained = super().train(resume_from_checkpoint, *args, **kwargs)
+        leave_at_exit()
+        return trained
 
     def _run_epoch(
         self, *args: Any, epoch: int, steps_in_epoch: int, num_update_steps_per_epoch: int, **kwargs: Any

@@ -206,6 +206,7 @@ def test_a_trainer_of_transformers_trains_on_fixed_batches(tokenizer, tmp_path):
         str(tmp_path), max_steps=3, per_device_train_batch_size=1, remove_unused_columns=False, report_to="none",
         use_cpu=True, save_strategy="no", logging_steps=1,
     )  # fmt: skip
+    arguments.max_epochs = None  # ms-swift, once its trainers are loaded, asks every Trainer's arguments for it
     trainer = Watched(model_of("Qwen2"), arguments, train_dataset=batches, data_collator=model_inputs)
     trainer.train()
     batches.close()
