@@ -223,8 +223,10 @@ def _first_of_another_number(saved: SavedSource, source: RowSource, contents: ND
     if not differing:
         return said
     number = differing[0]
-    where = _place(source, at_number[number]) if number in now else f"row {number} of then is gone"
-    return f"{said}, from {where} on"
+    where = (
+        _place(source, at_number[number]) if number in now else f"row {number + 1} of the saved run, which is missing,"
+    )
+    return f"{said}; they differ from {where} on"
 
 
 def _place(source: RowSource, at: int) -> str:
