@@ -49,7 +49,8 @@ test-oldest: .venv-oldest/.ready  ## Run the tests of the host layer against the
 test-oldest-few: .venv-oldest/.ready  ## Run the tenth of test-oldest that CI runs
 	.venv-oldest/bin/python -m pytest -n 2 --dist loadfile -m "not slow" tests/host/test_install.py \
 	  tests/host/rows/test_same_rows.py tests/host/training/test_loss.py tests/host/training/test_padding.py \
-	  tests/host/training/test_pretrain.py tests/host/parts tests/e2e/test_plan.py
+	  tests/host/training/test_pretrain.py tests/host/training/test_evaluation.py tests/host/parts tests/host/test_together.py \
+	  tests/e2e/test_plan.py
 
 lint: $(READY)  ## ruff check, ruff format --check, mypy strict on core, data and text
 	$(BIN)/ruff check .

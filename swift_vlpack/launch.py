@@ -80,7 +80,7 @@ def train_launch(argv: Sequence[str], environ: Mapping[str, str], *, command: st
 
 def check_launch(launch: Launch | RunLaunch) -> None:
     """Refuse what cannot become a run while it costs nothing: before an import, a model, a network."""
-    if _is_ignoring_errors(launch.flags):
+    if _is_ignoring_errors(launch.flags) or not flag_names():  # of a version whose flags cannot be read
         return
     options = given_options(launch.flags)
     plugins = [path for name in PLUGINS for path in options.get(name, ())]

@@ -258,7 +258,7 @@ def _check_files(options: Mapping[str, Any]) -> None:
     """Refuse paths that lead nowhere; a name that a hub may have is left to ms-swift."""
     _check_model(options.get("model"))
     for adapter in _many(options.get("adapters")):
-        if _is_path(adapter) and not Path(adapter).exists():
+        if _is_path(adapter.partition(":")[0]) and not _folder(adapter).exists():
             raise ConfigError(f"--adapters {adapter}: no such folder{_near(adapter)}")
     if checkpoint := options.get("resume_from_checkpoint"):
         _check_checkpoint(Path(str(checkpoint)).expanduser())
@@ -274,7 +274,7 @@ def _check_files(options: Mapping[str, Any]) -> None:
 def _check_model(model: Any) -> None:
     if not model:
         return
-    path = Path(str(model))
+    path = _folder(str(model))
     if path.is_dir():
         if not (path / "config.json").is_file():
             is_adapter = (path / "adapter_config.json").is_file()
@@ -282,8 +282,15 @@ def _check_model(model: Any) -> None:
             raise ConfigError(f"--model {model}: there is no config.json in it; {hint}")
     elif path.is_file():
         raise ConfigError(f"--model {model} is a file; name the folder of a model, or a model on the hub")
-    elif _is_path(str(model)):
+    elif _is_path(str(model).partition(":")[0]):
         raise ConfigError(f"--model {model}: no such folder{_near(str(model))}")
+
+
+def _folder(name: str) -> Path:
+    """Return the folder of weights that ms-swift means: `~` is the home, and `folder:inner` is a folder in a folder."""
+    path = os.path.expanduser(name)
+    inner = "/".join(path.split(":", 1))
+    return Path(inner if os.path.exists(inner) and not os.path.exists(path) else path)
 
 
 def _check_checkpoint(path: Path) -> None:

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from swift_vlpack import launch, run_checks
 from swift_vlpack.cli import main
 from swift_vlpack.core.config import PackingConfig
 from swift_vlpack.core.errors import ConfigError
@@ -134,15 +135,30 @@ def test_output_folder_that_cannot_be_is_refused_and_none_is_left(given, folder,
         [FILE, "--group_by_length", "true", "--packing", "false"],
         [FILE, "--use_ray", "true", "--dataset", "/data/of/the/cluster.jsonl"],
         [FILE, "--ignore_args_error", "true", "word"],
+        [FILE, "--model", "~/model", "--adapters", "~/adapter:checkpoint-10"],
+        [FILE, "--model", "./models:inner/model", "--adapters", "owner/adapter:runs/checkpoint-10"],
     ],
 )
-def test_what_may_be_right_is_started(argv, folder):
+def test_what_may_be_right_is_started(argv, folder, monkeypatch):
     """CLI-31: a name that a hub, a plugin, a checkpoint or another machine may know is theirs to judge."""
     (folder / "plugin.py").write_text("")
     (folder / "out" / "checkpoint-7").mkdir()
     (folder / "out" / "checkpoint-7" / "trainer_state.json").write_text("{}")
+    monkeypatch.setenv("HOME", str(folder / "home"))
+    for place in ("home/model", "home/adapter/checkpoint-10", "models/inner/model"):
+        (folder / place).mkdir(parents=True)
+        (folder / place / "config.json").write_text("{}")
     with pytest.raises(Started):
         main(["sft", *argv])
+
+
+def test_nothing_is_checked_where_the_flags_of_ms_swift_cannot_be_read(folder, monkeypatch):
+    """CLI-31: without them nothing tells a list from a value."""
+    monkeypatch.setattr(launch, "flag_names", frozenset)
+    monkeypatch.setattr(run_checks, "flags_of_swift", dict)
+    (folder / "model").mkdir(exist_ok=True)
+    with pytest.raises(Started):
+        main(["sft", FILE, "--model", str(folder / "model"), "--max_steps", "100", "--streaming", "true"])
 
 
 def test_path_that_may_not_be_looked_at_is_one_line(monkeypatch, capsys):

@@ -134,9 +134,13 @@ def _damage(path: Path, records: Sequence[Sequence[Any]]) -> str | None:
 # -- without records --------------------------------------------------------------------------------------------------
 
 
-def unreadable(folder: Path) -> list[str]:
-    """Describe every file of a checkpoint that is empty or cut off by its own format, without reading it whole."""
-    return [said for path in sorted(folder.iterdir()) if path.is_file() and (said := _defect(path))]
+def unreadable(folder: Path, without: str = "") -> list[str]:
+    """Describe every file of a checkpoint that is empty or cut off by its own format, without reading it whole.
+
+    Files whose names begin with `without` are passed over, if it says something.
+    """
+    paths = [path for path in sorted(folder.iterdir()) if not (without and path.name.startswith(without))]
+    return [said for path in paths if path.is_file() and (said := _defect(path))]
 
 
 def _defect(path: Path) -> str | None:

@@ -14,7 +14,16 @@ from swift_vlpack.host.ranks import content_of
 OF_LOSS = ("loss_scale", "is_binary_loss_scale", "loss_type", "label_smoothing_factor", "enable_dft_loss")
 OF_EXPERTS = ("router_aux_loss_coef",)
 OF_TEMPLATE = (
-    *("template", "system", "agent_template", "response_prefix", "norm_bbox", "use_chat_template"),
+    *(
+        "template",
+        "template_backend",
+        "truncation_strategy",
+        "system",
+        "agent_template",
+        "response_prefix",
+        "norm_bbox",
+        "use_chat_template",
+    ),
     *("enable_thinking", "preserve_thinking", "add_non_thinking_prefix", "disable_ignore_empty_think"),
 )
 OF_PARAMETERS = (
@@ -30,9 +39,13 @@ _GIVEN = "the new value counts"
 WARNED = {
     "neftune_noise_alpha": _GIVEN,
     "max_grad_norm": _GIVEN,
-    **dict.fromkeys(("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save"), _OF_ADAPTER),
-    **dict.fromkeys(("use_rslora", "use_dora"), _OF_ADAPTER),
-    **dict.fromkeys(("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"), _OF_OPTIMIZER),
+    **dict.fromkeys(
+        ("optim", "optimizer", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"), _GIVEN
+    ),
+    **dict.fromkeys(("lora_rank", "lora_alpha", "lora_dropout", "lora_bias", "use_rslora", "use_dora"), _OF_ADAPTER),
+    **dict.fromkeys(("target_modules", "target_regex", "target_parameters", "modules_to_save"), _OF_ADAPTER),
+    **dict.fromkeys(("learning_rate", "vit_lr", "aligner_lr", "lorap_lr_ratio"), _OF_OPTIMIZER),
+    **dict.fromkeys(("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"), _OF_OPTIMIZER),
 }
 """How the objective is trained, and which of two values counts after a resume."""
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
-import gc
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -107,24 +105,6 @@ def results_of_all(work: Callable[[], Result], what: str = "what every rank foun
         if said is not None:
             raise RankFailed(f"rank {other} failed: {said}")
     return [result for result, _ in everyone]
-
-
-def leave_at_exit() -> None:
-    """Let the ranks leave their groups before Python ends; for a run that has ended well.
-
-    Because a group's threads let go of tensors, and need Python for it: where Python ends meanwhile, the process aborts
-    ("terminate called without an active exception") although all is trained and saved.
-    """
-    if num_ranks() > 1:
-        atexit.unregister(_leave)
-        atexit.register(_leave)
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        gc.collect()  # A group ends with the last that knows it: the trainer and its model are in circles.
-        dist.destroy_process_group()
-        gc.collect()
 
 
 class RanksOfRun:

@@ -27,6 +27,8 @@ logger = get_logger()
 
 OF_A_NODE = ("log_history", "best_model_checkpoint", "is_local_process_zero", "is_world_process_zero")
 """What of `trainer_state.json` each node may have of its own: log lines have times and memory, and paths differ."""
+OURS = "vlpack_"
+"""Beginning of the names of our own files in a checkpoint, which data that starts anew does not ask for."""
 NUM_DAMAGES_NAMED = 5
 
 
@@ -37,12 +39,18 @@ def start_together(args: Any) -> None:
     checkpoint = Path(args.resume_from_checkpoint) if args.resume_from_checkpoint else None
     needs_state = not (args.ignore_data_skip or wants_restart(os.environ))
     saved = check_checkpoint(checkpoint, RanksOfRun(), needs_state=needs_state)
-    if checkpoint is not None and saved is not None and needs_state:
+    if checkpoint is not None and saved is not None:
         # Here already: a model of other parameters would not even be loaded.
         objective = {**config.objective(), **objective_of(args)}
         then = {name: value for name, value in saved["fingerprint"].items() if name in objective}
-        with refused(checkpoint / FILE):
-            check_fingerprint(saved["kind"], *refused_values(then, objective))
+        try:
+            with refused(checkpoint / FILE):
+                check_fingerprint(saved["kind"], *refused_values(then, objective))
+        except StateMismatch as error:
+            if needs_state:
+                raise
+            if is_master():
+                logger.warning(f"the data starts anew, and the optimizer goes on, with another objective: {error}")
 
 
 def check_checkpoint(checkpoint: Path | None, comm: Comm, *, needs_state: bool = True) -> dict[str, Any] | None:
@@ -51,7 +59,7 @@ def check_checkpoint(checkpoint: Path | None, comm: Comm, *, needs_state: bool =
     refuse_differences("checkpoint to resume from", [facts for facts, _ in both])
     saved = both[comm.rank][1]
     if checkpoint is not None:
-        _check_files(checkpoint, saved["state"].get("files") if saved else None, comm)
+        _check_files(checkpoint, saved["state"].get("files") if saved else None, comm, needs_state=needs_state)
     return saved
 
 
@@ -64,18 +72,27 @@ def _facts_of(checkpoint: Path | None, needs_state: bool) -> tuple[dict[str, Any
     facts = {"--resume_from_checkpoint": "given", **facts}
     if not (needs_state or (checkpoint / FILE).is_file()):
         return {**facts, FILE: "not there"}, None
-    saved = read_envelope(checkpoint)
+    try:
+        saved = read_envelope(checkpoint)
+    except StateMismatch:
+        if needs_state:
+            raise
+        return {**facts, FILE: "damaged"}, None
     return {**facts, f"digest of {FILE}": saved["digest"]}, saved
 
 
-def _check_files(checkpoint: Path, records: Mapping[str, Any] | None, comm: Comm) -> None:
+def _check_files(checkpoint: Path, records: Mapping[str, Any] | None, comm: Comm, *, needs_state: bool) -> None:
     if records is not None and not are_replaced(os.environ):
         _refuse(damages(checkpoint, records, comm), f"; where you replaced a file on purpose, set {RESUME_FILES}="
                 f"{REPLACED}")  # fmt: skip
         return
     if records is not None and is_master():
         logger.warning(f"{RESUME_FILES}={REPLACED}: files of {checkpoint} are not compared with what was written")
-    _refuse(sorted({said for of_rank in comm.results_of_all(lambda: unreadable(checkpoint)) for said in of_rank}))
+
+    def found_here() -> list[str]:
+        return unreadable(checkpoint, without="" if needs_state else OURS)
+
+    _refuse(sorted({said for of_rank in comm.results_of_all(found_here) for said in of_rank}))
 
 
 def _refuse(found: Sequence[str], further_way_out: str = "") -> None:

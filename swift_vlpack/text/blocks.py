@@ -137,7 +137,7 @@ def _documents(
     if isinstance(features[feature], str):
         raise DataError(f"{feature} is one text, not a batch of them; call map with batched=True")
     texts = list(features[feature])
-    for row, text in enumerate(texts):
+    for row, text in enumerate(texts, start=1):
         if text is not None and not isinstance(text, str):
             raise DataError(f"row {row}: {feature} must be a text, got {type(text).__name__}")
     tokens = iter(token_ids(tokenizer, [text for text in texts if text is not None]))

@@ -66,7 +66,7 @@ class PackedCollator:
         _check_kind(kind)
         is_packed = self._is_packed(features)
         rows = [
-            row_of(feature, f"row {number} of the batch", self._specials, by_tokens=self.packed_sequences is True)
+            row_of(feature, f"row {number + 1} of the batch", self._specials, by_tokens=self.packed_sequences is True)
             for number, feature in enumerate(features)
         ]
         self._check_lengths([len(row.tokens) for row in rows])
@@ -95,7 +95,7 @@ class PackedCollator:
         longest = max(lengths)
         if self.max_length is not None and longest > self.max_length:
             raise DataError(
-                f"row {lengths.index(longest)} of the batch has {longest} tokens, more than max_length="
+                f"row {lengths.index(longest) + 1} of the batch has {longest} tokens, more than max_length="
                 f"{self.max_length}; make blocks of that length, or raise max_length"
             )
 

@@ -108,6 +108,19 @@ def test_checkpoint_without_a_state_is_compared_where_the_data_starts_anew(run, 
     assert refusal(checkpoints, needs_state=False) is None
 
 
+def test_data_that_starts_anew_needs_none_of_our_files(run, tmp_path):
+    """RESUME-7: the way out that a damaged state names gets past it."""
+    checkpoint = copied(run, 1, tmp_path)
+    for content in (b"", b"{", (checkpoint / FILE).read_bytes().replace(b'"version": 2', b'"version": 1')):
+        (checkpoint / FILE).write_bytes(content)
+        with pytest.raises(StateMismatch, match="restart"):
+            check_checkpoint(checkpoint, ALONE)
+        assert check_checkpoint(checkpoint, ALONE, needs_state=False) is None
+    (checkpoint / "optimizer.pt").write_bytes(b"")
+    with pytest.raises(StateMismatch, match=re.escape(f"{checkpoint / 'optimizer.pt'} is empty")):
+        check_checkpoint(checkpoint, ALONE, needs_state=False)
+
+
 DAMAGED = ("adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin")
 DAMAGED = (*DAMAGED, "trainer_state.json", "adapter_config.json", "args.json")
 

@@ -386,7 +386,7 @@ def test_rows_that_are_no_texts_are_refused_by_name(tokenizer):
     """TEXT-1"""
     with pytest.raises(DataError, match="the rows have no 'content'; they have text"):
         blocks([text(1)], tokenizer, max_length=8, feature="content")
-    with pytest.raises(DataError, match="row 1: text must be a text, got int"):
+    with pytest.raises(DataError, match="row 2: text must be a text, got int"):
         blocks([text(1), 3], tokenizer, max_length=8)
     with pytest.raises(DataError, match="batched=True"):
         block_tokenize({"text": "w1 w2"}, tokenizer=tokenizer, max_length=8)

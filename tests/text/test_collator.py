@@ -180,16 +180,16 @@ def test_qwen_conversations_by_field_and_not_by_their_turns():
 @pytest.mark.parametrize(
     ("feature", "said"),
     [
-        ({"input_ids": [5, 6], "document_starts": [1]}, "row 1 .*begin with 0"),
-        ({"input_ids": [5, 6], "document_starts": [0, 2]}, "row 1 .*less than its 2 tokens"),
-        ({"input_ids": [5, 6], "document_starts": [0, 1, 1]}, "row 1 .*ascend"),
-        ({"input_ids": [5, 6], "document_starts": []}, "row 1 .*begin with 0"),
-        ({"input_ids": []}, "row 1 .*no tokens"),
-        ({"input_ids": [5, 6], "labels": [5]}, "row 1 .*1 labels for 2 tokens"),
-        ({"input_ids": [[5]]}, "row 1 .*flat list"),
-        ({"input_ids": [5.5]}, "row 1 .*integers"),
-        ({"input_ids": [5, 6], "attention_mask": [0, 1]}, "row 1 .*attention_mask"),
-        ({"input_ids": [5] * 9}, "row 1 .*9 tokens, more than max_length=8"),
+        ({"input_ids": [5, 6], "document_starts": [1]}, "row 2 .*begin with 0"),
+        ({"input_ids": [5, 6], "document_starts": [0, 2]}, "row 2 .*less than its 2 tokens"),
+        ({"input_ids": [5, 6], "document_starts": [0, 1, 1]}, "row 2 .*ascend"),
+        ({"input_ids": [5, 6], "document_starts": []}, "row 2 .*begin with 0"),
+        ({"input_ids": []}, "row 2 .*no tokens"),
+        ({"input_ids": [5, 6], "labels": [5]}, "row 2 .*1 labels for 2 tokens"),
+        ({"input_ids": [[5]]}, "row 2 .*flat list"),
+        ({"input_ids": [5.5]}, "row 2 .*integers"),
+        ({"input_ids": [5, 6], "attention_mask": [0, 1]}, "row 2 .*attention_mask"),
+        ({"input_ids": [5] * 9}, "row 2 .*9 tokens, more than max_length=8"),
     ],
 )
 def test_a_row_that_cannot_be_is_refused_by_number(tokenizer, feature, said):
@@ -202,13 +202,13 @@ def test_rows_whose_documents_nobody_can_find_are_refused():
     """TEXT-12: by a tokenizer without EOS and BOS; where the field is, nothing has to be found."""
     collator = PackedCollator(SimpleNamespace(pad_token_id=0), packed_sequences=True)
     assert collator([TWO])["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
-    with pytest.raises(DataError, match="row 1 of the batch has no document_starts, and the tokenizer neither EOS nor"):
+    with pytest.raises(DataError, match="row 2 of the batch has no document_starts, and the tokenizer neither EOS nor"):
         collator([TWO, {"input_ids": [5, 6]}])
 
 
 def test_rows_padded_on_the_left_are_refused_where_tokens_decide(tokenizer):
     """TEXT-12 BOUND-4"""
-    with pytest.raises(BoundaryError, match="row 0 of the batch: the row starts with the pad token"):
+    with pytest.raises(BoundaryError, match="row 1 of the batch: the row starts with the pad token"):
         PackedCollator(tokenizer, packed_sequences=True)([{"input_ids": [PAD, PAD, 5, EOS]}])
 
 
@@ -338,7 +338,7 @@ def test_positions_of_one_document_are_no_boundaries(tokenizer):
     [
         (
             {"seq_lengths": [3, 1]},
-            r"row 0 of the batch: seq_lengths must be at least 1 each and add up to its 5 tokens",
+            r"row 1 of the batch: seq_lengths must be at least 1 each and add up to its 5 tokens",
         ),
         ({"seq_lengths": [5, 0]}, "must be at least 1 each"),
         ({"seq_lengths": []}, "must be at least 1 each"),

@@ -24,9 +24,9 @@ class Boundaries:
     lengths: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        for index, length in enumerate(self.lengths):
+        for number, length in enumerate(self.lengths, start=1):
             if length <= 0:
-                raise BoundaryError(f"sample {index} of the pack has length {length}; it must be positive")
+                raise BoundaryError(f"sample {number} of the pack has length {length}; it must be positive")
 
     @property
     def num_tokens(self) -> int:

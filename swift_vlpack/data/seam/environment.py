@@ -16,13 +16,17 @@ from functools import cache
 from types import FrameType
 from typing import Any
 
-_OF_LAUNCHERS = re.compile(
-    r"(LOCAL_|NODE_|GROUP_)?RANK|(LOCAL_|GROUP_)?WORLD_SIZE|NPROC_PER_NODE|NNODES|MASTER_\w+|ROLE_\w+|TORCHELASTIC_\w+"
-    r"|(SLURM|OMPI|PMI|PMIX|LSB|PBS|KUBERNETES|RAY|NCCL|GLOO|CUDA|TORCH_NCCL|PYTHON|PYTEST|TQDM)_?\w*"
-    r"|(OMP|MKL|OPENBLAS)_NUM_THREADS|\w*VERBOSITY|\w*LOG_?LEVEL|HOSTNAME|HOME|USER|LOGNAME|PATH|PWD|TMPDIR|TMP|TEMP"
-    r"|TERM|COLUMNS|LINES|LANG|LC_\w+|XDG_\w+|HF_\w+|MODELSCOPE_\w+"
+_OF_RANKS = re.compile(
+    r"((LOCAL|NODE|GROUP|ROLE)_)?RANK|((LOCAL|GROUP|ROLE)_)?WORLD_SIZE|ROLE_NAME|NPROC_PER_NODE|NNODES"
+    r"|MASTER_(ADDR|PORT)|(TORCHELASTIC|SLURM|OMPI|PMI|PMIX|LSB|PBS|KUBERNETES|RAY)_\w+"
 )
-"""Variables of launchers, ranks, logs and the machine: they differ from start to start, and lengths do not."""
+"""Variables by which launchers tell processes apart: they differ between the ranks of one run, and lengths do not."""
+_OF_THE_MACHINE = re.compile(
+    r"(NCCL|GLOO|CUDA|TORCH_NCCL|PYTEST|TQDM)_\w+|PYTHON[A-Z]+|(OMP|MKL|OPENBLAS)_NUM_THREADS|\w*VERBOSITY"
+    r"|\w*LOG_?LEVEL|HOSTNAME|HOME|USER|LOGNAME|PATH|PWD|TMPDIR|TMP|TEMP|TERM|COLUMNS|LINES|LANG|LC_\w+|XDG_\w+"
+    r"|HF_(HOME|TOKEN|ENDPOINT|ASSETS_CACHE|(HUB|DATASETS|XET)_\w+)|MODELSCOPE_\w+"
+)
+"""Variables of logs and the machine, which libraries read beside their work: they differ from start to start."""
 _READERS_OF_THEIR_OWN = frozenset(
     ("swift_vlpack", "tqdm", "accelerate", "huggingface_hub", "modelscope", "requests", "urllib3", "torch.distributed",
      "swift.utils.logger", "swift.utils.env", "transformers.utils.logging", "datasets.utils.logging")
@@ -64,6 +68,14 @@ def noted_reads() -> Iterator[Reads]:
             _open[:] = [other for other in _open if other is not reads]
             if not _open:
                 _exchange(os._Environ)
+
+
+def _forget() -> None:
+    """Give a forked process its own lock and the plain environment; what its parent notes is not for it."""
+    global _lock
+    _lock = threading.Lock()
+    _open.clear()
+    _exchange(os._Environ)
 
 
 def has_whole_environment(value: Any) -> bool:
@@ -113,8 +125,14 @@ def _note(name: Any) -> None:
 
 @cache
 def is_of_launchers(name: str) -> bool:
-    """Whether a variable says where and how a process runs, and not what it makes of a row."""
-    return _OF_LAUNCHERS.fullmatch(name) is not None
+    """Tell variables that say where and how a process runs from those that may say what it makes of a row."""
+    return is_of_ranks(name) or _OF_THE_MACHINE.fullmatch(name) is not None
+
+
+@cache
+def is_of_ranks(name: str) -> bool:
+    """Tell variables that launchers set to another value for each rank or start."""
+    return _OF_RANKS.fullmatch(name) is not None
 
 
 def _reader() -> FrameType | None:
@@ -131,3 +149,6 @@ def _reader() -> FrameType | None:
 def _reads_for_itself(module: str) -> bool:
     parts = module.split(".")
     return any(".".join(parts[:num]) in _READERS_OF_THEIR_OWN for num in range(1, len(parts) + 1))
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from swift_vlpack.data.seam.environment import is_of_launchers
+from swift_vlpack.data.seam.environment import is_of_launchers, is_of_ranks
 from swift_vlpack.host.lengths.source_code import (
     COVERED,
     code_of,
@@ -163,11 +163,12 @@ def variables_read_by(template_class: type, files: Iterable[str] = ()) -> set[st
         text = Path(file).read_text(encoding="utf-8", errors="replace")
         # In upper case, as ms-swift looks for the names that it is given.
         found |= {name.upper() for name in _VARIABLE.findall(text)}
-    return set(filter(is_of_length, found))
+    # Because a name in the source of a template or a plugin is meant: LANG may choose its prompt.
+    return {name for name in found if not _NOT_OF_LENGTH.fullmatch(name) and not is_of_ranks(name)}
 
 
 def is_of_length(name: str) -> bool:
-    """Whether the value of a variable may change a length."""
+    """Tell whether the value of a variable that was seen being read may change a length."""
     return not _NOT_OF_LENGTH.fullmatch(name) and not is_of_launchers(name)
 
 

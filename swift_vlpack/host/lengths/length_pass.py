@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,12 @@ def with_lengths(source: RowSource, template: Any, args: Any, cache_dir: str | N
     dependencies = dependencies_of(own, getattr(args, "external_plugins", None) or [])
     memory = Memory(memory_of_urls.with_name(f"{digest_of(dependencies, 16)}.observed"), source.name)
     observed = _observed(source, encoders, memory)
-    if found := dependencies_in(observed, but=dependencies["variables"]):
+    found = dependencies_in(observed, but=dependencies["variables"])
+    # Values that modules keep may be of one rank only, such as its number: the key has those of the first.
+    of_first = ranks.results_of_all(partial(found.pop, "modules", None))[0]
+    if of_first is not None:
+        found["modules"] = of_first
+    if found:
         dependencies["observed"] = found
     context = digest_of(dependencies, 16)
     cutter = cutter_of(own)

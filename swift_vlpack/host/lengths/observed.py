@@ -156,19 +156,27 @@ def _some_rows(source: RowSource) -> Iterator[Row]:
 def _profiled(codes: dict[int, tuple[CodeType, Any]], work: Callable[[], Any]) -> Callable[[], Any]:
     """The same work, noting the code that runs, in threads that it starts too."""
 
+    is_over = False
+
     def note(frame: FrameType, event: str, _: Any) -> None:
+        if is_over:  # a thread that was started meanwhile and lives on
+            sys.setprofile(None)
+            return
         # By its number, as comparing code compares all of it; kept, so that no other gets the number.
         if event == "call" and id(frame.f_code) not in codes:
             codes[id(frame.f_code)] = frame.f_code, frame.f_globals
 
     def profiled() -> Any:
+        nonlocal is_over
+        before = sys.getprofile(), threading.getprofile()  # a profiler of the user's
         threading.setprofile(note)
         sys.setprofile(note)
         try:
             return work()
         finally:
-            sys.setprofile(None)
-            threading.setprofile(None)  # type: ignore[arg-type]
+            is_over = True
+            sys.setprofile(before[0])
+            threading.setprofile(before[1])  # type: ignore[arg-type]
 
     return profiled
 

@@ -65,7 +65,9 @@ def _checked_row(trainer: Any, batch: Batch) -> FirstRow:
     assert record is not None
     workers = trainer.args.dataloader_num_workers
     samples = encoded_again(feed, record, rank=trainer.args.process_index, num_workers=workers)
-    if isinstance(samples, str):
+    if not record.sample_ids:  # of a rank that is dry, or of rows that cannot be read: a sequence without a target
+        wrong = None
+    elif isinstance(samples, str):
         wrong = wrong_by_itself(batch, record)
     else:
         wrong = difference(batch, samples, template, record, weighs_samples=feed.config.packing_loss != "token")

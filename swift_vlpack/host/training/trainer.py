@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from swift.trainers import Seq2SeqTrainer
-from swift.utils import get_logger, is_master
+from swift.utils import get_logger, is_master, is_mp
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import seed_worker
 
@@ -34,7 +34,6 @@ from swift_vlpack.host.ranks import (
     check_equal,
     check_same_parameters,
     gathered,
-    leave_at_exit,
     num_ranks,
     refuse_differences,
     results_of_all,
@@ -64,7 +63,7 @@ from swift_vlpack.host.training.state import (
     save_rank_state,
     save_state,
 )
-from swift_vlpack.host.training.voting import Ranks
+from swift_vlpack.host.training.voting import Ranks, leave_at_exit
 
 logger = get_logger()
 
@@ -209,6 +208,8 @@ class PackingTrainer(Seq2SeqTrainer):
         Where ms-swift smooths each token at its own position, the last target of a sample would meet the logits of the
         next sample's first; in a padded batch it does not.
         """
+        if self._pack_evaluated is not None and is_mp():
+            return  # ms-swift would keep the last logits of the row, from some sample's middle on
         is_batch = self.is_evaluating and self._pack_evaluated is None
         if is_batch or self.label_smoother is None or shifts_smoothed_labels(self):
             super().prepare_logits_to_keep(inputs)

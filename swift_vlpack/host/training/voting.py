@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -16,6 +17,9 @@ from swift_vlpack.host.ranks import num_ranks
 _LEAVING = timedelta(seconds=10)
 """Longest wait of a process that ends for a vote on its way; a rank that fails cannot wait for the others."""
 
+_voting: list[Ranks] = []
+"""All that may have a vote on its way."""
+
 
 class Ranks:
     """The ranks of the run, over a CPU group of their own; every rank has to make it, in the same order."""
@@ -26,7 +30,8 @@ class Ranks:
         self._group = dist.new_group(backend="gloo", timeout=timeout) if num_ranks() > 1 else None
         self._on_its_way: dist.Work | None = None
         if self._group is not None:
-            atexit.register(self._settle)
+            _voting.append(self)
+            _at_exit(_settle)  # also of a run that fails
 
     def vote(self, mine: Vote) -> Callable[[], Vote]:
         """Start a vote; what comes back waits for its outcome."""
@@ -43,7 +48,7 @@ class Ranks:
 
         return outcome
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Wait for the vote on the step after the last one, which nothing asks for any more, and end the group.
 
         Because gloo's thread lets go of the vote's tensor, and needs Python for it: where Python ends meanwhile, the
@@ -55,3 +60,27 @@ class Ranks:
             except RuntimeError:  # another rank has left; a group that waits for it cannot end
                 return
         self._on_its_way = self._group = None
+
+
+def leave_at_exit() -> None:
+    """Let the ranks leave their groups before Python ends; for a run that has ended well."""
+    if num_ranks() > 1:
+        _at_exit(_leave)
+
+
+def _at_exit(work: Callable[[], None]) -> None:
+    atexit.unregister(work)
+    atexit.register(work)
+
+
+def _settle() -> None:
+    while _voting:
+        _voting.pop().settle()
+
+
+def _leave() -> None:
+    _settle()
+    if dist.is_initialized():
+        gc.collect()  # A group ends with the last that knows it: the trainer and its model are in circles.
+        dist.destroy_process_group()
+        gc.collect()

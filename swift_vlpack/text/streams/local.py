@@ -134,9 +134,9 @@ def paths_in(given: Any) -> list[Any] | None:
         return [given]
     if type(given) not in (list, tuple) or not given or not _is_path(given[0]):
         return None
-    for number, one in enumerate(given):
+    for number, one in enumerate(given, start=1):
         if not _is_path(one):
-            raise DataError(f"the list of paths has another thing as number {number}: {str(one)[:80]!r}; {_OR_TEXTS}")
+            raise DataError(f"the list of paths has something else as number {number}: {str(one)[:80]!r}; {_OR_TEXTS}")
         if not Path(one).is_file():
             raise DataError(f"{one}: there is no such text file; {_OR_TEXTS}")
     return list(given)

@@ -153,7 +153,7 @@ class Documents:
         raise AssertionError("the last attempt returns or raises")
 
     def _wait_or_give_up(self, attempt: int, error: Exception) -> None:
-        where = f"{self._source.name}: document {self._num_read} of epoch {self.epoch}"
+        where = f"{self._source.name}: document {self._num_read + 1} of epoch {self.epoch}"
         said = f"{type(error).__name__}: {error}"
         if attempt == self._options.max_retries:
             raise SourceError(f"{where} cannot be read, after {attempt + 1} attempts ({said})") from error

@@ -101,7 +101,7 @@ class RowSource:
 
     def fetch(self, address: Any) -> str | None:
         """The text of a row."""
-        return text_of(self._rows[address], self._text_key, f"{self.name}: row {address}")
+        return text_of(self._rows[address], self._text_key, f"{self.name}: row {address + 1}")
 
     def fingerprint(self) -> Any:
         """How many rows there are, and the first and the last."""
@@ -158,7 +158,7 @@ class StreamSource:
     def read(self) -> Document | None:
         """Return the next row."""
         for row in self._iterator:
-            text = text_of(row, self._text_key, f"{self.name}: row {self._num_read} of epoch {self._epoch}")
+            text = text_of(row, self._text_key, f"{self.name}: row {self._num_read + 1} of epoch {self._epoch}")
             if self._can_seek:
                 self._remember(copy.deepcopy(self._rows.state_dict()))
             self._digest = _digest(self._digest + _digest(text))
@@ -182,7 +182,7 @@ class StreamSource:
             logger.warning("%s: its own state leads elsewhere; its first %d rows are read again", self.name, num_read)
             self.start(epoch)
         elif num_read > _PROVING_ROWS:
-            logger.warning("%s cannot seek to row %d: the rows before it are read again", self.name, num_read)
+            logger.warning("%s cannot seek beyond its first %d rows: they are read again", self.name, num_read)
         if not self._reads(num_read, digest):
             raise DataError(
                 f"{self.name}: the first {num_read} rows of epoch {epoch} are not what they were; the data has changed"

@@ -21,7 +21,7 @@ def test_row_too_short_and_empty_sample_are_refused():
     """BOUND-1"""
     with pytest.raises(BoundaryError, match="row of 5 tokens cannot hold the 6"):
         Boundaries((3, 3)).segment_ids(num_tokens=5)
-    with pytest.raises(BoundaryError, match="sample 1 of the pack has length 0"):
+    with pytest.raises(BoundaryError, match="sample 2 of the pack has length 0"):
         Boundaries((3, 0))
 
 

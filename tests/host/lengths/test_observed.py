@@ -180,6 +180,18 @@ def test_variable_that_few_rows_read_is_in_the_key_of_the_next_start(num_process
     assert starts.measured == 0
 
 
+@pytest.mark.parametrize("name", ["LANG", "ROLE_PROMPT", "MASTER_PROMPT", "HF_TEXT_COLUMN"])
+def test_variables_that_sound_like_those_of_the_machine_are_in_the_key_where_a_plugin_names_them(
+    name, starts, monkeypatch
+):
+    """LEN-21"""
+    for number in ("1", "20"):
+        monkeypatch.setenv(name, number)
+        lengths, encoded = starts.lengths(plugin(f'int(os.environ.get("{name}") or 1)'))
+        assert lengths == encoded
+    assert starts.measured > 0
+
+
 def test_launchers_variables_are_not_in_the_key(starts, monkeypatch):
     """LEN-21: a template may ask for its rank, as to log on one only."""
     for rank in ("0", "1"):

@@ -335,15 +335,33 @@ def test_another_objective_is_refused_with_both_values(small_folder, dataset, un
     checkpoint = checkpoint_at(uninterrupted[0], -2)
     monkeypatch.setenv("VLPACK_PACKING_LOSS", "sqrt")
     monkeypatch.setenv("VLPACK_MASK_BOUNDARY_LOSS", "false")
-    others = {"loss_scale": "all", "system": "Be brief.", "freeze_aligner": "false"}
+    others = {
+        "loss_scale": "all", "system": "Be brief.", "freeze_aligner": "false", "truncation_strategy": "left"
+    }  # fmt: skip
     with pytest.raises(StateMismatch) as refused:
         train(flags(small_folder, tmp_path, dataset, resume_from_checkpoint=checkpoint, **others))
     for part in (
         "packing_loss ('token', now 'sqrt')", "mask_boundary_loss (True, now False)",
         "loss_scale ('default', now 'all')", "system (None, now 'Be brief.')", "freeze_aligner (True, now False)",
+        "truncation_strategy ('delete', now 'left')",
     ):  # fmt: skip
         assert part in str(refused.value), str(refused.value)
     assert "loss_type" not in str(refused.value)
+
+
+@pytest.mark.slow
+@pytest.mark.telling
+def test_data_that_starts_anew_may_have_another_objective_and_that_is_said(
+    small_folder, dataset, uninterrupted, tmp_path, monkeypatch, caplog
+):
+    """RESUME-16: the optimizer goes on with what it learnt of the old one."""
+    checkpoint = checkpoint_at(uninterrupted[0], 1)
+    step = int(checkpoint.name.split("-")[1])
+    monkeypatch.setenv("VLPACK_RESUME_DATA", "restart")
+    train(
+        flags(small_folder, tmp_path, dataset, resume_from_checkpoint=checkpoint, loss_scale="all", max_steps=step + 1)
+    )
+    assert re.search("the optimizer goes on, with another objective: .*loss_scale .'default', now 'all'", caplog.text)
 
 
 def test_other_settings_of_the_same_objective_are_warned_of(small_folder, dataset, uninterrupted, tmp_path, caplog):

@@ -420,7 +420,7 @@ def test_a_source_that_cannot_seek_says_what_is_read_again(stream, kind, caplog)
     for _ in range(12):
         next(one)
     stream(SOURCES[kind](None, source)).load_state_dict(json.loads(json.dumps(one.state_dict())))
-    assert "cannot seek to row 32: the rows before it are read again" in caplog.text
+    assert "cannot seek beyond its first 32 rows: they are read again" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["function", "streaming"])
@@ -514,9 +514,9 @@ def test_sources_that_cannot_be_are_refused(stream, tmp_path):
             stream(source)
     with pytest.raises(ConfigError, match="document must be"):
         local_text(__file__, document="page")
-    with pytest.raises(DataError, match="row 0 has no 'content'; it has text"):
+    with pytest.raises(DataError, match="row 1 has no 'content'; it has text"):
         next(stream([{"text": "w1"}], text_key="content"))
-    with pytest.raises(DataError, match="row 1 of epoch 0: text must be a text, got int"):
+    with pytest.raises(DataError, match="row 2 of epoch 0: text must be a text, got int"):
         list(stream(lambda: iter([{"text": "w1"}, {"text": 4}])))
     (tmp_path / "latin.txt").write_bytes("w1\né".encode("latin-1"))
     with pytest.raises(DataError, match=r"latin.txt: the document at byte 3 is no UTF-8"):
@@ -538,8 +538,8 @@ def test_a_list_of_paths_is_their_text_and_never_their_names(stream, tmp_path, m
     for source, said in (
         (["b.txt"], r"b.txt: there is no such text file; give texts that look like file names as rows"),
         ([tmp_path / "b"], "there is no such text file"),
-        (["a.txt", "w1 w2"], "the list of paths has another thing as number 1: 'w1 w2'"),
-        ([tmp_path / "a.txt", 3], "the list of paths has another thing as number 1: '3'"),
+        (["a.txt", "w1 w2"], "the list of paths has something else as number 2: 'w1 w2'"),
+        ([tmp_path / "a.txt", 3], "the list of paths has something else as number 2: '3'"),
         ("a.parquet", "there is no such text file"),
     ):
         with pytest.raises(DataError, match=said):
@@ -724,7 +724,7 @@ def test_what_stays_broken_is_raised_with_source_and_position(stream):
     slept = []
     one = stream(Flaky([text(1)] * 9, {5: 99}), max_retries=2, sleep=slept.append, seq_len=1)
     with pytest.raises(
-        SourceError, match=r"Flaky: document 5 of epoch 0 cannot be read, after 3 attempts \(Conn"
+        SourceError, match=r"Flaky: document 6 of epoch 0 cannot be read, after 3 attempts \(Conn"
     ) as error:
         list(one)
     assert isinstance(error.value.__cause__, ConnectionError)
@@ -750,7 +750,7 @@ def test_a_state_is_tried_again_too(stream):
     state = stream(Lost([text(1)] * 9), sleep=slept.append).state_dict()
     assert state == stream([text(1)] * 9).state_dict()
     assert slept == [1.0, 2.0]
-    with pytest.raises(SourceError, match=r"Lost: document 0 of epoch 0 cannot be read, after 1 attempts"):
+    with pytest.raises(SourceError, match=r"Lost: document 1 of epoch 0 cannot be read, after 1 attempts"):
         stream(Lost([text(1)] * 9), max_retries=0).state_dict()
 
 
@@ -760,7 +760,7 @@ def test_a_file_that_is_gone_is_named(stream, tmp_path):
     path.write_text("w1\n" * 99)
     one = stream(path, max_retries=1, sleep=lambda seconds: None)
     path.unlink()
-    with pytest.raises(SourceError, match=r"gone.txt: document 0 of epoch 0"):
+    with pytest.raises(SourceError, match=r"gone.txt: document 1 of epoch 0"):
         next(one)
 
 
@@ -850,7 +850,7 @@ def test_an_error_in_the_thread_reaches_the_consumer_with_its_traceback(stream):
     made = [next(batches), next(batches)]
     state = batches.state_dict()
     for _ in range(2):  # it stays
-        with pytest.raises(SourceError, match="document 5") as error:
+        with pytest.raises(SourceError, match="document 6") as error:
             next(batches)
     frames = [frame.name for frame in traceback.extract_tb(error.value.__traceback__)]
     assert "run" in frames
