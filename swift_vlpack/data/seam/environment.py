@@ -1,6 +1,6 @@
-"""Which environment variables are read while something runs, in whatever way: by a constant, an alias, `in`, a default.
+"""Record which environment variables some code reads, in whatever way: by a constant, an alias, `in`, a default.
 
-The class of `os.environ` is exchanged for one that notes the names it is asked for, and put back afterwards.
+While the code runs, `os.environ` has a class that notes the names that are read; afterwards it gets its own class back.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ _OF_LAUNCHERS = re.compile(
     r"|(OMP|MKL|OPENBLAS)_NUM_THREADS|\w*VERBOSITY|\w*LOG_?LEVEL|HOSTNAME|HOME|USER|LOGNAME|PATH|PWD|TMPDIR|TMP|TEMP"
     r"|TERM|COLUMNS|LINES|LANG|LC_\w+|XDG_\w+|HF_\w+|MODELSCOPE_\w+"
 )
-"""Variables of launchers, ranks, logs and the machine: they differ from start to start, and lengths do not."""
+"""Variables of launchers, ranks, logs and the machine. They differ from start to start and do not change lengths."""
 _READERS_OF_THEIR_OWN = frozenset(
     ("swift_vlpack", "tqdm", "accelerate", "huggingface_hub", "modelscope", "requests", "urllib3", "torch.distributed",
      "swift.utils.logger", "swift.utils.env", "transformers.utils.logging", "datasets.utils.logging")
 ) | (sys.stdlib_module_names - {"os", "posixpath", "__main__"})  # fmt: skip
-"""Modules that read variables for themselves whatever they are called for; `posixpath` expands those of a path."""
-_WAYS = ("os", "collections.abc", "_collections_abc")  # between a reader and the class
+"""Modules whose reads do not depend on the code that calls them, and are ignored. `posixpath` is not one of them: it
+expands the variables of a path for its caller."""
+_WAYS = ("os", "collections.abc", "_collections_abc")  # frames between the reader and `_Noting`
 
 
 @dataclass(slots=True)
 class Reads:
-    """What was read."""
+    """Environment variables that were read."""
 
     names: set[str] = field(default_factory=set)
     whole: set[str] = field(default_factory=set)
-    """Where everything was read at once, as `file:line`: which variables were meant nothing tells."""
+    """Places, as `file:line`, that read the whole environment at once: nothing tells which variables they use."""
 
     def add(self, other: Reads) -> None:
-        """Unite."""
+        """Add the reads of another object to these."""
         self.names |= other.names
         self.whole |= other.whole
 
@@ -51,7 +52,7 @@ _open: list[Reads] = []
 
 @contextmanager
 def noted_reads() -> Iterator[Reads]:
-    """Note what all threads of this process read while this is open."""
+    """Record what all threads of this process read while the context is open."""
     reads = Reads()
     with _lock:
         _open.append(reads)
@@ -60,14 +61,14 @@ def noted_reads() -> Iterator[Reads]:
         yield reads
     finally:
         with _lock:
-            # By identity: two that read nothing are equal.
+            # Compare by identity, because two empty `Reads` are equal.
             _open[:] = [other for other in _open if other is not reads]
             if not _open:
                 _exchange(os._Environ)
 
 
 def has_whole_environment(value: Any) -> bool:
-    """Whether a mapping is a copy of the environment: it has most of its names."""
+    """Return whether a value is a copy of the environment: a dict with most of its names."""
     if not isinstance(value, dict):
         return False
     names = set(os.environ)
@@ -75,7 +76,7 @@ def has_whole_environment(value: Any) -> bool:
 
 
 class _OfAll(str):
-    """A name that came out of reading everything: who asks for its value asked for no variable of its own."""
+    """A name got by iterating the whole environment; reading its value does not count as reading that variable."""
 
     __slots__ = ()
 
@@ -104,7 +105,7 @@ def _note(name: Any) -> None:
     if not isinstance(name, (str, bytes)):
         return
     text = os.fsdecode(name)
-    # Few names are read again and again.
+    # Skip known names first: a few names are read very often.
     new = [reads for reads in tuple(_open) if text not in reads.names]
     if new and not is_of_launchers(text) and _reader() is not None:
         for reads in new:
@@ -113,12 +114,12 @@ def _note(name: Any) -> None:
 
 @cache
 def is_of_launchers(name: str) -> bool:
-    """Whether a variable says where and how a process runs, and not what it makes of a row."""
+    """Return whether a variable only says where and how a process runs, so that it cannot change lengths."""
     return _OF_LAUNCHERS.fullmatch(name) is not None
 
 
 def _reader() -> FrameType | None:
-    """Who reads; None where that is a module that reads for itself."""
+    """Return the frame that reads the environment; None if its module is one of `_READERS_OF_THEIR_OWN`."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") in (*_WAYS, __name__):
         frame = frame.f_back
