@@ -1,7 +1,7 @@
-"""A rank that waits for others says for whom; one whose collective dies, who has left and why.
+"""Report which ranks are missing when a rank waits for long, and which have left, and why, when a collective fails.
 
-Ranks meet in the same order at the same points. Each announces the number of the point it has come to in the store
-that the run was started with, and the error that it leaves with; one that has waited for long, or in vain, looks there.
+All ranks reach the same points in the same order. Each rank writes to the store that the run was started with: the
+number of the point that it has reached, and the error with which it leaves. The waiting rank reads what others wrote.
 """
 
 from __future__ import annotations
@@ -22,23 +22,26 @@ from swift_vlpack.core.errors import VLPackError
 logger = logging.getLogger(__name__)
 
 SECONDS_BEFORE_IT_IS_SAID = 180.0
-"""And then again after twice as long, and so on."""
+"""Seconds of waiting before the first warning. Each further one comes when the time has doubled."""
 _CONNECTING = timedelta(seconds=10)
 _OF_GLOO = ("gloo/", "Application timeout caused pair closure", "Connection closed by peer", "Connection reset by peer")
-"""What an error of a collective over gloo has in its text; its class is RuntimeError."""
+"""Texts by which an error of a gloo collective is recognized, because its class is only RuntimeError."""
 _LONGEST_ERROR = 300
 _num_points = 0
 
 
 class RankGone(VLPackError):
-    """Something between the ranks died, for the most part because one of them has left."""
+    """A collective failed, usually because one of the ranks has left."""
 
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Around something that all ranks have to come to."""
+    """Wrap work that all ranks have to reach.
+
+    After a while, log which ranks are missing. Raises `RankGone`, with the ranks that have left, if a collective fails.
+    """
     global _num_points
-    # Numbers and not names: the same point comes again with every step.
+    # Points are numbered, because the same name comes again in every step.
     _num_points += 1
     with _watched(_store(), _num_points, what, SECONDS_BEFORE_IT_IS_SAID):
         yield
@@ -49,15 +52,15 @@ def _watched(store: Any, point: int, what: str, seconds: float) -> Iterator[None
     if store is None:
         yield
         return
-    with suppress(RuntimeError):  # of a store that is gone: the collective will tell
+    with suppress(RuntimeError):  # the store is gone; the collective will fail and report it
         store.set(str(dist.get_rank()), f"{point} {what}")
     is_over = threading.Event()
-    # A daemon: it must not keep a run alive that ends by an error.
+    # A daemon, so that the thread does not keep a run alive that ends with an error.
     watcher = threading.Thread(target=_watch, args=(store, point, what, seconds, is_over), daemon=True)
     watcher.start()
     try:
         yield
-    except RankGone:  # told by a point within this one
+    except RankGone:  # a point inside of this one has reported it
         raise
     except Exception as error:
         if not is_of_collective(error):
@@ -70,7 +73,7 @@ def _watched(store: Any, point: int, what: str, seconds: float) -> Iterator[None
 
 
 def is_of_collective(error: BaseException) -> bool:
-    """Whether an error says that ranks could not talk to each other, and nothing of what they talked about."""
+    """Return whether an error comes from the communication between ranks, and not from their work."""
     if isinstance(error, (RankGone, dist.DistError)):
         return True
     return type(error) is RuntimeError and any(part in str(error) for part in _OF_GLOO)
@@ -97,7 +100,7 @@ def _one_line(error: BaseException) -> str:
 
 def _watch(store: Any, point: int, what: str, seconds: float, is_over: threading.Event) -> None:
     waited = 0.0
-    # Twice as long each time: a rank that hangs for a day says so in ten lines, not in five hundred.
+    # Double the time, so that a rank that hangs for a day logs ten lines and not five hundred.
     while not is_over.wait(max(seconds, waited)):
         waited += max(seconds, waited)
         with suppress(RuntimeError):
@@ -109,7 +112,7 @@ def _watch(store: Any, point: int, what: str, seconds: float, is_over: threading
 
 
 def _missing(store: Any, point: int) -> list[str]:
-    """The ranks that have not come to a point, and where they were last."""
+    """Describe the ranks that have not reached a point, and the last point of each."""
     missing = []
     for rank in range(dist.get_world_size()):
         number, _, what = store.get(str(rank)).decode().partition(" ") if store.check([str(rank)]) else ("0", "", "")
@@ -120,12 +123,12 @@ def _missing(store: Any, point: int) -> list[str]:
 
 @cache
 def _store() -> Any:
-    """The store that the ranks found each other by, for a client of our own; None where there is none to be found."""
+    """Connect to the store through which the ranks found each other; None in a run of one rank, or if it fails."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # A client of our own: what waits in one holds its lock, and torch's has collectives to serve.
+        # Our own client: a call that waits holds its client's lock, and torch's client has collectives to serve.
         client = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECTING)  # type: ignore[attr-defined]
     except (KeyError, ValueError, RuntimeError) as error:
         logger.info("ranks that wait cannot say for whom: %s", error)

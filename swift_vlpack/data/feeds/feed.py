@@ -1,8 +1,8 @@
-"""The feed: all that a trainer asks of its data, whatever the mode.
+"""Define the feed: the interface through which a trainer reads its data, in every mode.
 
     begin(epoch) -> loader(...) -> consumed(records) ... state() -> checkpoint -> restore(state)
 
-`PlannedFeed` and `StreamedFeed` are the two there are; the trainer knows neither.
+`PlannedFeed` and `StreamedFeed` implement it; the trainer does not know which of the two it has.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from swift_vlpack.data.model.collate import Batch
 from swift_vlpack.data.rows.samples import LeftOut, PackRecord
 
 MakeLoader = Callable[..., Any]
-"""A dataloader's class, which also takes `feed` and hands every batch through `feed.batches`."""
+"""Makes a dataloader. Also takes `feed`, and passes every batch through `feed.batches`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochStart:
-    """What is known of an epoch when it begins."""
+    """Facts about an epoch that are known when it begins."""
 
     must_agree: Mapping[str, Any] = field(default_factory=dict)
-    """That all ranks must have alike."""
+    """Values that must be equal on all ranks, by name."""
     left_out: Sequence[LeftOut] = ()
     """Rows that are in no pack."""
     warning: str | None = None
 
 
 def count_left_out(counted: Telemetry, left_out: LeftOut) -> None:
-    """Count a sample that is in no pack, and what was in it where it is a part that cutting left out."""
+    """Count a sample that is in no pack; for a part that cutting left out, also count its tokens and images."""
     key = left_out.sample_id
     counted.dropped(key.source, left_out.reason, is_further=key.is_further_part)
     counted.lost(left_out.reason, num_tokens=left_out.num_tokens, num_images=left_out.num_images)
@@ -44,68 +44,71 @@ class Feed(Protocol):
     """The packs of one rank, epoch after epoch."""
 
     kind: str
-    """Of its saved states."""
+    """Name of the kind of feed; a saved state carries it and can only be restored by the same kind."""
     leads_back: bool
-    """Whether packs that were trained can be computed again, so that no record of them is needed."""
+    """True if the packs of past steps can be computed again, so that no log of them has to be written."""
     config: PackingConfig
     dataset: Any
-    """Where the rows are: a `FusionCaptionDataset` or `StreamedRows`."""
+    """Source of the rows: a `FusionCaptionDataset` or `StreamedRows`."""
     seed: int
     num_ranks: int
     unpacked_batch_size: int
-    """Samples of a padded batch that packing is compared with."""
+    """Samples in a batch without packing; the padding that packing saved is counted against such batches."""
     objective: dict[str, Any]
-    """What the run trains, as far as rows and packing options do not say it; checkpoints keep it."""
+    """Settings of the training objective that are neither rows nor packing options; part of the fingerprint."""
     rows: RunRows
-    """The rows as checkpoints remember them."""
+    """The rows in the form that checkpoints save."""
 
     @property
     def epoch(self) -> int:
-        """The epoch that was begun or resumed."""
+        """Return the number of the epoch that was begun or resumed."""
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing is left of it."""
+        """Return whether the epoch has no packs left to train on."""
 
     def fingerprint(self) -> dict[str, Any]:
-        """Everything that the packs of all epochs follow from, large parts as digests."""
+        """Return everything that determines the packs of all epochs, large parts as digests."""
 
     def begin(self, epoch: int) -> EpochStart:
-        """Come to an epoch; the one that was resumed goes on where it was."""
+        """Begin an epoch; an epoch that was resumed continues where it was."""
 
     def batches_behind(self, accumulation: int) -> int:
-        """Batches of the epoch that a trainer of whole steps shall believe to have trained."""
+        """Return how many batches of the epoch the trainer should count as trained, in whole optimizer steps."""
 
     @property
     def batches_left(self) -> int | None:
-        """Batches that each rank trains on in the epoch; None where nobody knows."""
+        """Return how many batches each rank has to train on in the epoch; None if the feed cannot know."""
 
     def loader(self, rank: int, make: MakeLoader, *, ranks: Callable[[], Voting], **options: Any) -> Any:
-        """The loader of a rank, for all epochs; `ranks` makes those that have to keep in step, where they have to."""
+        """Make the dataloader of a rank, for all epochs. `ranks` makes the group that votes, if ranks have to."""
 
     def batches(self, loaded: Iterator[Batch]) -> Iterator[Batch]:
-        """The batches to train on, out of those that were loaded."""
+        """Yield the batches to train on, from the loaded ones."""
 
     def fill_up(self, num_missing: int) -> list[Batch]:
-        """Rows without loss that complete the last step of an epoch, where one may be incomplete."""
+        """Return batches without loss to complete the last step of an epoch; none if the feed needs no filling."""
 
     def consumed(self, records: Sequence[PackRecord]) -> None:
-        """These packs have been trained: their optimizer step was taken."""
+        """Note that these packs were trained: their optimizer step was taken."""
 
     def left_out_behind(self) -> list[LeftOut]:
-        """What was left out behind the last pack of the epoch, once."""
+        """Return samples left out after the epoch's last pack, and forget them: no pack's record can carry them."""
 
     def count_rows(self, counted: Telemetry) -> None:
-        """Add, at the end of an epoch and once for all ranks, the rows that it had, and what no pack could tell."""
+        """Count the rows of the epoch, and those left out that no pack reports.
+
+        Called at the end of an epoch, once for all ranks.
+        """
 
     def end(self, counted: Telemetry) -> str | None:
-        """Judge the account of an epoch that has ended: a warning, or an error where nothing could be packed."""
+        """Check the counts of an epoch that has ended. Returns a warning; raises `DataError` if nothing was packed."""
 
     def state(self) -> dict[str, Any]:
-        """Where all ranks are, as JSON."""
+        """Return the progress that all ranks share, as JSON."""
 
     def rank_state(self) -> dict[str, Any] | None:
-        """Where this rank is beside that, as JSON; None where all ranks are at the same place."""
+        """Return the progress of this rank alone, as JSON; None if `state` says it all."""
 
     def restore(self, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None) -> None:
-        """Go on behind the last pack that was trained when the states were saved."""
+        """Resume after the last pack that was trained when the states were saved."""

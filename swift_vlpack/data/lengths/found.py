@@ -1,4 +1,4 @@
-"""What is known of a rank's rows: taken over from earlier starts, added to as rows are measured, written down."""
+"""Hold the sizes of a rank's rows: loaded from the length cache, completed by measuring, saved to the cache."""
 
 from __future__ import annotations
 
@@ -19,63 +19,66 @@ _BY_HEADERS = (BY_HEADER, VOUCHED)
 
 
 class Found:
-    """The sizes of a rank's rows, as they become known."""
+    """The sizes of one rank's rows, filled in as rows are looked up or measured."""
 
     def __init__(self, rows: RankRows, known: Known) -> None:
         self.sizes = np.zeros(len(rows), SIZE)
         self.faults: dict[int, Fault] = {}
-        """By index in the source."""
+        """Why rows cannot be encoded, by index in the source."""
         self.num_remembered = 0
-        """Rows whose size an earlier start found."""
+        """Number of rows whose size came from the cache."""
         self.parts: dict[int, tuple[PartSize, ...]] = {}
-        """Of rows that are cut, by position."""
+        """Parts of the rows that are cut, by position."""
         self.keys = np.zeros(len(rows), KEY)
         self.stamps = np.zeros(len(rows), np.uint32)
-        """Of their files, as they are now."""
+        """Stamp of each row's files as they are now; a cached size with another stamp is out of date."""
         self.has_surplus_tags = np.zeros(len(rows), dtype=bool)
         self._is_known = np.zeros(len(rows), dtype=bool)
         self._rows = rows
         self._known = known
 
     def unknown(self) -> Positions:
-        """The rows that have no size yet."""
+        """Return the rows that have no size yet."""
         return np.flatnonzero(~self._is_known)
 
     def drawn(self, num_rows: int) -> Positions:
-        """Some rows that have no size yet, always the same ones of them."""
+        """Draw at most `num_rows` of the rows that have no size yet."""
         unknown = self.unknown()
-        # By a seed of the source's name: the same rows at every start, and other ones in other sources.
+        # Seeded by the source's name: every start draws the same rows, and each source draws others.
         return unknown[permutation(len(unknown), "lengths", self._rows.source.name)[:num_rows]]
 
     def unproven(self, positions: Positions) -> Positions:
-        """Those of the rows that have no size yet, or one that none but headers say.
+        """Select the rows that have no size yet, or a size that was only read from image headers.
 
-        Trust in the kinds of a row is no proof of it: this source may have earned it itself, at a start that was
-        killed or had fewer rows.
+        Sizes vouched for by trusted kinds are selected, too. The trust may come from this very source, from a start
+        that was killed or had fewer rows, so it proves nothing about these rows.
         """
         return positions[~self._is_known[positions] | np.isin(self.sizes["proof"][positions], _BY_HEADERS)]
 
     def num_failed(self, reason: str) -> int:
-        """Rows that cannot be encoded for this reason."""
+        """Return how many rows cannot be encoded for this reason."""
         return int((self.sizes["reason"] == REASONS.index(reason)).sum())
 
     def with_surplus_tags(self) -> list[int]:
-        """Rows with more tags than media, by index in the source."""
+        """Return the rows with more tags than media, by index in the source."""
         return [self._rows.index(position) for position in np.flatnonzero(self.has_surplus_tags).tolist()]
 
     def parts_by_index(self) -> dict[int, tuple[PartSize, ...]]:
-        """Of rows that are cut, by index in the source."""
+        """Return the parts of the rows that are cut, by index in the source."""
         return {self._rows.index(position): parts for position, parts in self.parts.items()}
 
     def take_over(self, remembered: KnownSizes, *, is_strict: bool, cutter: RowCutter | None = None) -> None:
-        """What earlier starts found; the keys have to be there. Of rows that are cut, their parts too."""
+        """Load what the cache has for these rows: sizes, failures and, with `cutter`, the parts of cut rows.
+
+        `keys` and `stamps` must be set before. With `is_strict`, failed rows stay unknown.
+        """
         self._is_known, self.sizes = remembered.of(self.keys)
-        # Something was done to their files, so what they are is looked up again; all else stays known.
+        # Another stamp: the files were changed, so these rows are measured again.
         self._is_known &= self.sizes["stamp"] == self.stamps
         if self._known.trust.is_revoked:
             self._is_known &= self.sizes["proof"] != VOUCHED
         if is_strict:
-            self._is_known &= self.sizes["reason"] == 0  # tried again, to stop the run
+            self._is_known &= self.sizes["reason"] == 0  # try failed rows again, so that a failure stops the run
         failed = np.flatnonzero(self._is_known & (self.sizes["reason"] > 0))
         told = self._known.cache.told() if len(failed) else {}
         for position in failed.tolist():
@@ -86,7 +89,7 @@ class Found:
         self.num_remembered = int(self._is_known.sum())
 
     def _take_over_parts(self, cutter: RowCutter) -> None:
-        """A row whose parts nobody remembers, or that has grown since, is measured anew."""
+        """Load the parts of cut rows. Rows without cached parts, or longer than their parts, are measured again."""
         have_parts = cutter.have_parts(*(self.sizes[name] for name in ("length", "images", "patches")))
         is_cut = np.flatnonzero(self._is_known & have_parts)
         told = self._known.cache.told_parts() if len(is_cut) else {}
@@ -98,7 +101,7 @@ class Found:
                 self._is_known[position] = False
 
     def take(self, chunk: Chunk) -> None:
-        """What became of some rows. Of kinds that were compared in another source this one relies on that."""
+        """Store the results of a chunk. Header sizes become VOUCHED if another source has compared their kinds."""
         if chunk.seen is not None:
             vouched = np.array([self._known.trust.is_remembered(seen.kinds) for seen in chunk.seen], dtype=bool)
             chunk.sizes["proof"][vouched & (chunk.sizes["proof"] == BY_HEADER)] = VOUCHED
@@ -110,7 +113,7 @@ class Found:
         self.parts |= chunk.parts
 
     def remember(self, chunks: list[Chunk]) -> None:
-        """Write down what is new of them, and which kinds are trusted since."""
+        """Save the new results of chunks to the cache, and which kinds are trusted now."""
         for chunk in chunks:
             positions = chunk.positions[chunk.is_new]
             self._known.cache.append(self.keys[positions], chunk.sizes[chunk.is_new])
@@ -121,8 +124,11 @@ class Found:
         self._known.trust.save()
 
     def remember_difference(self, chunk: Chunk, waiting: list[Chunk]) -> None:
-        """Write down that headers differ, and of the rows at hand only those that were encoded in full."""
-        # The difference first: a process that is killed behind it must not leave sizes that look checked.
+        """Save that headers are wrong, and the results of the rows that were encoded in full.
+
+        `chunk` found the difference; `waiting` are chunks that were not saved yet.
+        """
+        # Save the difference first: a process killed between the two must not leave sizes that look checked.
         self._known.trust.revoke(str(chunk.difference))
         self.remember([chunk])
         for other in waiting:
@@ -130,14 +136,14 @@ class Found:
         self.remember(waiting)
 
     def forget_headers(self) -> None:
-        """What was said by headers alone is not known."""
+        """Drop the sizes that were only read from image headers: their rows become unknown again."""
         self._is_known &= ~np.isin(self.sizes["proof"], _BY_HEADERS)
         self.num_remembered = min(self.num_remembered, int(self._is_known.sum()))
         self.parts = {position: parts for position, parts in self.parts.items() if self._is_known[position]}
 
 
 def joined(shares: list[NDArray[np.void]]) -> NDArray[np.void]:
-    """The sizes of all rows, of which rank r has the rows r, r + n, ..."""
+    """Join the sizes of n ranks in row order; rank r has the rows r, r + n, ..."""
     sizes = np.zeros(sum(map(len, shares)), SIZE)
     for rank, share in enumerate(shares):
         sizes[rank :: len(shares)] = share

@@ -1,8 +1,8 @@
-"""Trust in image headers: the kinds of rows and images whose sizes were found equal to those of the full encoding.
+"""Remember for which kinds of rows and images the size from headers was equal to that of the full encoding.
 
-A kind is what a template may treat in a way of its own: the columns of a row, how many images it has and in what form,
-and of an image its format, mode, size class and aspect class. Trust is kept in one file for each context (template and
-settings), so that a source whose kinds were compared in another one is not compared again.
+A kind is a property that a template may treat in a special way: the columns of a row, the number of its images and
+their form (path, URL, bytes), and the format, mode, size class and aspect class of an image. There is one file for each
+context (template and settings). A source whose kinds were compared in another source is not compared again.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from swift_vlpack.data.rows.media import content_of
 logger = logging.getLogger(__name__)
 
 NUM_PER_KIND = 2
-"""Rows of a kind that have to agree: one may be right by luck, of a size that a wrong rule rounds as the right one."""
-_MANY = 3  # images of a row: so many or more are one kind
-_AGREED, _DIFFERS = b'{"agreed": {', b'{"differs": '  # how lines begin
+"""Matches needed before a kind is trusted; a single match may be a rounding coincidence."""
+_MANY = 3  # rows with this many images or more are one kind
+_AGREED, _DIFFERS = b'{"agreed": {', b'{"differs": '  # the beginnings of lines in the file
 
 
 class Trust:
-    """How many rows of each kind were found equal, here and in other sources of the same context."""
+    """Number of rows of each kind that were found equal, in all sources of the same context."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """`path` is the file that remembers it; without one it ends with this object."""
+        """Load the numbers saved in the file `path`; without a file nothing is saved."""
         self.path = path
         self.is_revoked = False
-        """Whether a source was found to differ: then nothing but what this run compares is believed."""
+        """True if headers of some source were wrong: then only comparisons of this run count."""
         self._remembered: Counter[str] = Counter()
         self._new: Counter[str] = Counter()
         try:
@@ -42,16 +42,16 @@ class Trust:
         except (ValueError, RecursionError):
             self._set_aside()
         except OSError:
-            pass  # there is none, or the cache of lengths, which is beside it, says why
-        # Not only of the source that differs: a rule that was wrong once is doubted everywhere.
+            pass  # no file yet; if the folder cannot be read, the length cache next to it says so
+        # In every source, not only in the one that differed: a rule that was wrong once may be wrong elsewhere.
         if self.is_revoked:
             self._remembered.clear()
 
     def _take_over(self, content: bytes) -> None:
-        """Read what is remembered; raises `ValueError` where a line is none of ours."""
+        """Load saved lines; raises `ValueError` at a line that this class did not write."""
         for line in content.splitlines():
             if _begins(line, _AGREED):
-                # A line that a killed process left unfinished says nothing.
+                # Ignore a line that a killed process left unfinished.
                 with suppress(json.JSONDecodeError):
                     self._remembered.update(_checked(json.loads(line)["agreed"]))
             elif _begins(line, _DIFFERS):
@@ -60,12 +60,12 @@ class Trust:
                 raise ValueError
 
     def _set_aside(self) -> None:
-        """Begin anew without the file, which may have said that headers are wrong."""
+        """Rename a damaged file and trust no kind, because the file may have said that headers are wrong."""
         assert self.path is not None
         self._remembered.clear()
         self.is_revoked = False
         aside = self.path.with_suffix(f".damaged-{os.getpid()}")
-        # Of ranks that find the damage at once one sets it aside.
+        # Several ranks may find the damage at once: one renames the file, and the rename fails on the others.
         with suppress(OSError):
             os.replace(self.path, aside)
             logger.warning(
@@ -75,26 +75,26 @@ class Trust:
             )  # fmt: skip
 
     def is_remembered(self, kinds: Iterable[str]) -> bool:
-        """Whether rows of all these kinds were compared at earlier starts or in other sources."""
+        """Return whether rows of all these kinds were compared at earlier starts or in other sources."""
         kinds = tuple(kinds)
         return bool(kinds) and all(self._remembered[kind] >= NUM_PER_KIND for kind in kinds)
 
     def remembered(self) -> Counter[str]:
-        """Rows compared before, by kind."""
+        """Return how many rows were compared before, by kind."""
         return Counter(self._remembered)
 
     def add(self, kinds: Iterable[str]) -> None:
-        """A row of these kinds was compared and is equal."""
+        """Count a row of these kinds that was compared and is equal."""
         self._new.update(kinds)
 
     def save(self) -> None:
-        """Write down what was added."""
+        """Append to the file what was added since the last save."""
         if self._new:
             self._append({"agreed": dict(self._new)})
             self._new.clear()
 
     def revoke(self, why: str) -> None:
-        """A row was compared and differs: forget all, for every source."""
+        """Forget all trust, for every source, because a row was compared and differs."""
         self.is_revoked = True
         self._remembered.clear()
         self._new.clear()
@@ -102,24 +102,24 @@ class Trust:
 
     def _append(self, line: Mapping[str, Any]) -> None:
         if self.path is not None:
-            with suppress(OSError):  # the cache of lengths, which is beside it, says so
+            with suppress(OSError):  # the length cache next to it reports the error
                 json_lines.append(self.path, [line])
 
 
 def _begins(line: bytes, start: bytes) -> bool:
-    """Whether a line, or what a killed process left of it, begins so."""
+    """Return whether a line begins with `start`; a line cut off by a killed process may be shorter than `start`."""
     return line.startswith(start) or start.startswith(line)
 
 
 def _checked(numbers: Any) -> dict[str, int]:
-    """Numbers of rows by kind, as they were written."""
+    """Check numbers of rows by kind that were read from the file; raises `ValueError`."""
     if not isinstance(numbers, dict) or not all(type(number) is int and number > 0 for number in numbers.values()):
         raise ValueError
     return numbers
 
 
 def kinds_of(row: Mapping[str, Any], length: int, image_kinds: Iterable[str]) -> tuple[str, ...]:
-    """The kinds of a row, each of which has to be trusted.
+    """Return the kinds of a row; its size from headers is trusted if all of them are.
 
     >>> kinds_of({"messages": [{}], "images": ["a.jpg"], "tools": None}, 400, ["JPEG RGB 2^19 1:1"])
     ('columns images,messages', '1 images as path', 'JPEG RGB 2^19 1:1')

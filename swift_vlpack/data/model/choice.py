@@ -1,6 +1,6 @@
-"""Which kernel computes the attention of packed rows: the quickest equal to the reference, or the one asked for.
+"""Choose the kernel for attention in packed sequences: the fastest that equals the reference, or the requested one.
 
-On the run's own device, with its types, heads and wishes, on a row like those of the run.
+Kernels are tried on the run's device, with its data types, heads and attention arguments, on a sequence like its own.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from swift_vlpack.data.kernels.trials import Kind, kinds_of
 from swift_vlpack.data.model import attention
 
 OfAll = Callable[[Callable[[], Any]], list[Any]]
-"""Does work on every rank, and gives everyone all results, in order of rank."""
+"""Runs a function on every rank and returns all results, in order of rank, on each of them."""
 AUTO, DEFAULT = "auto", "segments"
 GAIN = 0.95
-"""Of the time of `segments` that another kernel may take to be worth it: less is what two measurements differ by."""
+"""Another kernel must take less than this share of the time of `segments`; smaller gains are measurement noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What was found of one kernel."""
+    """The result of trying one kernel."""
 
     seconds: float | None
-    """Forward and backward of all layers on the row; None where it must not be used."""
+    """Time for forward and backward of all layers; None if the kernel must not be used."""
     reason: str = ""
 
 
 def alone(work: Callable[[], Any]) -> list[Any]:
-    """The only rank."""
+    """Run a function in a run of one rank."""
     return [work()]
 
 
@@ -50,10 +50,11 @@ def choose(
     results_of_all: OfAll = alone,
     kernels: Mapping[str, RowKernel] = KERNELS,
 ) -> str:
-    """Choose for this model, switch to it, and say in a line what and why.
+    """Choose a kernel, let the model use it, and return a line that says which one and why.
 
-    `forward` runs the model on a packed row, whatever it holds, to see what its layers ask for; `lengths` are those of
-    the samples of a typical row. With many ranks, `results_of_all` does the work on each of them: all choose the same.
+    `forward` runs the model on any packed sequence, to record what its layers ask of attention. `lengths` are the
+    lengths of the samples in a typical sequence. `results_of_all` tries the kernels on every rank, and all ranks choose
+    the same one. Raises `ConfigError` if the wanted kernel cannot be used.
     """
     attention.use_kernel(model, segments)
     if wanted == DEFAULT:
@@ -72,12 +73,15 @@ def choose(
 
 
 def _calls(model: torch.nn.Module, forward: Callable[[], Any]) -> list[PackedRow]:
-    """The calls of attention in training. Its dropout counts: a kernel that cannot do it would not train."""
+    """Record the calls of attention in training mode, so that a kernel without support for its dropout is not used.
+
+    Raises `ConfigError` if no layer calls the attention with boundaries.
+    """
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
         rows = _recorded(forward)
-        # Nothing but attention trains meanwhile: other parts would draw, count and be checkpointed.
+        # Set only attention to training mode: other modules would draw numbers, update statistics or checkpoint.
         for module in {id(row.module): row.module for row in rows}.values():
             module.training = True
         with _own_numbers():
@@ -91,7 +95,7 @@ def _calls(model: torch.nn.Module, forward: Callable[[], Any]) -> list[PackedRow
 
 
 def _own_numbers() -> AbstractContextManager[None]:
-    """What is drawn inside is not taken from the numbers of training."""
+    """Fork the random generators, so that draws inside do not change the random numbers of training."""
     return torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_available() else ())
 
 
@@ -102,7 +106,7 @@ def _recorded(forward: Callable[[], Any]) -> list[PackedRow]:
 
 
 class _Wrong(Exception):
-    """A kernel does not give what the reference gives."""
+    """A kernel gives another result than the reference."""
 
 
 def _tried(kinds: Sequence[Kind], lengths: Sequence[int], kernels: Mapping[str, RowKernel]) -> dict[str, Trial]:
@@ -110,12 +114,12 @@ def _tried(kinds: Sequence[Kind], lengths: Sequence[int], kernels: Mapping[str, 
     of_segments: list[float | None] = []
     for name, kernel in kernels.items():
         if name == "flex" and found.get("varlen", Trial(None)).seconds is not None:
-            found[name] = Trial(None, "was not compiled, as varlen does it")  # which would take longer than all else
+            found[name] = Trial(None, "was not compiled, as varlen does it")  # compiling takes longest of all
             continue
         try:
             reasons: list[str] = []
             taken = [_seconds(kind, lengths, kernel, reasons) for kind in kinds]
-        except Exception as error:  # whatever a kernel breaks with on a device nobody tried it on
+        except Exception as error:  # a kernel may raise anything on an untested device
             why = str(error) if isinstance(error, _Wrong) else f"breaks with {type(error).__name__}: {error}"
             found[name] = Trial(None, why.splitlines()[0])
             continue
@@ -126,7 +130,7 @@ def _tried(kinds: Sequence[Kind], lengths: Sequence[int], kernels: Mapping[str, 
 
 
 def _total(kinds: Sequence[Kind], taken: Sequence[float | None], of_segments: Sequence[float | None]) -> float:
-    """Of all layers: those that a kernel cannot do are left to `segments`."""
+    """Add up the times of all layers; a layer that the kernel cannot do takes the time of `segments`."""
     return sum(
         kind.num_layers * ((theirs if own is None else own) or 0.0)
         for kind, own, theirs in zip(kinds, taken, of_segments, strict=True)
@@ -134,7 +138,10 @@ def _total(kinds: Sequence[Kind], taken: Sequence[float | None], of_segments: Se
 
 
 def _seconds(kind: Kind, lengths: Sequence[int], kernel: RowKernel, reasons: list[str]) -> float | None:
-    """Of one layer, after the kernel was found equal to the reference; None, with the reason, where it cannot do it."""
+    """Return the time of one layer, once the kernel was found equal to the reference.
+
+    Returns None, and adds to `reasons`, if the kernel cannot do the layer. Raises `_Wrong` if its result differs.
+    """
     row = kind.on(trials.LENGTHS, trials.LONGEST_WINDOW)
     try:
         made = trials.results(row, kernel)
@@ -155,7 +162,7 @@ def _seconds(kind: Kind, lengths: Sequence[int], kernel: RowKernel, reasons: lis
 
 
 def _slowest(of_ranks: Sequence[Mapping[str, Trial]]) -> dict[str, Trial]:
-    """What holds on every rank: a kernel that one of them cannot use none of them uses."""
+    """Merge the trials of all ranks: take the slowest time; a kernel that fails on one rank is used on none."""
     merged = {}
     for name in of_ranks[0]:
         of_kernel = [found[name] for found in of_ranks]

@@ -1,7 +1,7 @@
-"""The loss of each sample of a packed row, from which an evaluation adds up the batches that it would have un-packed.
+"""Compute the loss of each sample of a packed sequence, so that evaluation can average as it does without packing.
 
-A mean over packs is another number than a mean over batches of rows. So a pack is evaluated for the sum over the tokens
-of each of its samples, and the number of these tokens.
+A mean over packs differs from a mean over batches of samples. So a pack is evaluated to the summed loss of each of its
+samples and the number of their targets; `RowsOfEvaluation` puts these in row order, to be batched as un-packed rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from swift_vlpack.data.model.row_loss import num_targets
 from swift_vlpack.data.rows.contents import NO_LABEL
 
 LossOfSample = Callable[[Any, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""Outputs, labels and weights of one sample in; the sum over its tokens out."""
+"""Takes the outputs, labels and weights of one sample; returns the loss summed over its tokens."""
 
 
 class SampleLoss(NamedTuple):
@@ -25,32 +25,32 @@ class SampleLoss(NamedTuple):
 
     total: float
     num_tokens: int
-    """Those that are predicted."""
+    """Number of tokens that are predicted: the targets."""
 
 
 class LossesOfRow:
-    """A loss function of a trainer that notes the loss of every sample in a packed row."""
+    """A loss function for a trainer that also notes the loss of every sample in a packed sequence."""
 
     def __init__(self, lengths: Sequence[int], of_sample: LossOfSample, kept: torch.Tensor | None = None) -> None:
-        """Take the lengths of the samples, and which tokens of the row have logits (None: all)."""
+        """Take the lengths of the samples; `kept` marks the tokens of the sequence that have logits (None: all)."""
         self.of_sample = of_sample
         self.samples: list[SampleLoss] = []
         ends = torch.tensor([0, *accumulate(lengths)])
-        # Logits of tokens without a target are left out, so places in the row are counted in those that are there.
+        # With `kept`, translate the ends of samples from tokens of the sequence to positions among kept logits.
         self._ends = ends if kept is None else torch.cat((ends[:1], kept.cpu().long().cumsum(0)))[ends]
         self._num_behind = 0 if kept is None else 1
 
     def __call__(
         self, outputs: Any, labels: torch.Tensor, *, loss_scale: torch.Tensor | None = None, **kwargs: Any
     ) -> torch.Tensor:
-        """Note the samples; returns the mean over the tokens of the row."""
+        """Note the loss of each sample; return the mean over the targets of the sequence."""
         totals, counts = [], []
         for of_one, of_labels, scale in self._apart(outputs, labels, loss_scale):
             counts.append(num_targets(of_labels))
             total = self.of_sample(of_one, of_labels, scale).detach().float()
-            # A mean over no token is NaN, and such a sample has no part in any loss.
+            # The loss of a sample without targets may be NaN; count it as 0.
             totals.append(torch.where(counts[-1] > 0, total, torch.zeros_like(total)))
-        if not totals:  # a pack of which no row could be read
+        if not totals:  # no row of the pack could be read
             return outputs.logits.new_zeros(())
         both = torch.stack(totals), torch.stack(counts)
         self.samples = [SampleLoss(*one) for one in zip(*(values.tolist() for values in both), strict=True)]
@@ -59,9 +59,9 @@ class LossesOfRow:
     def _apart(
         self, outputs: Any, labels: torch.Tensor, loss_scale: torch.Tensor | None
     ) -> Iterator[tuple[CausalLMOutput, torch.Tensor, torch.Tensor | None]]:
-        """Each sample as the batch of one that it would be un-packed."""
+        """Yield each sample in the form that it has as an un-packed batch of one."""
         for start, stop in pairwise(self._ends.tolist()):
-            # With the logits of targets alone, the last target of a sample is at the place behind them.
+            # With `kept`, the label of a sample's last target stands one position after its last kept logit.
             tokens = slice(start, stop + self._num_behind)
             of_labels = labels[:, tokens].clone()
             of_labels[:, :1] = NO_LABEL
@@ -71,7 +71,7 @@ class LossesOfRow:
 
 
 class RowsOfEvaluation(list[dict[str, float]]):
-    """The rows of a packed evaluation in their order, to be taken in batches as without packing."""
+    """The losses of a packed evaluation, one for each row in order, to be batched as without packing."""
 
     def __init__(self, losses_of_ranks: Sequence[dict[int, SampleLoss]]) -> None:
         of_rows = {row: loss for of_rank in losses_of_ranks for row, loss in of_rank.items()}

@@ -1,4 +1,4 @@
-"""The likeliest cause of a failed proof, from what the evidence shows. Pure: evidence in, a sentence out."""
+"""Name the likeliest cause of a failed proof. Pure: takes the evidence, returns a sentence."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ from swift_vlpack.data.seam.configs import text_config_of
 
 NO_BOUNDARIES = ("sdpa", "eager", "flex_attention")
 ALONE, ANOTHER, MIXED = "its samples alone", "something else", "its samples mixed"
-"""What a padded batch is: in the last, a sample moves when another one changes."""
+"""Results of a padded batch of two samples. ALONE: each gives what it gives alone. ANOTHER: one gives something
+else, but does not change when the content of the other changes. MIXED: one changes when the other does."""
 EMBEDDINGS = -1
-"""The number of the layer, where what enters the first one differs already."""
+"""Layer number for a difference that is there before the first layer, in its input."""
 _STATEFUL = ("linear", "mamba", "conv", "recurrent")
 _FEW = 8
-"""Tokens at a boundary."""
+"""Number of tokens that count as the start or end of a sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One sample of the row: where it differs from what it gives alone."""
+    """A sample of the sequence, and the range of its tokens that differ from the sample alone."""
 
     num_tokens: int
     has_media: bool
     first: int | None
-    """The first of its tokens that differs, and the last; none where none does."""
+    """First token that differs, and `last` the last one; None if no token differs."""
     last: int | None
 
     @property
     def differs(self) -> bool:
-        """Whether any token does."""
+        """Return whether any token differs."""
         return self.first is not None
 
     @property
     def is_edge(self) -> bool:
-        """Whether only a few tokens at its start or end differ."""
+        """Return whether only a few tokens at its start or end differ."""
         if self.first is None or self.last is None or self.num_tokens <= 2 * _FEW:
             return self.first is not None and self.first == self.last
         return self.last < _FEW or self.first >= self.num_tokens - _FEW
@@ -43,7 +44,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A part of the model: its name, its class, and whether it is attention or in it."""
+    """A module of the model: its name, its class, and whether it is attention or inside of attention."""
 
     name: str
     kind: str
@@ -55,34 +56,34 @@ class Module:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What is known of a row that is not its samples alone."""
+    """Observations of a sequence that differs from its samples alone."""
 
     attention: str
     profiles: tuple[Profile, ...] = ()
     moved: Mapping[tuple[int, int], int] = field(default_factory=dict)
-    """(changed, moved): the tokens of the first were replaced, and so many of the second moved."""
+    """Number of tokens of sample `moved` that moved when the tokens of sample `changed` were replaced."""
     moved_by_media: Mapping[tuple[int, int], int] = field(default_factory=dict)
-    """The same for media."""
+    """Like `moved`, but the media of sample `changed` were replaced."""
     changed: tuple[int, ...] = ()
-    """The samples that were changed: all of a short row, some of a long one."""
+    """The samples that were changed: all of a short sequence, some of a long one."""
     given: tuple[int, int] | None = None
-    """(sample, other): the sample gives what it gives alone with the media of the other."""
+    """(sample, other): in the sequence, `sample` gives what it gives alone with the media of `other`."""
     layer: int | None = None
-    """Where the difference begins."""
+    """First layer whose output differs; EMBEDDINGS if the input of the first layer differs; None if unknown."""
     layer_type: str = ""
     is_only_in_training: bool = False
     module: Module | None = None
-    """Where the difference begins, inside of the layer; none where that is not known."""
+    """First module whose output differs; None if unknown."""
     unpacked: str = ALONE
-    """What the host's padded batch of the same samples, by the model's own attention, is."""
+    """Result of the host's padded batch of two of the samples by the model's own attention: ALONE, ANOTHER or MIXED."""
     window: int | None = None
     rope_type: str = "default"
     model_types: tuple[str, ...] = field(default=())
-    """Kinds of its layers, as its config names them."""
+    """Kinds of the model's layers, as its config names them."""
 
 
 def cause_of(evidence: Evidence) -> str:
-    """One sentence, and what to do where that is known."""
+    """Return one sentence that names the cause, and the remedy if one is known."""
     if evidence.attention in NO_BOUNDARIES:
         name = evidence.attention
         return f"attention {name} knows no boundaries; leave attn_impl unset, so that packing chooses its own"
@@ -103,7 +104,7 @@ def cause_of(evidence: Evidence) -> str:
 
 
 def of_linear_attention(kind: str = "linear attention") -> str:
-    """A state that goes on over boundaries."""
+    """Return the cause for a layer whose state runs on over the boundaries of samples."""
     return (
         f"the model has {kind}, whose state must restart with every sample, and here it goes on; "
         "train without packing, or report the model"
@@ -111,12 +112,12 @@ def of_linear_attention(kind: str = "linear attention") -> str:
 
 
 def is_stateful(layer_type: str) -> bool:
-    """Whether a kind of layer carries a state from token to token."""
+    """Return whether a kind of layer carries a state from token to token."""
     return any(word in layer_type for word in _STATEFUL)
 
 
 def facts_of(config: Any) -> dict[str, Any]:
-    """What a model's config says that matters to a cause."""
+    """Read the fields of `Evidence` that come from the model's config: window, type of RoPE, kinds of layers."""
     text = text_config_of(config)
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     rope = next((one for one in rope.values() if isinstance(one, dict)), rope)
@@ -174,7 +175,7 @@ def _of_moved(evidence: Evidence) -> str:
 
 
 def _of_differing(evidence: Evidence) -> str:
-    """Nothing moved, but packed is not alone."""
+    """Name the cause if no sample moved when another one changed, but packed differs from alone."""
     differing = [profile for profile in evidence.profiles if profile.differs]
     with_media = [profile for profile in evidence.profiles if profile.has_media]
     is_all_media = len(with_media) == len(evidence.profiles)
@@ -204,7 +205,7 @@ def _of_differing(evidence: Evidence) -> str:
 
 
 def _over_the_row(module: Module) -> str:
-    """What a module of this kind may do with all tokens of the row."""
+    """Describe how the output of such a module may depend on all tokens of the sequence; appended to a cause."""
     words = f"{module.name} {module.kind}".lower()
     if "norm" in words:
         return " (statistics over the tokens of the row, where each token should have its own)"
@@ -214,7 +215,7 @@ def _over_the_row(module: Module) -> str:
 
 
 def _are_shorter(differing: Sequence[Profile], profiles: Sequence[Profile]) -> bool:
-    """Whether all that differ lie beside a longer one, which does not."""
+    """Return whether every sample that differs is shorter than the longest sample, which does not differ."""
     longest = max(profile.num_tokens for profile in profiles)
     return bool(differing) and all(profile.num_tokens < longest for profile in differing)
 

@@ -1,4 +1,7 @@
-"""What a failed proof looks at to name its cause: who moved whom, which tokens, which layer. Only on failure."""
+"""Collect the evidence for the cause of a failed proof. Runs only after a failure.
+
+It shows which sample moved which, at which tokens, and in which layer the difference begins.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +29,14 @@ from swift_vlpack.data.proof.tolerance import Limits, gap_by_token, gap_of
 from swift_vlpack.data.rows.samples import Encoded
 
 _NOT_MOVED = 1e-5
-"""Of a module's output, as a share of the largest: the same kernels compute it from the same numbers, in any type."""
+"""A module's output counts as moved if it changes by more than this share of its largest value. One limit serves all
+data types, because the same kernels compute the output from the same numbers."""
 _NUM_COLUMNS = 16
-"""Features of a token that are enough to see that it moved."""
+"""Columns of a module's output that are kept for each token, enough to see that the token moved."""
 
 
 def evidence_of(subject: Subject, row: Sequence[Encoded], limits: Limits) -> Evidence:
-    """Look at a row that failed, sample by sample and layer by layer."""
+    """Examine a sequence that failed the proof, sample by sample and layer by layer."""
     facts = facts_of(subject.model.config)
     with untouched(subject.model):
         in_evaluation = _profiles(subject, row, limits)
@@ -63,13 +67,16 @@ def evidence_of(subject: Subject, row: Sequence[Encoded], limits: Limits) -> Evi
 
 
 def few_of(num_samples: int, worst: int) -> tuple[int, ...]:
-    """Samples to change, each of which takes a forward of the row: all of few; else those around one, and the ends."""
+    """Choose samples to change: all if they are few, else the neighbours of `worst` and both ends.
+
+    Not all of many, because each changed sample costs a forward of the sequence.
+    """
     around = {0, 1, *range(worst - 2, worst + 3), num_samples - 2, num_samples - 1}
     return tuple(at for at in range(num_samples) if num_samples <= len(around) or at in around)
 
 
 def where(row: Sequence[Encoded], evidence: Evidence) -> str:
-    """The sample, its tokens and the layer, in words."""
+    """Say where the sequence differs: the first sample that does, its tokens and the layer; empty if none differs."""
     found = next(((at, one) for at, one in enumerate(evidence.profiles) if one.differs), None)
     if found is None:
         return ""
@@ -83,7 +90,10 @@ def where(row: Sequence[Encoded], evidence: Evidence) -> str:
 
 
 def first_layer(subject: Subject, row: Sequence[Encoded], sample: int, limits: Limits) -> int | None:
-    """The first layer after which a sample's hidden states in the row are not those that it has alone."""
+    """Return the first layer after which a sample's hidden states in the sequence differ from the sample alone.
+
+    Returns `EMBEDDINGS` if the input of the first layer differs, None if nothing differs or nothing can be compared.
+    """
     layers = decoder_layers(subject.model)
     start = sum(length_of(one) for one in row[:sample])
     own = slice(start, start + length_of(row[sample]))
@@ -104,7 +114,11 @@ def first_layer(subject: Subject, row: Sequence[Encoded], sample: int, limits: L
 def _module_of(
     subject: Subject, row: Sequence[Encoded], limits: Limits, worst: int | None, moved: Mapping[tuple[int, int], int]
 ) -> Module | None:
-    """The first module whose output moved with another sample, or is not what the worst sample has alone."""
+    """Return the first module that gives a sample another output than it should; None if there is none.
+
+    If samples moved, compare the sequence with one in which the tokens of another sample are replaced. Else compare the
+    sample `worst` in the sequence with the same sample alone.
+    """
     allowed = _NOT_MOVED if moved else limits.relative
     if moved:
         changed, at = min(moved)
@@ -131,7 +145,7 @@ def _module_of(
 
 
 def _module(model: torch.nn.Module, name: str) -> Module:
-    """A module by name, and whether it or one around it is attention."""
+    """Look up a module by name; it counts as attention if it, or a module around it, is attention."""
     path = name.split(".")
     kinds = [type(model.get_submodule(".".join(path[: depth + 1]))).__name__ for depth in range(len(path))]
     is_attention = any("attention" in kind.lower() or "attn" in part for kind, part in zip(kinds, path, strict=True))
@@ -140,7 +154,10 @@ def _module(model: torch.nn.Module, name: str) -> Module:
 
 @contextmanager
 def _outputs(subject: Subject, row: Sequence[Encoded], sample: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Some columns of what each module of the language model gives a sample of the row, in the order they end."""
+    """Collect some columns of the output that each module of the language model gives for one sample of the sequence.
+
+    The outputs are in the order in which the modules finish.
+    """
     num_tokens, start = sum(map(length_of, row)), sum(map(length_of, row[:sample]))
     seen: dict[str, torch.Tensor] = {}
 
@@ -166,7 +183,7 @@ def _outputs(subject: Subject, row: Sequence[Encoded], sample: int) -> Iterator[
 
 
 def decoder_layers(model: Any) -> Sequence[torch.nn.Module]:
-    """The layers of the language model: the longest list of modules that is not the vision tower's."""
+    """Return the layers of the language model: the longest list of modules outside of the vision tower."""
     lists: list[Sequence[torch.nn.Module]] = [
         list(module)
         for name, module in model.named_modules()
@@ -177,7 +194,7 @@ def decoder_layers(model: Any) -> Sequence[torch.nn.Module]:
 
 @contextmanager
 def hidden_states(layers: Sequence[torch.nn.Module]) -> Iterator[list[torch.Tensor]]:
-    """What enters the first layer, then what leaves each."""
+    """Collect the input of the first layer, then the output of each layer."""
     seen: list[torch.Tensor] = []
 
     def enters(module: Any, args: Any, kwargs: Any) -> None:
@@ -214,7 +231,7 @@ def _moved(
     asked: Sequence[int],
     change: Callable[[Encoded], Encoded | None],
 ) -> dict[tuple[int, int], int]:
-    """Change one sample after the other; which others moved, and how many of their tokens."""
+    """Change samples one at a time. Returns how many tokens of each other sample moved, by (changed, moved)."""
     before = subject.run(row, packed=True).logits
     pairs = {}
     for changed in asked:
@@ -229,7 +246,7 @@ def _moved(
 
 
 def _unpacked(subject: Subject, row: Sequence[Encoded], profiles: Sequence[Profile], limits: Limits) -> str:
-    """What the host's padded batch of two samples does: it is the two alone, another, or it mixes them."""
+    """Compare the host's padded batch of two samples with each alone. Returns ALONE, ANOTHER or MIXED."""
     if len(row) < 2:
         return ALONE
     two = _two_of(row, profiles)
@@ -237,7 +254,7 @@ def _unpacked(subject: Subject, row: Sequence[Encoded], profiles: Sequence[Profi
         try:
             together = subject.run(two, packed=False).logits
         except RuntimeError:
-            return ALONE  # the host has no batch of them: pictures of different sizes (Mistral 3)
+            return ALONE  # the host cannot batch them: images of different sizes (Mistral 3)
         alone = [subject.run([sample], packed=False).logits[0] for sample in two]
         if all(gap_of(*pair).over_tokens <= limits.alone for pair in zip(together, alone, strict=True)):
             return ALONE
@@ -248,7 +265,10 @@ def _unpacked(subject: Subject, row: Sequence[Encoded], profiles: Sequence[Profi
 
 
 def _two_of(row: Sequence[Encoded], profiles: Sequence[Profile]) -> list[Encoded]:
-    """One that differs in the row, and the longest of its media: one as long (its twin) might not pad the other's."""
+    """Choose a sample that differs, and the longest other sample with the same kind of media.
+
+    The longest one, because beside a sample of equal length (its twin) nothing would be padded.
+    """
     order = sorted(range(len(row)), key=lambda at: (not kinds_of_media(row[at]), length_of(row[at])))
     first = next((at for at in order if profiles[at].differs), order[0])
     kinds = kinds_of_media(row[first])
@@ -269,7 +289,7 @@ def _with_other_media(sample: Encoded) -> Encoded | None:
 def _given(
     subject: Subject, row: Sequence[Encoded], profiles: Sequence[Profile], limits: Limits
 ) -> tuple[int, int] | None:
-    """A sample that gives what it gives with the media of another one."""
+    """Find a sample that gives what it gives alone with the media of another one. Returns (sample, other) or None."""
     packed = subject.run(row, packed=True).logits
     suspects = [at for at, profile in enumerate(profiles) if profile.differs and profile.has_media]
     for at in suspects:
@@ -288,7 +308,7 @@ def _own_for(subject: Subject, sample: Encoded) -> AbstractContextManager[None]:
 
 
 def _fits(sample: Encoded, other: Encoded) -> bool:
-    """Whether media of another sample have the same form."""
+    """Return whether the media of two samples have the same names and shapes."""
     own, others = media_of(sample), media_of(other)
     return (
         bool(own)

@@ -1,4 +1,4 @@
-"""Gradients of a small set of parameters, which leave no trace on them."""
+"""Take gradients of a small set of parameters without leaving a trace on them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from swift_vlpack.data.proof.reference import InSingle
 from swift_vlpack.data.proof.subject import VISION_PARTS
 
 _CHECKPOINT = "_gradient_checkpointing_func"
-"""What transformers and ms-swift run a layer by that does not keep what its backward needs."""
+"""Attribute of a layer that holds the checkpoint function by which transformers and ms-swift run it."""
 _BYTES_IN_SINGLE = 2**33
-"""That the weights of a model may take in float32 until its backward is done, beside the model."""
+"""Most memory that float32 copies of the weights may take, beside the model, until the backward is done."""
 
 
 @contextmanager
 def small_set(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the weights of norms and the biases, which every path of the model goes through, frozen or not.
+    """Yield the weights of norms and the biases, frozen or not, because every path of the model goes through some.
 
-    Their gradients are taken by `torch.autograd.grad`, which fills no `.grad` and wakes no hook of DDP's. Layers that
-    are run again in the backward are so here, too, by the form of checkpointing that knows that function. Empty where
-    parameters are sharded: no rank has a gradient to compare.
+    Take their gradients by `torch.autograd.grad`, which fills no `.grad` and runs no hook of DDP. Gradient
+    checkpointing stays on, in the non-reentrant form, because the reentrant one does not support that function.
+    The mapping is empty if parameters are sharded: no rank has a whole gradient to compare.
     """
     chosen = _norms_and_biases(model) if not is_sharded(model) else {}
     before = [(parameter, parameter.requires_grad) for parameter in chosen.values()]
@@ -44,8 +44,8 @@ def small_set(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 def small_set_in_single(model: torch.nn.Module) -> Iterator[tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]]:
     """Yield float32 copies of the small set, by name and by the `id` of the parameter.
 
-    Without names where a backward would keep too many weights in float32: a layer that is run again in the backward
-    keeps its own only, any other keeps them until the backward comes.
+    The mapping by name is empty if the backward would keep too many weights in float32. With gradient checkpointing
+    only the weights of one layer are kept at a time; without it, those of all layers until the backward.
     """
     leaves = {name: one.detach().float().requires_grad_(True) for name, one in _norms_and_biases(model).items()}
     by_id = {id(one): leaves[name] for name, one in _norms_and_biases(model).items()}
@@ -62,9 +62,9 @@ def _norms_and_biases(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def _run_again(model: torch.nn.Module, contexts: Callable[[], Any] | None = None) -> Iterator[int]:
-    """Checkpoint by torch's own form without reentrance; yields how many modules are checkpointed.
+    """Switch gradient checkpointing to torch's non-reentrant form; yield how many modules are checkpointed.
 
-    `contexts` makes the contexts of a layer's forward and of its second run.
+    `contexts` makes two context managers: for a layer's forward, and for its second run in the backward.
     """
     checkpointed = [
         (module, vars(module)[_CHECKPOINT]) for module in model.modules() if vars(module).get(_CHECKPOINT) is not None
@@ -79,7 +79,7 @@ def _run_again(model: torch.nn.Module, contexts: Callable[[], Any] | None = None
 
 
 def added(gradients: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The gradient of all samples of a step, from those of each."""
+    """Add up the gradients of the samples of a step."""
     total: dict[str, torch.Tensor] = {}
     for gradient in gradients:
         for name, grad in gradient.items():
@@ -88,9 +88,10 @@ def added(gradients: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Te
 
 
 def difference(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """How far apart two gradients are in each part of the model, as a share of the larger.
+    """Return how far apart two gradients are in each part of the model, as a share of the larger.
 
-    Over a whole part, because single parameters have gradients of nothing but rounding: the bias of attention's keys.
+    Over a whole part, because the gradient of a single parameter may be nothing but rounding errors, such as that of
+    the bias of attention's keys.
     """
     lengths, gaps = _squares(one, other)
     whole = sum(lengths.values())
@@ -111,11 +112,14 @@ def _squares(
 
 
 def _not_reentrant(contexts: Callable[[], Any] | None) -> Any:
-    """Torch's own, below what a host has put around it to choose the form (ms-swift takes the reentrant one)."""
+    """Return torch's checkpoint function in its non-reentrant form.
+
+    Unwrapped, because a host may have wrapped it to choose the form (ms-swift chooses the reentrant one).
+    """
     options = {} if contexts is None else {"context_fn": contexts}
     return partial(inspect.unwrap(torch.utils.checkpoint.checkpoint), use_reentrant=False, **options)
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    """Whether ranks hold parts of the parameters."""
+    """Return whether each rank holds only a part of the parameters (FSDP, ZeRO-3)."""
     return any(hasattr(parameter, "device_mesh") or not parameter.numel() for parameter in model.parameters())

@@ -1,9 +1,9 @@
-"""The proof that a packed sample is trained as it is alone, on the model as it will train.
+"""Prove that a packed sample is trained as it is alone, on the model as it will train.
 
-Measured against the model's own truth: its own attention, each sample alone, collated by the host as without packing.
-(a) Tokens of some samples are replaced, then media: their own logits must move, those of the others must not.
-(b) Packed must equal alone, in logits, labels, loss weights and in the gradient of a small set of parameters.
-(c) Whole rows of the plan must equal their samples alone, too.
+The reference is each sample alone, run by the model's own attention and collated by the host as without packing.
+(a) Replace the tokens, then the media, of some samples: their own logits must move, and those of the others must not.
+(b) Compare packed with alone: logits, labels, loss weights and gradients of a small set of parameters must be equal.
+(c) Compare whole sequences of the plan with their samples alone: they must be equal, too.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from swift_vlpack.data.rows.samples import Encoded
 
 
 class IsolationError(VLPackError):
-    """Samples of a pack see each other, or the proof cannot be made; names the cause."""
+    """Samples of a pack see each other, or the proof cannot be made; the message names the cause."""
 
     def __init__(self, message: str, *, cause: str = "", measured: Proof | None = None) -> None:
-        """`measured` are the numbers of a proof that does not hold, where it came to numbers."""
+        """Take as `measured` the numbers of the failed proof, if it failed after they were measured."""
         super().__init__(message)
         self.cause = cause
         self.measured = measured
@@ -45,48 +45,48 @@ _RUN_AGAIN = (
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What was measured, in units of the logits."""
+    """The numbers of a proof, in units of the logits."""
 
     num_samples: int
     moved: float
-    """Most that a logit moved when another sample of the pack changed."""
+    """Largest change of a logit when another sample of the pack changed."""
     alone: float
-    """Most that a logit differs between packed and the model's own, alone."""
+    """Largest difference between a logit in the pack and the same logit of the sample alone."""
     gradient: float | None
-    """Most that the gradient of a part of the model differs, as a share; none where no rank has a whole one."""
+    """Largest difference of a gradient, as a share, over parts of the model; None if no rank has a whole gradient."""
     largest_logit: float
     num_more: int = 0
-    """Samples in rows of the plan."""
+    """Number of samples that were compared in sequences of the plan."""
     left_out: LeftOut = NOTHING_LEFT_OUT
-    """What of the rows of the plan was not looked at."""
+    """Sequences and samples of the plan that were not compared."""
     limits: Limits | None = None
-    """What rounding may do on this model."""
+    """Largest differences that count as rounding on this model."""
     dtype: str = ""
-    """The data type that the model computes in."""
+    """Name of the data type that the model computes in."""
     in_single: InSingleSaid | None = None
-    """The same in float32, of a model that computes in 16 bits."""
+    """Differences in float32, for a model that computes in 16 bits; None if they were not measured."""
     not_in_single: str = ""
-    """Why there is none, where there should be."""
+    """Reason why a model in 16 bits could not be compared in float32; empty for other models."""
 
     @property
     def num_rows_left_out(self) -> int:
-        """Rows of the plan that were not looked at."""
+        """Return how many sequences of the plan were not compared."""
         return self.left_out.num_rows
 
     @property
     def is_sharp(self) -> bool:
-        """Whether packed equals alone within a limit that would notice what is wrong."""
+        """Return whether the limits were narrow enough that a mistake would have exceeded them."""
         return self.in_single is not None or self.limits is None or self.limits.would_notice(self.largest_logit)
 
     def line(self, attention: str) -> str:
-        """The line that the log shows. "Verified" it says only of what a limit would have noticed."""
+        """Return the line for the log. It says "verified" only if the limits were narrow enough (`is_sharp`)."""
         over = f"max difference {self.moved} over {self.num_samples} samples, attention {attention}"
         if self.is_sharp:
             return f"isolation verified: {over} ({'; '.join(self._parts())})"
         return f"isolation: no sample sees another, {over}; the rest is not sharp ({'; '.join(self._parts())})"
 
     def _parts(self) -> Iterator[str]:
-        """What was compared, and what was left out."""
+        """Yield the parts of the log line: what was compared, how far it differs, and what was left out."""
         of_logits, of_gradient = f"logits up to {self.largest_logit:.1f}", _within(self.gradient)
         if self.in_single is not None:
             of_single = "not compared in float32, for memory"
@@ -122,11 +122,11 @@ class Proof:
 
 
 class InSingleSaid(NamedTuple):
-    """What the comparison in float32 gave."""
+    """Largest differences between packed and alone in float32."""
 
     alone: float
     gradient: float | None
-    """None where it would take too much memory."""
+    """Largest difference of a gradient, as in `Proof`; None if the backward would take too much memory."""
 
 
 def _within(gradient: float | None) -> str:
@@ -134,21 +134,22 @@ def _within(gradient: float | None) -> str:
 
 
 class Finding(NamedTuple):
-    """What is wrong, in numbers, and the row to look at for its cause; none where the numbers say it all."""
+    """A failure in words, with either the sequence to examine for its cause, or the cause itself."""
 
     said: str
     row: Sequence[Encoded] | None = None
     cause: str = ""
     is_in_single: bool = False
-    """Whether it was found in float32, and its cause is to be looked for there."""
+    """True if the failure was found in float32; then its cause is looked for in float32, too."""
 
 
 def proved(
     subject: Subject, samples: Sequence[Encoded], rows: Sequence[Sequence[Encoded]] = (), tokens_of_epoch: int = 0
 ) -> Proof:
-    """Prove it on these samples, in one pack with twins of those with media, and on rows of the plan.
+    """Prove isolation on one pack of these samples and on sequences of the plan.
 
-    Raises `IsolationError` with the likeliest cause.
+    The pack also holds twins of samples with media (`with_twins`). `rows` are sequences of the plan, and
+    `tokens_of_epoch` decides how many of them are compared. Raises `IsolationError` with the likeliest cause.
     """
     name, numbers = attention.name_of(subject.model.config), None
     try:
@@ -181,7 +182,7 @@ def _evidence(subject: Subject, of: Measured, finding: Finding) -> Evidence:
 
 
 def proof_from(of: Measured) -> Proof:
-    """The numbers of a proof, whether it holds or not."""
+    """Summarize the measurements as a `Proof`, whether or not it holds."""
     gaps = [gap for row in of.rows for gap in row.gaps]
     return Proof(
         num_samples=len(of.samples),
@@ -204,7 +205,7 @@ def _said_of(single: InSingle) -> InSingleSaid:
 
 
 def finding_in(of: Measured) -> Finding | None:
-    """The first thing that is wrong; none where the proof holds. `not <=` and `not >`, so that NaN is wrong, too."""
+    """Return the first failure, None if the proof holds. Compares by `not <=` and `not >`, so that NaN fails, too."""
     limits, said = of.limits, f"(largest logit {of.largest_logit:.3g}, {of.dtype})"
     if not all(bool(torch.isfinite(logits).all()) for logits in of.alone):
         return Finding(f"logits are nan or infinite {said}", cause="the model itself gives them, without packing, too")
@@ -243,9 +244,9 @@ def finding_in(of: Measured) -> Finding | None:
 
 
 def with_twins(samples: Sequence[Encoded]) -> list[Encoded]:
-    """The samples, and behind them one more for each kind of media: the same tokens, other pixels.
+    """Append a twin of one sample for each kind of media: the same tokens with other pixels.
 
-    So that whoever hands the images of one sample to another is noticed, also where all have the same size.
+    Twins show when a sample is given the images of another one, even if all images have the same size.
     """
     twins, seen = [], set[frozenset[str]]()
     for sample in samples:
@@ -257,7 +258,7 @@ def with_twins(samples: Sequence[Encoded]) -> list[Encoded]:
 
 
 def _in_single(of: Measured) -> Finding | None:
-    """What is wrong in float32, in logits; there no rounding can be meant."""
+    """Return a failure if logits differ in float32, where rounding cannot be the reason."""
     single = of.in_single
     if single is None or all(map(single.limits.allow, single.row.gaps)):
         return None
@@ -270,7 +271,7 @@ def _in_single(of: Measured) -> Finding | None:
 
 
 def _or_rounding(of: Measured) -> str:
-    """What a refusal in 16 bits may be, too."""
+    """Return a hint that a failure may be rounding, for a model that computes in 16 bits; else an empty text."""
     if torch.finfo(of.dtype).bits > 16:
         return ""
     known = "in float32 they are equal" if of.in_single else "it could not be repeated in float32"
@@ -278,7 +279,11 @@ def _or_rounding(of: Measured) -> str:
 
 
 def _of_repeated(of: Measured) -> str:
-    """The pack was run where gradients are asked for, all else without."""
+    """Name the cause if the same pack gave other logits in a second run.
+
+    Only the first run of the pack was made with gradients. If just that run differs from the samples alone, the cause
+    is in what gradients change.
+    """
     with_gradients, without = (all(map(of.limits.allow, row.gaps)) for row in of.rows[:2])
     if without and not with_gradients:
         return (
@@ -292,7 +297,7 @@ def _of_repeated(of: Measured) -> str:
 
 
 def _misplaced_media(of: Measured) -> Finding | None:
-    """Also where the model hardly minds, as with grids of a model in 16 bits."""
+    """Return a failure if media inputs are in the wrong order, even if logits hardly differ (grids, in 16 bits)."""
     name = next(filter(None, (row.inputs for row in of.rows)), None)
     if name is None:
         return None
@@ -303,7 +308,7 @@ def _misplaced_media(of: Measured) -> Finding | None:
 
 
 def _blindness(of: Measured, said: str) -> Finding | None:
-    """A model that does not look at what was changed would pass everything else."""
+    """Return a failure if a sample's own logits ignore its tokens or media: such a model passes all other checks."""
     blind = [at for at, moved in enumerate(of.own) if not moved > 2 * of.limits.moved]
     if blind:
         return Finding(

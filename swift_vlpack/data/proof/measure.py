@@ -1,4 +1,4 @@
-"""What the proof measures: a pack against its samples alone, by the model's own attention, and against itself."""
+"""Measure a pack for the proof: against its samples alone, and against itself with some samples changed."""
 
 from __future__ import annotations
 
@@ -36,64 +36,66 @@ from swift_vlpack.data.proof.truth import AgainstAlone, Truth
 from swift_vlpack.data.rows.samples import Encoded
 
 TOKENS_ALLOWED, SHARE_OF_EPOCH = 16_384, 0.02
-"""Tokens of rows of the plan that a proof looks at: so many, or this share of an epoch, whichever is more."""
+"""Budget of a proof for sequences of the plan: this many tokens, or this share of an epoch, whichever is more."""
 
 
 @dataclass(frozen=True, slots=True)
 class InSingle:
-    """A few of the samples again, packed and alone, in float32."""
+    """A comparison of a few of the samples, packed and alone, in float32."""
 
     subject: Subject
     row: AgainstAlone
     gradient: Mapping[str, float]
-    """Empty where the backward would take too much memory."""
+    """Difference of gradients by part of the model; empty if the backward would take too much memory."""
     limits: Limits
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """All that one pack was asked, by the place of the sample in it, and what rows of the plan gave."""
+    """All measurements of one pack, in the order of its samples, and of sequences of the plan."""
 
     samples: Sequence[Encoded]
     alone: Sequence[torch.Tensor]
     dtype: torch.dtype
     noise: Noise
-    """Of the model's own attention, alone."""
+    """Effect of rounding on the samples alone, run by the model's own attention."""
     own: Sequence[float]
-    """How far the logits of a sample moved when its own tokens were replaced."""
+    """Largest change of a logit of each sample when its own tokens were replaced."""
     own_media: Mapping[int, float]
-    """The same for its media, of samples with a twin; no more than the two differ."""
+    """Largest change of a logit of each sample with a twin when its media were replaced; or the difference between the
+    twins, if that is less."""
     repeated: float
-    """How far the same row moved when it was run again."""
+    """Largest change of a logit when the same pack was run again."""
     moves: Sequence[float]
-    """Of samples whose neighbours got other tokens."""
+    """Largest change of a logit of each sample when the tokens of its neighbours were replaced."""
     moves_by_media: Sequence[float]
-    """Of samples when others got other media."""
+    """Largest change of a logit of samples whose own media stayed, when the media of others were replaced."""
     rows: Sequence[AgainstAlone]
-    """The pack, the same with its samples the other way round, and rows of the plan."""
+    """The pack, the pack with its samples in reverse order, and sequences of the plan."""
     gradient: Mapping[str, float]
     left_out: LeftOut
     has_experts: bool
     in_single: InSingle | None
-    """None where the model computes in 32 bits already, or cannot be asked."""
+    """Comparison in float32; None if the model computes in 32 bits already, or cannot be run in float32."""
     not_in_single: str
-    """Why it could not be asked."""
+    """Reason why the model could not be run in float32; empty if it was, or need not be."""
     padded: Noise
-    """What a padded batch differs from its samples, without us; measured where there is no `in_single`."""
+    """Difference between the host's padded batch and its samples alone; measured only if a model in 16 bits could not
+    be run in float32."""
 
     @property
     def rows_of_plan(self) -> Sequence[AgainstAlone]:
-        """Without those that the pack made."""
+        """Return the comparisons of sequences of the plan, without the two of the pack."""
         return self.rows[2:]
 
     @property
     def largest_logit(self) -> float:
-        """Of the model's own."""
+        """Return the largest logit of the samples alone."""
         return worst([float(logits.abs().max()) for logits in self.alone])
 
     @property
     def limits(self) -> Limits:
-        """What rounding may do on this model, in units of the logits."""
+        """Return the largest differences that count as rounding on this model, in units of the logits."""
         times = TIMES_NOISE if self.in_single is None else TIMES_NOISE_BESIDE_SINGLE
         noise = self.noise.times(times).at_least(self.padded.times(TIMES_PADDED))
         return Limits.of(self.dtype, self.largest_logit, noise, self.repeated, has_experts=self.has_experts)
@@ -101,13 +103,13 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """What of the rows of the plan was not looked at."""
+    """Sequences and samples of the plan that were not compared."""
 
     num_rows: int = 0
     num_tokens: int = 0
-    """Of rows that no proof of this size looks at."""
+    """Tokens of the sequences that were not compared."""
     num_samples: int = 0
-    """Samples of rows that were looked at, too long for the model's own attention."""
+    """Samples too long for the model's own attention, in sequences that were compared."""
 
 
 NOTHING_LEFT_OUT = LeftOut()
@@ -116,9 +118,10 @@ NOTHING_LEFT_OUT = LeftOut()
 def measured(
     subject: Subject, samples: Sequence[Encoded], rows: Sequence[Sequence[Encoded]] = (), tokens_of_epoch: int = 0
 ) -> Measured:
-    """Ask one pack everything, and rows of the plan whether they equal their samples alone.
+    """Run all measurements on one pack of `samples`, and compare sequences of the plan with their samples alone.
 
-    Runs the same forwards whatever they give: ranks that wait for each other in one must do equally many.
+    The number of forwards does not depend on their results, because ranks that wait for each other in a forward must
+    run equally many.
     """
     with untouched(subject.model), repeatable_training(subject.model):
         truth = Truth(subject, samples)
@@ -162,9 +165,10 @@ def measured(
 
 
 def affordable(rows: Sequence[Sequence[Encoded]], tokens_of_epoch: int) -> list[Sequence[Encoded]]:
-    """Choose rows of the plan by their tokens: the first in any case, then what fits of the others.
+    """Choose sequences of the plan within the budget of tokens: the first in any case, then each that still fits.
 
-    Counted in tokens, so that a busy machine looks at as much as an idle one, and every rank at the same.
+    The budget counts tokens and not seconds, so that a busy machine compares as much as an idle one, and all ranks
+    compare the same.
     """
     left = max(TOKENS_ALLOWED, SHARE_OF_EPOCH * tokens_of_epoch)
     kept: list[Sequence[Encoded]] = []
@@ -180,7 +184,7 @@ def _tokens_in(rows: Sequence[Sequence[Encoded]]) -> int:
 
 
 def _against_known(subject: Subject, truth: Truth, row: Sequence[Encoded]) -> AgainstAlone | None:
-    """A whole row of the plan against those of its samples of which the model's own attention can say it."""
+    """Compare a sequence of the plan with its samples alone, as far as `truth` has them; None if it has none."""
     is_known = [truth.is_for([sample]) for sample in row]
     if not any(is_known):
         return None
@@ -189,7 +193,7 @@ def _against_known(subject: Subject, truth: Truth, row: Sequence[Encoded]) -> Ag
 
 
 def _in_single(subject: Subject, samples: Sequence[Encoded], *, has_experts: bool) -> tuple[InSingle | None, str]:
-    """Compare samples packed and alone in float32, on the very model; or say why that cannot be done."""
+    """Compare samples packed and alone in float32, on the model itself. Returns None and the reason if that fails."""
     model = subject.model
     if gradients.is_sharded(model):
         return None, "parameters are sharded"
@@ -207,7 +211,7 @@ def _in_single(subject: Subject, samples: Sequence[Encoded], *, has_experts: boo
                     alone.append(again.run([sample], packed=False, parameters=parameters))
             packed = again.run(samples, packed=True, parameters=parameters)
             off = gradients.difference(packed.gradient, gradients.added([ran.gradient for ran in alone]))
-    except Exception as error:  # a kernel that computes in 16 bits only, memory: nothing that is wrong with the packs
+    except Exception as error:  # a kernel for 16 bits only, or too little memory: the packs may be right
         return None, f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     largest = worst([float(ran.logits[0].abs().max()) for ran in alone])
     of_row = AgainstAlone.of(samples, packed, alone)
@@ -215,7 +219,7 @@ def _in_single(subject: Subject, samples: Sequence[Encoded], *, has_experts: boo
 
 
 class Compared:
-    """One pack and its samples alone: logits of all, and the gradient of those whose backward is cheap enough."""
+    """Runs one pack and its samples alone: logits of all, gradients of samples whose backward is cheap enough."""
 
     def __init__(self, subject: Subject, samples: Sequence[Encoded], *, has_experts: bool) -> None:
         self.subject = subject
@@ -223,7 +227,7 @@ class Compared:
         by_length = sorted(range(len(samples)), key=lambda at: length_of(samples[at]))
         graded = [at for at in range(len(samples)) if length_of(samples[at]) <= limit] or by_length[:2]
         self.few = [at for at in _short_of_each_kind(samples) if at in graded]
-        """The places of a short sample of each kind."""
+        """Indices of a short sample of each kind."""
         with gradients.small_set(subject.model) as parameters:
             self.options: Any = {"parameters": parameters}
             self.alone, self.dtype = self._alone(samples, graded)
@@ -232,26 +236,26 @@ class Compared:
             short = [samples[at] for at in graded]
             together = subject.run(short, packed=True, **self.options)
         self.packed = together if len(short) == len(samples) else subject.run(samples, packed=True)
-        # What remembers the boundaries of a row by its length takes them for those of this one.
+        # Reversed, the pack has its length and other boundaries: this shows a cache of boundaries by length.
         self.turned = subject.run(samples[::-1], packed=True)
         added = gradients.added([self.alone[at].gradient for at in graded])
         self.gradient = gradients.difference(together.gradient, added)
 
     def against_alone(self, samples: Sequence[Encoded]) -> list[AgainstAlone]:
-        """The pack, and the same the other way round."""
+        """Compare the pack, and the pack in reverse order, with the samples alone."""
         return [
             AgainstAlone.of(samples, self.packed, self.alone),
             AgainstAlone.of(samples[::-1], self.turned, self.alone[::-1]),
         ]
 
     def padded(self, samples: Sequence[Encoded]) -> Noise:
-        """How far the host's padded batch of a few samples is from them alone, by the model's own attention."""
+        """Measure how far a few samples in the host's padded batch differ from alone, by the model's own attention."""
         few = [samples[at] for at in self.few]
         with gradients.small_set(self.subject.model) as parameters, own_attention(self.subject.model):
             try:
                 batch = self.subject.run(few, packed=False, parameters=parameters)
             except RuntimeError:
-                return Noise(0.0, 0.0)  # the host has no batch of them: pictures of different sizes (Mistral 3)
+                return Noise(0.0, 0.0)  # the host cannot batch them: images of different sizes (Mistral 3)
         alone = [self.alone[at] for at in self.few]
         gaps = [gap_of(*pair).over_tokens for pair in zip(batch.logits, (ran.logits[0] for ran in alone), strict=True)]
         off = gradients.difference(batch.gradient, gradients.added([ran.gradient for ran in alone]))
@@ -270,7 +274,10 @@ class Compared:
         return ran, dtype
 
     def _noise(self, samples: Sequence[Encoded], chosen: Sequence[int], num_draws: int) -> Noise:
-        """What rounding does to these samples, alone: the least of some draws, as a rare one takes other experts."""
+        """Measure what rounding does to the `chosen` samples alone.
+
+        Takes the smallest gap over some draws of rounding, because a rare draw sends a token to another expert.
+        """
         model, draws = self.subject.model, []
         for seed in range(num_draws):
             options = self.options if seed == 0 else {}
@@ -286,7 +293,7 @@ class Compared:
 
 
 def _short_of_each_kind(samples: Sequence[Encoded]) -> list[int]:
-    """The two shortest, and the shortest of those with the same media: a vision tower rounds, too."""
+    """Choose the two shortest samples, and the shortest with each kind of media: a vision tower rounds, too."""
     by_length = sorted(range(len(samples)), key=lambda at: length_of(samples[at]))
     of_kinds = {kinds_of_media(samples[at]): at for at in by_length[::-1]}
     return list(dict.fromkeys([*by_length[:2], *of_kinds.values()]))
@@ -295,9 +302,10 @@ def _short_of_each_kind(samples: Sequence[Encoded]) -> list[int]:
 def _changed(
     subject: Subject, samples: Sequence[Encoded], packed: Ran
 ) -> tuple[list[float], dict[int, float], list[float], list[float]]:
-    """Replace the tokens of every second sample, then of the others; then the media of one of each two twins.
+    """Replace the tokens of every second sample, then of the others, then the media of one twin of each pair.
 
-    That twins differ says that whoever exchanged them would be noticed.
+    Returns `own`, `own_media`, `moves` and `moves_by_media` of `Measured`. The first twin's own move is limited to the
+    difference between the twins: if they do not differ, an exchange of their media could not be seen.
     """
     own, moves = [0.0] * len(samples), []
     for parity in (0, 1):
@@ -324,7 +332,7 @@ def _moved(subject: Subject, changed: Sequence[Encoded], packed: Ran) -> list[fl
 
 
 def twins(samples: Sequence[Encoded]) -> list[tuple[int, int]]:
-    """Samples that differ in nothing but their media."""
+    """Return the pairs of samples that differ only in their media."""
     with_media = [at for at, sample in enumerate(samples) if kinds_of_media(sample)]
     return [
         (one, other)

@@ -1,6 +1,6 @@
-"""What the proof looks at: a model, and two ways to give it samples - as a packed row, and as the host would un-packed.
+"""Define what the proof runs: a model, and two ways to give it samples, as a packed sequence or as a padded batch.
 
-Needs no trainer and no template: whoever can make both kinds of rows can have them proved.
+The proof needs no trainer and no template, only an object that makes both kinds of input (`Rows`).
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from swift_vlpack.data.rows.contents import NO_LABEL
 from swift_vlpack.data.rows.samples import Encoded
 
 NUM_COLUMNS = 4096
-"""Words of the vocabulary whose logits are compared. What changes a token's hidden state moves all of them, and the
-logits of a sequence over a whole vocabulary are the largest tensor there is, and the largest product."""
+"""Most words of the vocabulary whose logits are compared. They are enough, because a change in a token's hidden state
+moves all its logits. Over a whole vocabulary, logits would be the largest tensor and the most expensive product."""
 VISION_PARTS = ("visual", "vision", "audio", "image")
-"""Words in the names of modules that are no part of the language model."""
+"""Words in the names of modules that are not part of the language model."""
 _LONGEST_PATTERN = 1024
-"""Tokens after which the weights of `pulled` repeat."""
+"""Number of tokens after which the weights in `pulled` repeat."""
 Cut = Callable[[torch.Tensor, list[int]], tuple[torch.Tensor, ...]]
-"""Tensors of a batch, by tokens, into those of its samples."""
+"""Splits a per-token tensor of a batch into those of its samples, by their lengths."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Collated samples: what the model takes, and what its loss is made of."""
+    """Collated samples: the inputs of the model, and the labels and weights of its loss."""
 
     inputs: Mapping[str, Any]
     labels: torch.Tensor | None  # (num_rows, num_tokens)
@@ -37,29 +37,29 @@ class Row:
 
     @classmethod
     def of(cls, made: Mapping[str, Any]) -> Row:
-        """From what a collator made."""
+        """Split a collator's output into inputs, labels and loss weights."""
         inputs = {name: value for name, value in made.items() if name not in ("labels", *NOT_FOR_THE_MODEL)}
         return cls(inputs, made.get("labels"), made.get("loss_scale"))
 
 
 class Rows(Protocol):
-    """Two ways from samples to the inputs of a forward."""
+    """Makes the inputs of a forward from samples, packed or padded."""
 
     def row(self, samples: Sequence[Encoded], *, packed: bool) -> AbstractContextManager[Row]:
-        """One packed row, or the host's own padded batch; to be run inside of the context."""
+        """Yield one packed sequence, or the host's own padded batch; run the forward inside of the context."""
 
 
 class TemplateRows:
-    """Both by ms-swift's template, the way that it collates in training."""
+    """Makes both kinds of input with ms-swift's template, as it collates in training."""
 
     def __init__(self, template: Any, multiple: int = 1) -> None:
-        """`multiple`: rows are padded as those that are trained."""
+        """Take the template; packed sequences are padded to a multiple of `multiple` tokens, as in training."""
         self.template = template
         self.multiple = multiple
 
     @contextmanager
     def row(self, samples: Sequence[Encoded], *, packed: bool) -> Iterator[Row]:
-        """The template adds to samples and takes from them, so it gets copies."""
+        """Collate copies of the samples, because the template adds to them and takes from them."""
         copies = [{name: value for name, value in sample.items() if name != UNUSED_COLUMNS} for sample in samples]
         with layout(self.template, packed=packed):
             if packed:
@@ -70,30 +70,30 @@ class TemplateRows:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What a forward gave, cut into its samples."""
+    """The result of a forward, split into its samples."""
 
     logits: tuple[torch.Tensor, ...]  # (length, some columns of the vocabulary) each
     labels: tuple[torch.Tensor | None, ...]
     weights: tuple[torch.Tensor | None, ...]
     gradient: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """By the name of the parameter."""
+    """Gradients by the name of the parameter."""
     inputs: Mapping[str, Any] = field(default_factory=dict)
-    """What the model was handed."""
+    """Inputs of the model."""
     positions: tuple[torch.Tensor, ...] = ()  # (axes, length) each
-    """What the rotary embedding was asked for; empty where the model has none that takes positions."""
+    """Positions that the rotary embedding was given; empty if the model has none that takes positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model, without wrappers, and how it is run."""
+    """A model without wrappers, and the means to run it."""
 
     model: Any
     rows: Rows
     is_ordinary: Callable[[int], bool]
-    """Tokens of text, which may be exchanged without moving images or turns."""
+    """Tells whether a token is plain text, which may be replaced without moving images or turns."""
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
     is_head_cut: bool = False
-    """Whether the head computes only the logits that are compared (`with_cut_head`)."""
+    """True if the head computes only the logits that are compared (`with_cut_head`)."""
 
     def run(
         self,
@@ -136,8 +136,8 @@ class Subject:
 def with_cut_head(subject: Subject, sample: Encoded) -> Subject:
     """Let the head compute only the logits that are compared, if that gives the same on a short sample.
 
-    The head of a large vocabulary is nearly all that a small model computes. Some models do more with logits than
-    transform each by itself; those keep their whole head.
+    Saves time, because with a large vocabulary the head is most of the work of a small model. A model that computes
+    logits from one another keeps its whole head.
     """
     cut = replace(subject, is_head_cut=True)
     whole = subject.run([sample], packed=False).logits[0]
@@ -174,7 +174,7 @@ def cut_head(model: Any) -> Iterator[None]:
 def positions_asked(model: Any) -> Iterator[list[torch.Tensor]]:
     """Collect the positions by which rotary embeddings of the language model turn queries and keys.
 
-    They are seen there because the model may compute them itself, as it does of un-packed batches.
+    Read there and not from the inputs, because the model may compute them itself, as it does for un-packed batches.
     """
     seen: list[torch.Tensor] = []
 
@@ -204,12 +204,12 @@ def _positions(asked: torch.Tensor, batch_size: int, cut: Cut, parts: list[int])
 
 
 def length_of(sample: Encoded) -> int:
-    """Tokens of a sample."""
+    """Return the number of tokens of a sample."""
     return int(sample["length"])
 
 
 def some_columns(logits: torch.Tensor) -> torch.Tensor:
-    """Logits of words from all over the vocabulary, in place of all."""
+    """Return the logits of every n-th word of the vocabulary, at most `NUM_COLUMNS` of them."""
     step = _step(logits.shape[-1])
     return logits[..., ::step].clone() if step > 1 else logits
 
@@ -219,11 +219,12 @@ def _step(num_words: int) -> int:
 
 
 def pulled(logits: torch.Tensor, row: Row, places: torch.Tensor) -> torch.Tensor:
-    """Add up the logits by which targets are predicted, each with a weight of its own: what a gradient is taken of.
+    """Return the scalar whose gradient is compared: a weighted sum of the logits that predict targets.
 
-    The loss of a model that is sure of all its targets, or was ruined, has a gradient of nothing but rounding; logits
-    have one in any state of the model. Weights follow from the place of a token in its sample, so the sum of a pack is
-    that of its samples. Loss weights come in, and so do targets outside of the samples, in the padding.
+    Not the loss: if a model is sure of all its targets, or was ruined, the gradient of its loss is nothing but rounding
+    errors. Logits have a gradient in any state of the model. The weights depend on the place of a token in its sample
+    (`places`), so the sum of a pack is that of its samples. Loss weights are included, and so are targets that wrongly
+    stand in the padding.
     """
     assert row.labels is not None
     counts = (row.labels != NO_LABEL).to(logits.device, torch.float32)
@@ -246,11 +247,11 @@ def _places(row: torch.Tensor, parts: list[int], mask: torch.Tensor | None, *, p
 
 
 def _packed(row: torch.Tensor, parts: list[int]) -> tuple[torch.Tensor, ...]:
-    return row[0, : sum(parts)].split(parts)  # what is behind the samples is padding
+    return row[0, : sum(parts)].split(parts)  # the rest is padding
 
 
 def _padded(mask: torch.Tensor | None) -> Cut:
-    """Padding is on either side, as the host likes it."""
+    """Make a cut that drops the padding, on whichever side the host puts it."""
 
     def cut(rows: torch.Tensor, parts: list[int]) -> tuple[torch.Tensor, ...]:
         if mask is None or mask.dim() != 2:

@@ -1,4 +1,7 @@
-"""How far two right ways to compute the same may differ: as rounding moves this very model, which is measured."""
+"""Decide how far two correct computations may differ: by about as much as rounding moves this model.
+
+The effect of rounding is measured on the model itself.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +14,30 @@ import numpy as np
 import torch
 
 TIMES_NOISE = 8
-"""Another kernel differs by about as much as the noise does, on 23 families by 0.3 to 1.4 times; leaks by 100 times."""
+"""Factor from measured noise to the limit: another kernel differs by 0.3 to 1.4 times the noise on 23 families, a leak
+by 100 times."""
 TIMES_NOISE_BESIDE_SINGLE = 16
-"""The same for a model that was also compared in float32, where it is right: what is left to find in 16 bits is a
-kernel of its own, and it is far off."""
+"""The factor for a model that was also compared in float32. All that is left to find in 16 bits is a mistake in a
+kernel that runs only there, and such a mistake is large."""
 TIMES_PADDED = 4
-"""And so many times what a padded batch, un-packed and by the model's own attention, differs from its samples."""
+"""Factor to the limit from the difference between an un-packed, padded batch and its samples, by the model's own
+attention."""
 TOKEN_TO_SAMPLE = 2
-"""A single token may differ by so many times what its sample may, which is 15 times what was seen. So a token that is
-wrong at a boundary of a long sample is not lost in the mean. One that another expert is asked of differs by more."""
+"""Factor from the limit of a sample to that of a single token; that is 15 times the largest difference that was seen.
+Without a limit for tokens, a wrong token at a boundary of a long sample would be lost in the mean. Models with experts
+have no such limit, because a token that rounding sends to another expert differs by more."""
 MOST_OF_LOGITS, MOST_OF_GRADIENT = 0.5, 0.5
-"""Shares of the largest logit and of the gradient that are a difference however much noise there is."""
+"""Upper bounds of the limits, however much noise there is: shares of the largest logit and of the gradient."""
 
 
 class Floor(NamedTuple):
-    """What rounding may do where no noise was measured: in shares of the largest logit, of the gradient's length."""
+    """Limits as shares: of the largest logit, and of the length of the gradient.
+
+    `FLOORS` holds them for each data type as lower bounds of the limits, however little noise there is.
+    """
 
     moved: float
-    """To a neighbour, which the same kernels compute from the same numbers."""
+    """For a sample whose neighbours changed: the same kernels compute it from the same numbers."""
     logits: float
     gradient: float
 
@@ -42,42 +51,42 @@ FLOORS = {
 
 
 SHARP = Floor(1e-4, 1e-3, 1e-2)
-"""What is no difference in float32, with any rounding that a model does there; ten times as much would be noticed."""
+"""Fixed limits for float32, wide enough for any model's rounding there; a mistake of ten times as much is noticed."""
 NOTICED = Floor(0.0, 1e-2, 3e-2)
-"""Limits up to these would notice what is wrong. Wider ones, of 16 bits, are those of leaks and gross mistakes."""
+"""Widest limits that would notice a mistake. Wider limits, as in 16 bits, show only leaks and gross mistakes."""
 
 
 class Noise(NamedTuple):
-    """What one unit of rounding in every layer does to logits, and to the gradient as a share of its length."""
+    """Effect of one unit of rounding in every layer on logits, and on the gradient as a share of its length."""
 
     logits: float
     gradient: float
 
     def times(self, factor: float) -> Noise:
-        """So many times as much."""
+        """Return the noise multiplied by `factor`."""
         return Noise(factor * self.logits, factor * self.gradient)
 
     def at_least(self, other: Noise) -> Noise:
-        """The larger of both."""
+        """Return the larger of both, field by field."""
         return Noise(worst([self.logits, other.logits]), worst([self.gradient, other.gradient]))
 
 
 class Limits(NamedTuple):
-    """What is no difference on this model."""
+    """Largest differences that count as equal on this model."""
 
     moved: float
     alone: float
     gradient: float
     relative: float
-    """Of hidden states, in shares of the largest."""
+    """For hidden states, as a share of the largest."""
     token: float = math.inf
-    """Of a single token's logits, packed and alone."""
+    """For the logits of a single token, packed against alone."""
 
     @classmethod
     def of(
         cls, dtype: torch.dtype, largest_logit: float, noise: Noise, repeated: float, *, has_experts: bool = False
     ) -> Limits:
-        """From what the noise may do, between what the data type always does and what no rounding does."""
+        """Derive limits from the noise, between the floor of the data type and the upper bounds for any rounding."""
         floor, scale = FLOORS[dtype], max(1.0, largest_logit)
         alone = min(MOST_OF_LOGITS * scale, max(floor.logits * scale, noise.logits))
         return cls(
@@ -90,26 +99,26 @@ class Limits(NamedTuple):
 
     @classmethod
     def sharp(cls, largest_logit: float, *, has_experts: bool = False) -> Limits:
-        """Of float32, whatever the noise."""
+        """Return the limits for float32, which depend on no measured noise."""
         scale = max(1.0, largest_logit)
         alone = SHARP.logits * scale
         token = math.inf if has_experts else TOKEN_TO_SAMPLE * alone
         return cls(SHARP.moved * scale, alone, SHARP.gradient, 4 * SHARP.logits, token)
 
     def would_notice(self, largest_logit: float) -> bool:
-        """Whether they are narrow enough for what lies within them to be equal."""
+        """Return whether the limits are narrow enough that a mistake would exceed them."""
         return self.alone <= NOTICED.logits * max(1.0, largest_logit) and self.gradient <= NOTICED.gradient
 
     def allow(self, gap: Gap) -> bool:
-        """Whether two logits of a sample are the same; not a number is not."""
+        """Return whether the gap of a sample is within the limits; NaN is not."""
         return gap.over_tokens <= self.alone and gap.most <= self.token
 
 
 class Gap(NamedTuple):
-    """How far the logits of a sample differ: at most, and over its tokens, as the root of the mean square.
+    """Difference between the logits of a sample: the largest one, and the root mean square over its tokens.
 
-    The latter decides where there are experts: in 16 bits one unit of rounding sends a token to another one, and it
-    differs a lot.
+    With experts only the root mean square has a limit: in 16 bits, one unit of rounding may send a token to another
+    expert, and its logits differ a lot.
     """
 
     most: float
@@ -117,24 +126,24 @@ class Gap(NamedTuple):
 
 
 def gap_of(one: torch.Tensor, other: torch.Tensor) -> Gap:
-    """Of one sample."""
+    """Compare two computations of the logits of one sample."""
     by_token = gap_by_token(one, other)
     return Gap(float(by_token.max()), float(by_token.square().mean().sqrt()))
 
 
 def gap_by_token(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """How far the logits of each token differ."""
+    """Return the largest difference between logits, for each token."""
     return (one.float() - other.float()).abs().amax(dim=-1)
 
 
 def worst(sizes: Sequence[float]) -> float:
-    """The largest; NaN stays NaN, which Python's max may lose."""
+    """Return the largest, or NaN if there is one; Python's `max` may lose NaN."""
     return float(np.max([0.0, *sizes]))
 
 
 @contextmanager
 def rounded_otherwise(model: torch.nn.Module, dtype: torch.dtype, seed: int = 0) -> Iterator[None]:
-    """Every layer's output is off by half a unit of rounding, up or down at random, as another kernel's might be."""
+    """Change every layer's output by half a unit of rounding, up or down at random, as another kernel might."""
     unit = torch.finfo(dtype).eps / 2
     if dtype == torch.float32 and rounds_coarsely(model, dtype):
         unit = 2.0**-11
@@ -160,13 +169,16 @@ def rounded_otherwise(model: torch.nn.Module, dtype: torch.dtype, seed: int = 0)
 
 
 def rounds_coarsely(model: torch.nn.Module, dtype: torch.dtype) -> bool:
-    """Whether a model computes in 16 bits, or in 19: PyTorch's convolutions do so on CUDA by default."""
+    """Return whether a model computes in 16 bits, or in TF32 (19 bits), CUDA's default for convolutions."""
     takes_tf32 = torch.get_float32_matmul_precision() != "highest" or torch.backends.cudnn.allow_tf32
     return torch.finfo(dtype).bits == 16 or (dtype == torch.float32 and takes_tf32 and next(model.parameters()).is_cuda)
 
 
 def precision_of(model: Any, forward: Callable[[], Any]) -> torch.dtype:
-    """The precision that limits the proof: that of the weights, or what autocast makes of it before the logits."""
+    """Run `forward` and return the coarsest data type: of the weights, or of the head's input and output.
+
+    The head shows what autocast makes of the weights' type. This precision limits how sharp the proof can be.
+    """
     seen = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()][:1]
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None:
@@ -181,6 +193,6 @@ def precision_of(model: Any, forward: Callable[[], Any]) -> torch.dtype:
 
 
 def coarsest(dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    """The one of them that rounds most."""
+    """Return the data type that rounds most."""
     known = (dtype for dtype in dtypes if dtype in FLOORS)
     return max(known, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)

@@ -1,4 +1,7 @@
-"""What a sample gives: by the model's own attention, alone, as the host collates it un-packed; and a row against it."""
+"""Run each sample alone as the reference of the proof, and compare a packed sequence with it.
+
+The reference is the model's own attention on the sample as the host collates it without packing.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,15 @@ from swift_vlpack.data.rows.samples import Encoded
 
 _FEW_WORDS = 200
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k")
-"""Counted from the start of the row. Of two samples and padding they are as many numbers as of both alone."""
+"""Boundaries, counted from the start of the sequence. `wrong_inputs_of` must skip them: two samples with padding have
+as many boundaries as both samples alone, but other values."""
 _OF_THE_BATCH = (*_BOUNDARIES, "position_ids", "attention_mask", "cache_position")
-"""Inputs with other values in a pack than alone, rightly; positions are compared by themselves."""
+"""Inputs that rightly differ between a pack and a sample alone; `wrong_positions_of` compares positions."""
 _AXES = ("time", "height", "width")
 
 
 class Truth:
-    """The attention that says what a sample gives: the model's own, or, for samples too long for that, its equal."""
+    """Runs samples alone by the model's own attention; longer ones by sdpa, if it is equal on this model."""
 
     def __init__(self, subject: Subject, samples: Sequence[Encoded]) -> None:
         self.subject = subject
@@ -32,22 +36,25 @@ class Truth:
         self.short = _words_of(min(samples, key=length_of), subject.is_ordinary)
 
     def is_for(self, samples: Sequence[Encoded]) -> bool:
-        """Whether it can be said for all of them."""
+        """Return whether all these samples can be run alone as a reference."""
         return all(length_of(sample) <= self.limit for sample in samples) or self._has_equal
 
     def known(self, samples: Sequence[Encoded]) -> Sequence[Encoded]:
-        """Those of which it can be said; the shortest two in any case."""
+        """Select the samples that can be run alone; only the two shortest if even they are too long."""
         by_length = sorted(samples, key=length_of)
         return [one for one in samples if self.is_for([one])] if self.is_for(by_length[:2]) else by_length[:2]
 
     def of(self, sample: Encoded) -> Ran:
-        """One sample alone."""
+        """Run one sample alone."""
         with own_attention(self.subject.model, fitting(self.subject.model, length_of(sample))):
             return self.subject.run([sample], packed=False)
 
     @cached_property
     def _has_equal(self) -> bool:
-        """sdpa needs no matrix of L x L, and may drop what the model asks for: so it is compared, on a few words."""
+        """Return whether sdpa equals the model's own attention on a few words.
+
+        sdpa needs no matrix of L x L, so it can run long samples. But it may ignore what the model asks of attention.
+        """
         logits = []
         for name in (OWN, QUICK):
             with own_attention(self.subject.model, name):
@@ -57,23 +64,23 @@ class Truth:
 
 
 class AgainstAlone(NamedTuple):
-    """A row and its samples alone."""
+    """Comparison of a packed sequence with its samples alone."""
 
     samples: Sequence[Encoded]
     gaps: Sequence[Gap]
-    """How far the logits of each sample are apart, of those that were compared."""
+    """Difference of logits for each sample that was compared."""
     targets: str | None
-    """What is wrong with labels or loss weights."""
+    """A mistake in labels or loss weights, in words; None if there is none."""
     inputs: str | None
-    """Which media are not those of the samples, one after the other."""
+    """Name of a media input that is not in the order of the samples; None if all are."""
     tokens: str | None
-    """What else is wrong that is a whole number: positions, kinds of tokens, boundaries."""
+    """A mistake in boundaries, positions or other per-token integers, in words; None if there is none."""
 
     @classmethod
     def of(cls, samples: Sequence[Encoded], packed: Ran, alone: Iterable[Ran | None]) -> AgainstAlone:
-        """Compare them; what each gives alone is asked for one after the other, as its logits are large.
+        """Compare a sequence with its samples alone; None in `alone` skips a sample that could not be run alone.
 
-        None stands for a sample of which that cannot be said.
+        `alone` may be a generator: it is read one sample at a time, because logits are large.
         """
         gaps, targets, inputs, tokens = [], [], [], [wrong_boundaries_of(packed.inputs, list(map(length_of, samples)))]
         for at, (sample, ran) in enumerate(zip(samples, alone, strict=True)):
@@ -91,10 +98,11 @@ class AgainstAlone(NamedTuple):
 
 
 def wrong_inputs_of(packed: Mapping[str, Any], alone: Sequence[Mapping[str, Any]]) -> str | None:
-    """The name of what the model is handed of media in another order than that of the samples; none where all is right.
+    """Return the name of a media input that is not in the order of the samples; None if all are right.
 
-    Compared is what has one entry for each image, video or sound, in the row as alone. What is filled up to another
-    shape cannot be told by looking: the logits say it. What has an entry for each token: `wrong_tokens_of`.
+    Compares inputs with one entry for each image, video or sound, in the sequence as alone. Inputs that are padded to
+    another shape are skipped; mistakes in them show in the logits. For inputs with one entry for each token see
+    `wrong_tokens_of`.
     """
     for name, joined in packed.items():
         if name in _BOUNDARIES:
@@ -108,7 +116,7 @@ def wrong_inputs_of(packed: Mapping[str, Any], alone: Sequence[Mapping[str, Any]
 
 
 def wrong_boundaries_of(inputs: Mapping[str, Any], lengths: Sequence[int]) -> str | None:
-    """What is wrong with the boundaries of a row that is handed some; behind its samples there may be padding."""
+    """Describe a mistake in the boundaries among the inputs, None if there is none. Padding may follow the samples."""
     ends = [0, *accumulate(lengths)]
     for name in _BOUNDARIES:
         if (given := inputs.get(name)) is None:
@@ -124,9 +132,10 @@ def wrong_boundaries_of(inputs: Mapping[str, Any], lengths: Sequence[int]) -> st
 
 
 def wrong_positions_of(sample: Encoded, at: int, packed: Ran, alone: Ran) -> str | None:
-    """What is wrong with the positions of a sample in the row: they are those that it has alone, up to one constant.
+    """Describe a mistake in the positions of a sample in the sequence; None if there is none.
 
-    Rotary embeddings see differences of positions only, so all of a sample, and all its axes, may be moved by as much.
+    They must equal its positions alone up to one constant for all tokens and axes, because rotary embeddings see only
+    differences of positions.
     """
     if not packed.positions or not alone.positions:
         return None
@@ -145,7 +154,7 @@ def wrong_positions_of(sample: Encoded, at: int, packed: Ran, alone: Ran) -> str
 
 
 def wrong_tokens_of(sample: Encoded, at: int, start: int, packed: Ran, alone: Ran) -> str | None:
-    """What else of whole numbers the model is handed for each token, and is not what the sample has alone."""
+    """Name another per-token integer input that differs from the sample alone; None if none does."""
     length = length_of(sample)
     for name, joined in packed.inputs.items():
         own: Any = alone.inputs.get(name)
@@ -166,7 +175,7 @@ def _name(sample: Encoded, at: int) -> str:
 
 
 def wrong_targets_of(sample: Encoded, at: int, packed: Ran, alone: Ran) -> str | None:
-    """What is wrong with labels or loss weights of a sample in the row, where they are not those that it has alone."""
+    """Describe how labels or loss weights of a sample differ from the sample alone; None if they do not."""
     name = _name(sample, at)
     labels, expected = packed.labels[at], alone.labels[0]
     assert labels is not None
@@ -184,12 +193,12 @@ def wrong_targets_of(sample: Encoded, at: int, packed: Ran, alone: Ran) -> str |
 
 
 def _first_difference(one: torch.Tensor, other: torch.Tensor) -> int | None:
-    """Of two rows of tokens; the first token is nobody's target."""
+    """Return the first token whose values differ, None if none do. Skips token 0, which is never a target."""
     wrong = torch.nonzero(one[1:].cpu() != other[1:].cpu()).flatten()
     return int(wrong[0]) + 1 if len(wrong) else None
 
 
 def _words_of(sample: Encoded, is_ordinary: Callable[[int], bool]) -> Encoded:
-    """A few words of a sample, as a sample."""
+    """Make a sample of a few words of another sample."""
     tokens = [token for token in sample["input_ids"] if is_ordinary(token)][:_FEW_WORDS]
     return {"input_ids": tokens, "labels": [NO_LABEL, *tokens[1:]], "length": len(tokens)}

@@ -1,4 +1,4 @@
-"""Which images, videos and sounds a row names, and which files they are, where ms-swift looks for them."""
+"""Find the images, videos and sounds that a row names, and their files, where ms-swift looks for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _TAG = re.compile(r"<img>(.+?)</img>")  # ms-swift takes a path from it
 _SCHEME = "file://"
 _LONGEST_PATH = 2000  # as in ms-swift
 _CONTENT = re.compile(r"(?!/(?!9j/))[A-Za-z0-9+/\s]{40,}={0,2}")
-"""Base64 of an image of one pixel, and longer; a JPEG begins with `/9j/`, anything else behind a slash is a path."""
+"""Base64 text at least as long as an image of one pixel. Of texts that begin with a slash only `/9j/`, a JPEG, counts;
+others are paths."""
 _COLUMNS = {"images": "image", "videos": "video", "audios": "audio"}
 
 
@@ -21,22 +22,22 @@ class Medium(NamedTuple):
     """One image, video or sound of a row."""
 
     place: str
-    """Where in the row: `images[0]`, `messages[2].content[0]`."""
+    """Place in the row: `images[0]`, `messages[2].content[0]`."""
     kind: str
-    """`image`, `video`, `audio`, or `tag` for an `<img>`, which ms-swift takes only where its file is there."""
+    """`image`, `video`, `audio`, or `tag` for an `<img>`, which ms-swift uses only if its file exists."""
     value: Any
-    """A path, a URL, text in base64 or bytes; anything else is malformed."""
+    """A path, a URL, base64 text or bytes; anything else is malformed."""
 
 
 class RealFile(NamedTuple):
-    """A file that is there."""
+    """A file that exists."""
 
     path: str
     state: os.stat_result
 
 
 def media(row: Mapping[str, Any]) -> Iterator[Medium]:
-    """All that a row names, in every form of the documentation."""
+    """Yield all media that a row names, in every form that ms-swift documents."""
     for column, kind in _COLUMNS.items():
         yield from _media(column, kind, row.get(column))
     messages = row.get("messages")
@@ -61,16 +62,17 @@ def _media(place: str, kind: str, value: Any) -> Iterator[Medium]:
 
 
 def content_of(entry: Any) -> Any:
-    """What ms-swift takes of an entry: of a mapping the bytes before the path; itself if it has none."""
+    """Return what ms-swift reads of an entry: of a mapping its bytes, path or URL, in this order; else the entry."""
     if not isinstance(entry, Mapping):
         return entry
     return next((entry[name] for name in ("bytes", "path", "url") if entry.get(name)), entry)
 
 
 def has_surplus_tags(row: Mapping[str, Any]) -> bool:
-    """Whether the texts of a row have more tags than it has media, or an `<image>` where it has none.
+    """Return whether the texts of a row have more tags than the row has media.
 
-    ms-swift puts media in place of the first tags and trains the others as the words that they are.
+    ms-swift replaces the first tags by media and trains the remaining tags as plain words. Without any media of a kind
+    only `<image>` counts.
     """
     texts = []
     messages = row.get("messages")
@@ -79,21 +81,21 @@ def has_surplus_tags(row: Mapping[str, Any]) -> bool:
         if isinstance(content, str):
             texts.append(content)
         elif content and isinstance(message, Mapping) and message.get("role") == "user":
-            return False  # its parts name their media
+            return False  # the parts of its content name their media
     for column, kind in _COLUMNS.items():
         num_tags = sum(text.count(f"<{kind}>") for text in texts)
         if not num_tags:
             continue
         listed = row.get(column)
         num_media = len(listed) if isinstance(listed, (list, tuple)) else int(bool(listed))
-        # Other words in angle brackets are common in texts about web pages.
+        # `<video>` and `<audio>` without media are common in texts about web pages.
         if num_tags > num_media and (num_media or kind == "image"):
             return True
     return False
 
 
 def names_of_files(row: Mapping[str, Any]) -> Iterator[str]:
-    """Every text of the row that may name a file, also one beside bytes: a path, a URL, or content in base64."""
+    """Yield every text of the row that may name a file: a path (also one given beside bytes), a URL or base64."""
     for column in _COLUMNS:
         yield from _texts(row.get(column))
     yield from (medium.value for medium in media(row) if "content" in medium.place and isinstance(medium.value, str))
@@ -110,18 +112,18 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def is_name(value: Any) -> bool:
-    """Whether a value is written as the name of a file: no URL, and no content in base64."""
+    """Return whether a value is written like the name of a file: neither a URL nor base64 content."""
     is_short = isinstance(value, str) and len(value) <= _LONGEST_PATH and not value.startswith(("http", "data:"))
     return is_short and not _CONTENT.fullmatch(value)
 
 
 def looks_like_path(value: Any) -> bool:
-    """Whether a value is meant as a file: written as its name, or there is a file of that name."""
+    """Return whether a value means a file: it is written like a file's name, or a file of that name exists."""
     return is_name(value) or (isinstance(value, str) and real_file(value) is not None)
 
 
 def real_file(text: str) -> RealFile | None:
-    """The file of that name, where ms-swift would find it; None where nothing is, or the text is no path."""
+    """Find the file of that name where ms-swift would; None if there is none, or the text is not a path."""
     if len(text) > _LONGEST_PATH:
         return None
     for path in _candidates(text.strip()):
@@ -131,7 +133,7 @@ def real_file(text: str) -> RealFile | None:
 
 
 def expected_file(text: str) -> str:
-    """The whole path of a file that is not there: below `ROOT_IMAGE_DIR` where that is set."""
+    """Return the full path at which a missing file was expected: below `ROOT_IMAGE_DIR` if that is set."""
     return os.path.abspath(_candidates(text.strip())[-1])
 
 
@@ -140,12 +142,12 @@ def _candidates(text: str) -> list[str]:
     if text.startswith("/"):
         return [text]
     below = os.path.expanduser(os.path.join(os.environ.get("ROOT_IMAGE_DIR", ""), text))
-    # ms-swift takes a path of the working directory before one below ROOT_IMAGE_DIR.
+    # ms-swift looks in the working directory before it looks below ROOT_IMAGE_DIR.
     return [text] if below == text else [text, below]
 
 
 def with_plain_paths(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The row with `file://` paths as plain ones, which is all that ms-swift opens; itself where it has none."""
+    """Replace `file://` paths by plain ones, because ms-swift opens no others; the row itself if it has none."""
     if not any(text.strip().startswith(_SCHEME) for text in names_of_files(row)):
         return row
     other = {**row, **{column: _plain_paths(row[column]) for column in _COLUMNS if column in row}}
@@ -174,17 +176,17 @@ def _plain_paths(value: Any) -> Any:
 
 def _without_scheme(text: str) -> str:
     path = text.removeprefix(_SCHEME).removeprefix("localhost")
-    # As a URL has it, `%20` for a space, unless a file is really called so.
+    # Decode URL escapes such as `%20`, unless a file of the undecoded name exists.
     return path if os.path.exists(path) else unquote(path)
 
 
 def url_of(image: Any) -> str | None:
-    """The URL of an entry of `images`, if it is to be had from one."""
+    """Return the URL of an entry of `images`; None if the entry is not a URL."""
     image = content_of(image)
     return image.strip() if isinstance(image, str) and image.strip().startswith("http") else None
 
 
 def image_urls(row: Mapping[str, Any]) -> Iterator[str]:
-    """The URLs of a row's images."""
+    """Yield the URLs of a row's images."""
     urls = (url_of(medium.value) for medium in media(row) if medium.kind == "image")
     return (url for url in urls if url is not None)

@@ -1,6 +1,6 @@
-"""Which environment variables are read while something runs, in whatever way: by a constant, an alias, `in`, a default.
+"""Record which environment variables some code reads, in whatever way: by a constant, an alias, `in`, a default.
 
-The class of `os.environ` is exchanged for one that notes the names it is asked for, and put back afterwards.
+While the code runs, `os.environ` has a class that notes the names that are read; afterwards it gets its own class back.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ _READERS_OF_THEIR_OWN = frozenset(
     ("swift_vlpack", "tqdm", "accelerate", "huggingface_hub", "modelscope", "requests", "urllib3", "torch.distributed",
      "swift.utils.logger", "swift.utils.env", "transformers.utils.logging", "datasets.utils.logging")
 ) | (sys.stdlib_module_names - {"os", "posixpath", "__main__"})  # fmt: skip
-"""Modules that read variables for themselves whatever they are called for; `posixpath` expands those of a path."""
-_WAYS = ("os", "collections.abc", "_collections_abc")  # between a reader and the class
+"""Modules whose reads do not depend on the code that calls them, and are ignored. `posixpath` is not one of them: it
+expands the variables of a path for its caller."""
+_WAYS = ("os", "collections.abc", "_collections_abc")  # frames between the reader and `_Noting`
 
 
 @dataclass(slots=True)
 class Reads:
-    """What was read."""
+    """Environment variables that were read."""
 
     names: set[str] = field(default_factory=set)
     whole: set[str] = field(default_factory=set)
-    """Where everything was read at once, as `file:line`: which variables were meant nothing tells."""
+    """Places, as `file:line`, that read the whole environment at once: nothing tells which variables they use."""
 
     def add(self, other: Reads) -> None:
-        """Unite."""
+        """Add the reads of another object to these."""
         self.names |= other.names
         self.whole |= other.whole
 
@@ -55,7 +56,7 @@ _open: list[Reads] = []
 
 @contextmanager
 def noted_reads() -> Iterator[Reads]:
-    """Note what all threads of this process read while this is open."""
+    """Record what all threads of this process read while the context is open."""
     reads = Reads()
     with _lock:
         _open.append(reads)
@@ -64,7 +65,7 @@ def noted_reads() -> Iterator[Reads]:
         yield reads
     finally:
         with _lock:
-            # By identity: two that read nothing are equal.
+            # Compare by identity, because two empty `Reads` are equal.
             _open[:] = [other for other in _open if other is not reads]
             if not _open:
                 _exchange(os._Environ)
@@ -79,7 +80,7 @@ def _forget() -> None:
 
 
 def has_whole_environment(value: Any) -> bool:
-    """Whether a mapping is a copy of the environment: it has most of its names."""
+    """Return whether a value is a copy of the environment: a dict with most of its names."""
     if not isinstance(value, dict):
         return False
     names = set(os.environ)
@@ -87,7 +88,7 @@ def has_whole_environment(value: Any) -> bool:
 
 
 class _OfAll(str):
-    """A name that came out of reading everything: who asks for its value asked for no variable of its own."""
+    """A name got by iterating the whole environment; reading its value does not count as reading that variable."""
 
     __slots__ = ()
 
@@ -116,7 +117,7 @@ def _note(name: Any) -> None:
     if not isinstance(name, (str, bytes)):
         return
     text = os.fsdecode(name)
-    # Few names are read again and again.
+    # Skip known names first: a few names are read very often.
     new = [reads for reads in tuple(_open) if text not in reads.names]
     if new and not is_of_launchers(text) and _reader() is not None:
         for reads in new:
@@ -136,7 +137,7 @@ def is_of_ranks(name: str) -> bool:
 
 
 def _reader() -> FrameType | None:
-    """Who reads; None where that is a module that reads for itself."""
+    """Return the frame that reads the environment; None if its module is one of `_READERS_OF_THEIR_OWN`."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") in (*_WAYS, __name__):
         frame = frame.f_back

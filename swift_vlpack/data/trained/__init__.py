@@ -1,1 +1,1 @@
-"""What is proved on the batches that train: a real one of the loader, with the trainer's own loss and its draws."""
+"""Prove isolation on a real batch of the loader, with the trainer's own loss and random draws."""

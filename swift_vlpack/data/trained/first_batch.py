@@ -1,4 +1,7 @@
-"""A batch as the trainer gets it, against its samples encoded anew: what is not a matter of rounding is equal."""
+"""Compare a batch of the trainer with its samples, encoded again in this process.
+
+Tokens, labels, positions and boundaries must be equal, and pixels up to their last bits.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +24,19 @@ from swift_vlpack.data.rows.samples import Address, Encoded, PackRecord, SampleI
 from swift_vlpack.data.rows.streams import StreamedRows
 
 FARTHEST_ROW = 20_000
-"""Of a stream, which has to be read up to there once more."""
+"""Highest row of a stream whose samples are encoded again: the stream has to be read again from its start."""
 _ENDS, _LONGEST = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
 _OF_LOSS = ("labels", "loss_scale")
 _LAST_BITS = 1e-3
-"""Of pixels and sounds, which may depend on the number of threads; another image differs by far more."""
+"""Tolerance for pixels and sounds: last bits may depend on the number of threads, another image differs by far more."""
 
 
 def encoded_again(feed: Any, record: PackRecord, *, rank: int, num_workers: int) -> list[Encoded] | str:
-    """Encode the samples of a batch in this process, with what was drawn for them; or say why that cannot be done."""
-    if not record.sample_ids:  # of a rank that is dry, which takes part in the step all the same
+    """Encode the samples of a batch again, in this process and with the same random draws.
+
+    Returns the samples, or the reason why they cannot be encoded again.
+    """
+    if not record.sample_ids:  # this rank has no data left, but takes part in the step
         return []
     plan = epoch_plan_of(feed)
     if plan is not None:
@@ -54,13 +60,13 @@ def encoded_again(feed: Any, record: PackRecord, *, rank: int, num_workers: int)
     for key in record.sample_ids:
         if key not in samples:
             return f"{key} cannot be encoded again"
-        of_key = samples[key]  # a row that comes twice may have been drawn otherwise each time
+        of_key = samples[key]  # a row that comes twice may have other random draws each time
         chosen.append(of_key.pop(0) if len(of_key) > 1 else of_key[0])
     return chosen
 
 
 def _of_shares(rows: Any, record: PackRecord, shares: Sequence[Share]) -> Iterator[Any]:
-    """The wanted rows, by whichever reader of this rank has them, and their parts."""
+    """Yield the samples of the batch's rows, or the parts they are cut into, from the shares of this rank's readers."""
     wanted = {key._replace(part=None) for key in record.sample_ids}
     for share in shares:
         if isinstance(rows, StreamedRows):
@@ -83,9 +89,9 @@ def _of_shares(rows: Any, record: PackRecord, shares: Sequence[Share]) -> Iterat
 def difference(
     batch: Mapping[str, Any], samples: Sequence[Encoded], template: Any, record: PackRecord, *, weighs_samples: bool
 ) -> str | None:
-    """What of a batch is not that of its samples; none where all is.
+    """Describe the first difference between a batch and its samples; None if there is none.
 
-    `weighs_samples`: the loss of a sample may be weighted by a number of its own.
+    `weighs_samples` says that training multiplies the loss weights of each sample by a factor of its own.
     """
     row = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
     ends = [0, *accumulate(record.lengths_in_row)]
@@ -115,7 +121,7 @@ def difference(
 
 
 def wrong_by_itself(batch: Mapping[str, Any], record: PackRecord) -> str | None:
-    """What of a batch cannot be right, whatever its samples are."""
+    """Describe a mistake in a batch that shows without its samples: in boundaries or labels; None if there is none."""
     row = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
     ends = [0, *accumulate(record.lengths_in_row)]
     if wrong := _wrong_boundaries(row, ends):
@@ -128,7 +134,7 @@ def wrong_by_itself(batch: Mapping[str, Any], record: PackRecord) -> str | None:
 
 
 def known(sample: Encoded) -> Encoded:
-    """A copy without the columns that the template does not know, for a template that adds to it and takes from it."""
+    """Copy a sample without the columns that the template does not know; the template may change the copy."""
     return {name: value for name, value in sample.items() if name != UNUSED_COLUMNS}
 
 
@@ -144,7 +150,7 @@ def _wrong_boundaries(row: Mapping[str, Any], ends: Sequence[int]) -> str | None
 
 
 def _wrong_loss(row: Mapping[str, Any], sample: Encoded, start: int, end: int, weighs_samples: bool) -> str | None:
-    """The first token of a sample has nothing before it, and is no target."""
+    """Name what differs in a sample's loss, None if nothing does. Its first token is skipped: it is never a target."""
     labels = row["labels"][0, start:end]
     expected = torch.as_tensor(sample["labels"])
     if not torch.equal(labels[1:], expected[1:]) or (start and int(labels[0]) != NO_LABEL):

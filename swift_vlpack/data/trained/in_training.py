@@ -1,9 +1,10 @@
-"""The proof on a batch of the trainer: its loss, its backward and its draws, on a whole row of the plan.
+"""Prove isolation on a whole sequence that trains, with the trainer's own loss, backward and random draws.
 
-(a) The loss of some samples, `watched`: with other tokens and media beside them, of the same lengths and grids, so that
-    the same numbers are drawn, nothing of it may change: hidden states, gradients of every token and every parameter.
-(b) With nothing drawn, the watched samples give what each gives alone by the model's own attention.
-(c) What is drawn for embeddings is as large as it is for each sample alone.
+(a) Compute the loss of every second sample, the `watched` ones. Replace tokens and media of the other samples, and keep
+    lengths and grids, so that the same random numbers are drawn. Nothing of the watched samples may change: neither
+    their hidden states nor the gradients of their tokens and of parameters.
+(b) Switch random draws off: each watched sample must give what it gives alone by the model's own attention.
+(c) Measure the noise drawn for embeddings: it must be as large as it is for each sample alone.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ from swift_vlpack.data.trained.first_batch import known
 from swift_vlpack.data.trained.passes import Pass, Passes
 
 NOISE_LIMIT, STEPS_OF_CHANCE = 0.1, 10
-"""Sizes of noise may differ by a tenth, and by what so many standard deviations of an estimate are."""
+"""Sizes of noise on embeddings may differ by this share, plus this many standard deviations of their estimate."""
 
 NUM_FOR_NOISE = 4
-"""Samples by which the noise of rounding is measured."""
+"""Number of samples on which the effect of rounding is measured."""
 
 Span = tuple[int, int]
 OfAll = Callable[[Callable[[], Any]], list[Any]]
@@ -58,25 +59,25 @@ OfAll = Callable[[Callable[[], Any]], list[Any]]
 
 @dataclass(frozen=True)
 class FirstRow:
-    """A row as the trainer got it, and its samples encoded anew."""
+    """A packed sequence as the trainer got it, and its samples, encoded again."""
 
     inputs: Mapping[str, Any]
     record: PackRecord
     samples: Sequence[Encoded] | str
-    """Or why they could not be."""
+    """The samples, or the reason why they could not be encoded again."""
     template: Any
     is_ordinary: Callable[[int], bool]
 
     @property
     def spans(self) -> list[Span]:
-        """The tokens of each sample."""
+        """Return the range of tokens of each sample."""
         return list(pairwise([0, *accumulate(self.record.lengths)]))
 
     @property
     def watched(self) -> list[int]:
-        """Every second sample, from the second on: each has a neighbour before it, which a causal mask would show.
+        """Return every second sample, from the second on, or the others if these have no targets.
 
-        The others where these have nothing to learn.
+        From the second on, because a sample sees the neighbour before it if the mask is causal and has no boundaries.
         """
         labels = self.inputs["labels"][0]
         has_target = [bool((labels[start + 1 : end] != NO_LABEL).any()) for start, end in self.spans]
@@ -85,18 +86,18 @@ class FirstRow:
 
     @property
     def others(self) -> list[int]:
-        """The samples beside those that are watched."""
+        """Return the samples that are not watched."""
         return [at for at in range(len(self.spans)) if at not in self.watched]
 
     def for_watched(self) -> dict[str, Any]:
-        """The row, of which only the watched samples are learnt."""
+        """Return the inputs with labels of the watched samples only, so that the loss is theirs alone."""
         labels = torch.full_like(self.inputs["labels"], NO_LABEL)
         for start, end in map(self.spans.__getitem__, self.watched):
             labels[0, start:end] = self.inputs["labels"][0, start:end]
         return {**self.inputs, "labels": labels}
 
     def with_other(self, which: Sequence[int]) -> dict[str, Any]:
-        """The same with other tokens and media in some samples. Lengths, grids, positions and targets stay."""
+        """Return `for_watched()` with other tokens and media in the samples `which`; lengths, grids and labels stay."""
         row = self.for_watched()
         row["input_ids"] = row["input_ids"].clone()
         for start, end in map(self.spans.__getitem__, which):
@@ -110,7 +111,7 @@ class FirstRow:
         return row
 
     def alone(self, at: int) -> dict[str, Any]:
-        """One sample as the host collates it un-packed, with the weight that its tokens have in the row."""
+        """Collate one sample as the host does un-packed, with the loss weights that its tokens have in the sequence."""
         assert not isinstance(self.samples, str)
         with layout(self.template, packed=False):
             made: dict[str, Any] = self.template.data_collator([known(self.samples[at])])
@@ -123,13 +124,13 @@ class FirstRow:
 
 
 def _is_token(inputs: Mapping[str, Any]) -> torch.Tensor:
-    """Of an un-packed row of one sample: what is no padding."""
+    """Return a mask of the tokens that are not padding, for a batch of one un-packed sample."""
     mask = inputs.get("attention_mask")
     return mask.bool() if mask is not None and mask.dim() == 2 else torch.ones_like(inputs["labels"], dtype=torch.bool)
 
 
 class Gradients(NamedTuple):
-    """How far gradients are apart, as shares of their length."""
+    """Differences between two computations of the same gradients, as shares of their length."""
 
     loss: float
     inputs: float
@@ -137,34 +138,36 @@ class Gradients(NamedTuple):
 
     @property
     def most(self) -> float:
-        """The worst of all."""
+        """Return the largest of these differences."""
         return worst([self.loss, self.inputs, *self.parts.values()])
 
 
 @dataclass(frozen=True, slots=True)
 class InTraining:
-    """What was measured on a row of the trainer, in units of the hidden states."""
+    """Measurements on one sequence of the trainer, in units of the hidden states."""
 
     num_samples: int
     num_tokens: int
     names: Sequence[str]
-    """Of the watched samples."""
+    """Names of the watched samples."""
     is_encoded_again: bool
     has_drawn: bool
     is_checkpointed: bool
     moved: Sequence[float]
-    """Of watched samples, and then of the others, when those beside them changed."""
+    """Largest change of hidden states: of each watched sample when the others changed, then of each other sample when
+    the watched samples changed."""
     of_changed: Gradients | None
     beside: float
-    """The gradient at tokens of samples that are not learnt, as a share of that of the others."""
+    """Gradient at tokens of samples without a loss, as a share of the gradient at the watched samples; should be 0."""
     gaps: Sequence[Gap]
-    """Between the row and the watched samples alone."""
+    """Differences of hidden states between the sequence and each watched sample alone."""
     of_alone: Gradients | None
     noise_sizes: Sequence[tuple[float, float]]
-    """Of what is drawn for embeddings, in shares of what it is alone, and how far chance may move it."""
+    """Size of the noise drawn for each watched sample's embeddings, relative to the sample alone, and the standard
+    deviation of this estimate."""
     largest: float
     limits: Limits
-    """Of rounding, between the row and its samples alone."""
+    """Limits for rounding, between the sequence and its samples alone."""
     exact: Limits
     """Of what the same kernels compute from the same numbers."""
     dtype: str
@@ -208,7 +211,7 @@ class InTraining:
 
 
 def measured(passes: Passes, row: FirstRow, results_of_all: OfAll) -> InTraining:
-    """Run the passes. Ranks do equally many where parameters are sharded, whatever their rows are."""
+    """Run all passes and return the measurements. If parameters are sharded, all ranks run equally many passes."""
     with untouched(passes.model), torch.enable_grad():
         passes.model.train()
         compared = _Compared(passes, row)
@@ -221,7 +224,7 @@ def measured(passes: Passes, row: FirstRow, results_of_all: OfAll) -> InTraining
 
 
 class _Compared:
-    """The passes of one rank, in two parts, between which ranks agree on how many there are."""
+    """Runs the passes of one rank in two parts; between them, ranks agree on the number of passes."""
 
     result: InTraining
 
@@ -238,7 +241,7 @@ class _Compared:
         )
 
     def begin(self) -> tuple[bool, int]:
-        """The row as it trains; whether it draws, and how many samples are to be run alone."""
+        """Run the sequence as it trains. Returns whether it draws at random, and how many samples to run alone."""
         found: list[Pass] = []
         self.dtype = precision_of(self.passes.model, lambda: found.append(self._packed(self.row.for_watched())))
         self.original = found[0]
@@ -250,7 +253,7 @@ class _Compared:
         return self.has_drawn, self.num_alone
 
     def finish(self) -> None:
-        """All other passes, and what they differ by."""
+        """Run all other passes, compare them, and set `result`."""
         original, model, row = self.original, self.passes.model, self.row
         moved, of_changed, beside, own = self._changed()
         still = original
@@ -300,7 +303,10 @@ class _Compared:
         return self.passes.run(inputs, packed=True, backward=backward)
 
     def _changed(self) -> tuple[list[float], Gradients | None, float, float]:
-        """Change the others, then, forwards only, the watched samples."""
+        """Run the sequence with the other samples changed, then, forward only, with the watched samples changed.
+
+        Returns `moved`, `of_changed` and `beside` of `InTraining`, and how far the changed samples moved themselves.
+        """
         row, original = self.row, self.original
         if len(row.spans) < 2 and not self.passes.is_sharded:
             return [], None, 0.0, 0.0
@@ -314,7 +320,7 @@ class _Compared:
         return moved, apart, self._beside(original), own
 
     def _beside(self, original: Pass) -> float:
-        """The gradient at samples of which nothing is learnt."""
+        """Return the gradient at samples without a loss, as a share of the gradient at the watched samples."""
         if original.of_inputs is None:
             return 0.0
         squares = original.of_inputs.float().square().sum(dim=-1)
@@ -325,7 +331,7 @@ class _Compared:
         return (of[0] / max(of[1], 1e-30)) ** 0.5 if of[1] > 0 else 0.0
 
     def _of_watched(self, whole: Pass) -> list[Pass]:
-        """The watched samples of a row, each by itself."""
+        """Cut the results of the watched samples out of a pass."""
         spans = [slice(*self.row.spans[at]) for at in self.watched]
         return [
             replace(
@@ -339,9 +345,10 @@ class _Compared:
         ]
 
     def _alone(self, numbers: Sequence[int]) -> list[Pass]:
-        """Watched samples of these numbers as the host runs them un-packed.
+        """Run the watched samples of these numbers alone, as the host does without packing.
 
-        Beyond those that there are, the row once more: ranks with sharded parameters do equally many passes.
+        For a number past the last sample, run the sequence again and drop the result: ranks with sharded parameters
+        must run equally many passes.
         """
         made = []
         for number in numbers:
@@ -355,7 +362,10 @@ class _Compared:
         return made
 
     def _for_noise(self) -> list[int]:
-        """The shortest watched samples, of all media first: on all ranks equally many where parameters are sharded."""
+        """Choose watched samples on which rounding is measured: the shortest with each kind of media, then more.
+
+        If parameters are sharded, adds numbers past the last sample (see `_alone`): all ranks return equally many.
+        """
         samples = self.encoded
         by_length = sorted(range(len(samples)), key=lambda number: int(samples[number]["length"]))
         of_kinds = {kinds_of_media(samples[number]): number for number in by_length[::-1]}
@@ -364,16 +374,22 @@ class _Compared:
         return few + [self.num_alone] * missing
 
     def _attention_for(self, num_tokens: int) -> str:
-        """Without checkpointing all layers keep their weights of attention for the backward."""
+        """Return the attention for a sample alone: the model's own, or sdpa if the sample is too long for it.
+
+        Without checkpointing less fits into memory, because all layers keep their attention weights for the backward.
+        """
         longest = longest_for_own(self.passes.model, is_trained=not self.is_checkpointed)
         return OWN if num_tokens <= longest else QUICK
 
     def _long(self) -> list[int]:
-        """Watched samples whose own attention would take too much memory."""
+        """Return the watched samples that are too long for the model's own attention."""
         return [at for at in self.watched if self._attention_for(self.row.record.lengths[at]) != OWN]
 
     def _is_quick_equal(self) -> bool:
-        """sdpa drops what some models ask for, so it is compared on the shortest sample before it stands in."""
+        """Return whether sdpa equals the model's own attention on the shortest watched sample.
+
+        Compared before sdpa replaces the model's own attention, because it ignores what some models ask of attention.
+        """
         hidden = []
         shortest = min(self.watched, key=lambda at: self.row.record.lengths[at], default=0)
         with repeatable_training(self.passes.model):
@@ -387,7 +403,7 @@ class _Compared:
         return not hidden or gap_of(*hidden).over_tokens <= limit * max(1.0, float(hidden[0].abs().max()))
 
     def _embedded_alone(self) -> list[torch.Tensor]:
-        """The embeddings of each watched sample, drawn for it alone."""
+        """Return the embeddings of each watched sample, with noise drawn for the sample alone."""
         if not self.has_drawn or self.passes.is_sharded:
             return []
         embed, ids = self.passes.model.get_input_embeddings(), self.row.inputs["input_ids"]
@@ -430,7 +446,10 @@ class _Compared:
 
 
 def _has_rates(model: torch.nn.Module) -> bool:
-    """Whether a rate is above 0, which a kernel of its own may mind without drawing where it could be seen."""
+    """Return whether any rate of random draws is above 0.
+
+    A custom kernel may draw by such a rate without using torch's generators, where `Pass.has_drawn` would see it.
+    """
 
     def rates() -> list[Any]:
         owners = [*model.modules(), *configs_of(model)]
@@ -466,7 +485,11 @@ class _Joined(NamedTuple):
 
 
 def _joined(samples: Sequence[Pass], gradient: Mapping[str, torch.Tensor] | None = None) -> _Joined:
-    """What samples give together. Of a row the gradient of parameters is known as a whole."""
+    """Join the gradients of samples, to compare a sequence with its samples alone.
+
+    Gradients at tokens are concatenated. Those of parameters are added up, unless `gradient` is given: a sequence has
+    one gradient of parameters for all its samples.
+    """
     loss, inputs = (
         torch.cat(parts) if parts and all(part is not None for part in parts) else None  # type: ignore[arg-type]
         for parts in ([one.of_loss for one in samples], [one.of_inputs for one in samples])
@@ -483,7 +506,7 @@ def _apart(one: _Joined, other: _Joined) -> Gradients:
 
 
 def _share(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
-    """What two gradients differ by, as a share of the larger."""
+    """Return the difference of two gradients as a share of the larger; 1 if only one of them exists."""
     if one is None and other is None:
         return 0.0
     if one is None or other is None:
@@ -493,7 +516,7 @@ def _share(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
 
 
 def prove_in_training(of: InTraining) -> None:
-    """Raise `IsolationError` at the first thing that is wrong. `not <=`, so that NaN is wrong, too."""
+    """Raise `IsolationError` at the first failure. Compares by `not <=`, so that NaN fails, too."""
     limits, exact = of.limits, of.exact
     equal_alone = all(map(limits.allow, of.gaps)) and (of.of_alone is None or of.of_alone.most <= limits.gradient)
     without = " With nothing drawn, the samples are right." if of.has_drawn and of.gaps and equal_alone else ""

@@ -1,4 +1,4 @@
-"""One forward and backward as training runs them, and what it gave to every token of the row."""
+"""Run one forward and backward as training does, and keep their results for every token of the sequence."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ import numpy as np
 import torch
 
 NUM_KEPT = 2**16
-"""Numbers of a parameter's gradient that are compared: of a larger one every n-th."""
+"""Most values of a parameter's gradient that are kept to be compared; of a larger gradient every n-th."""
 _HIDDEN, _OF_LOSS, _OF_INPUTS, _EMBEDDED = "hidden", "of_loss", "of_inputs", "embedded"
 
 ComputeLoss = Callable[[Mapping[str, Any], bool], torch.Tensor]
-"""The trainer's loss of collated samples, packed or not, with autocast and all else that it does to a batch."""
+"""Computes the trainer's loss of collated samples, packed or not, with autocast and all that the trainer does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What one pass gave. Tensors of tokens are (num_tokens, width)."""
+    """The results of one pass. Per-token tensors are (num_tokens, width)."""
 
     loss: float
     hidden: torch.Tensor
-    """What the last layer gives, of which logits are made."""
+    """Output of the last layer, from which the head computes logits."""
     of_loss: torch.Tensor | None
-    """The gradient of the loss for that; none without a backward."""
+    """Gradient of the loss with respect to `hidden`; None without a backward."""
     of_inputs: torch.Tensor | None
-    """The gradient of the loss for what the first layer reads: the whole backward of the layers went into it."""
+    """Gradient of the loss with respect to the input of the first layer, at the end of the layers' whole backward."""
     embedded: torch.Tensor | None
-    """The embeddings of the tokens, with what is drawn for them."""
+    """Embeddings of the tokens, with the noise that is drawn for them."""
     gradient: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Of trained parameters, in part."""
+    """Gradients of trained parameters, by name; at most `NUM_KEPT` values of each."""
     has_drawn: bool = False
-    """Whether anything was drawn at random."""
+    """True if anything was drawn at random."""
 
 
 class CannotSee(Exception):
-    """The layers of a model of its own making cannot be looked into."""
+    """The hidden states of a model's layers cannot be captured."""
 
 
 class Passes:
-    """Runs a model by the trainer's loss, and leaves no gradient on it."""
+    """Runs a model with the trainer's loss, and leaves no gradient on it."""
 
     def __init__(
         self,
@@ -54,9 +54,10 @@ class Passes:
         *,
         has_engine: bool = False,
     ) -> None:
-        """`scale` is what training multiplies a loss with before its backward, for gradients in 16 bits.
+        """Take a model and the trainer's loss.
 
-        `has_engine`: gradients of parameters go to an engine, which must not hear of these.
+        `scale` multiplies a loss before its backward as training does, for gradients in 16 bits. `has_engine` says that
+        an engine (DeepSpeed) receives the gradients of parameters in the backward; it must not see those of a proof.
         """
         self.model = model
         self.compute_loss = compute_loss
@@ -68,7 +69,10 @@ class Passes:
             self.why_no_parameters = "something else takes them in the backward"
 
     def run(self, inputs: Mapping[str, Any], *, packed: bool, backward: bool = True, seed: int = 0) -> Pass:
-        """One pass, its backward too unless told otherwise; with the same seed it draws the same."""
+        """Run one pass; equal seeds give equal random draws.
+
+        Raises `CannotSee` if the hidden states of the model cannot be captured.
+        """
         _seed_all(seed)
         before = _states_of_torch()
         with (
@@ -93,10 +97,11 @@ class Passes:
 
     @contextmanager
     def _parameters(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Take the gradient of each trained parameter away as soon as it is there.
+        """Collect the gradient of each trained parameter, and clear `.grad` at once; restore everything afterwards.
 
-        `torch.autograd.grad` would not touch `.grad`, and cannot be used with reentrant checkpointing. Where others
-        wait for gradients (an engine, an optimizer that steps in the backward), parameters are frozen for the time.
+        `torch.autograd.grad` would not touch `.grad`, but does not work with reentrant checkpointing. If something else
+        receives gradients in the backward (an engine, an optimizer step), parameters are frozen and nothing is
+        collected.
         """
         found: dict[str, torch.Tensor] = {}
         trained = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
@@ -119,7 +124,7 @@ class Passes:
 
 
 def _layers_of(model: Any) -> torch.nn.Module:
-    """The layers of the language model, without the head: the largest stack in what the model calls its decoder."""
+    """Return the module around the language model's layers, without the head: around the decoder's largest stack."""
     while hasattr(model, "get_decoder") and (inner := model.get_decoder()) is not model:
         model = inner
     stacks = {name: one for name, one in model.named_modules() if isinstance(one, torch.nn.ModuleList)}
@@ -129,7 +134,7 @@ def _layers_of(model: Any) -> torch.nn.Module:
 
 
 def _is_waited_for(model: torch.nn.Module) -> bool:
-    """Whether a backward does more than to fill `.grad`, as where an optimizer steps in it."""
+    """Return whether hooks wait for gradients of parameters, such as an optimizer that steps in the backward."""
     trained = [one for one in model.parameters() if one.requires_grad]
     return any(getattr(one, "_post_accumulate_grad_hooks", None) or one._backward_hooks for one in trained)
 
@@ -144,7 +149,7 @@ def _take(found: dict[str, torch.Tensor], name: str, parameter: torch.Tensor) ->
 
 @contextmanager
 def _seen(model: Any, decoder: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Note what goes into the layers of the model and comes out, and the gradients there."""
+    """Capture the embeddings, the output of the layers, and the gradients at their input and output."""
     seen: dict[str, torch.Tensor] = {}
 
     def gradient(name: str, tensor: torch.Tensor) -> None:
@@ -152,7 +157,7 @@ def _seen(model: Any, decoder: torch.nn.Module) -> Iterator[dict[str, torch.Tens
             seen[name] = grad.detach()[0].clone()
 
         if not tensor.requires_grad:
-            tensor.requires_grad_(True)  # frozen embeddings; what the layers do to them is looked at all the same
+            tensor.requires_grad_(True)  # frozen embeddings: their gradient shows the layers' backward all the same
         tensor.register_hook(note)
 
     def embedded(module: Any, args: Any, made: torch.Tensor) -> None:
