@@ -48,7 +48,7 @@ class Launch:
     command: list[str]
     environ: dict[str, str]
     flags: list[str]
-    """Those of ms-swift in the command."""
+    """The flags for ms-swift in `command`."""
     config: PackingConfig
 
 
@@ -90,7 +90,7 @@ def check_launch(launch: Launch | RunLaunch) -> None:
 
 
 def is_our_plugin(path: str) -> bool:
-    """Whether the file is the plugin of this package, by its content: a copy or another checkout of it counts."""
+    """Tell whether the file is this package's plugin. The content decides, so copies and other checkouts count too."""
     file = Path(path)
     return file.is_file() and file.read_bytes() == plugin_path().read_bytes()
 
@@ -142,10 +142,10 @@ def _num_ranks(environ: Mapping[str, str]) -> int:
 
 
 def _taken_apart(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str], dict[str, str], PackingConfig]:
-    """The run as flags of ms-swift alone, its environment, in which the packing options are, and these, checked."""
+    """Return ms-swift's flags, the environment with the packing options in it, and the checked packing options."""
     flags, rest = split_flags(argv)
     path = rest.pop(0) if rest and rest[0].endswith(OF_TRAINING) else None
-    if rest and not rest[0].startswith("--"):  # the last list in the file would swallow it
+    if rest and not rest[0].startswith("--"):  # it would become part of the file's last list
         raise ConfigError(loose_word(rest[0]))
     content = {} if path is None else _read(path)
     variables = {**_variables(content.pop("ENV", None), path, environ), **environ}

@@ -26,9 +26,9 @@ OF_TRAINING = (".yaml", ".yml", ".json")
 """Endings of a training file, by which ms-swift knows it."""
 _HUBS = ("hf::", "ms::")
 _MOST_NAMES = 10_000
-"""Of a folder that are compared with one that is missing; a folder of images may have millions."""
+"""Most names of a folder to search for one like a missing name; a folder of images may have millions."""
 PLUGINS = ("external_plugins", "custom_register_path", "custom_dataset_info")
-"""Options whose files may register data sets and tuners that are known to the training process alone."""
+"""Options with files that may register data sets and tuners, which only the training process then knows."""
 
 
 def given_options(flags: Sequence[str]) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def _most_values(name: str, known: Mapping[str, Any]) -> int:
 
 
 def loose_word(word: str) -> str:
-    """Return the error about a word that stands where none can."""
+    """Return the error about a word that belongs to no option."""
     path = Path(word)
     if path.suffix in (".yaml", ".yml"):
         return f"{word}: give one training file, as the first word; options come after it"
@@ -113,7 +113,7 @@ class Registered(NamedTuple):
 def check_run(
     options: Mapping[str, Any], config: PackingConfig, registered: Registered, *, is_training: bool = True
 ) -> None:
-    """Refuse what cannot become a run, by all that is known without a model or a network.
+    """Refuse a run that cannot work, as far as that can be known without a model or the network.
 
     `options` are ms-swift's, by name; those that are absent have their default. A run that is no training writes
     nothing into its output folder.
@@ -128,7 +128,7 @@ def check_run(
         raise ConfigError(
             f"--tuner_type must be one of {', '.join(sorted(tuners))}, got {tuner!r}{did_you_mean(tuner, tuners)}"
         )
-    if options.get("use_ray"):  # a cluster runs it, with folders of its own
+    if options.get("use_ray"):  # a cluster runs it, and has its own folders
         return
     try:
         _check_paths(options, sources, config, registered, is_training=is_training)
@@ -343,7 +343,7 @@ def _is_path(name: str) -> bool:
 
 
 def _has_content(path: str) -> bool:
-    """Look for a first row; what is no text is left to its reader."""
+    """Refuse a file without a row; a file that is no text is left to its own reader."""
     if not path.endswith((".jsonl", ".json", ".csv", ".txt")):
         return True
     with open(path, "rb") as file:

@@ -38,25 +38,25 @@ class Flag(NamedTuple):
 
     @property
     def takes_list(self) -> bool:
-        """Whether any number of values may follow it."""
+        """Tell whether the flag takes any number of values."""
         return re.search(r"\b[Ll]ist\[", ast.unparse(self.annotation)) is not None
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The only values that it takes, as they are typed; none where it takes any."""
+        """Return the only values that the flag takes, as they are typed; empty if it takes any."""
         if not re.match(r"(?:Optional\[)?Literal\[", ast.unparse(self.annotation)):
             return ()
         return tuple(str(part.value) for part in ast.walk(self.annotation) if isinstance(part, ast.Constant))
 
 
 def flag_names() -> frozenset[str]:
-    """All of them; none where this ms-swift or transformers is built in a way that cannot be read."""
+    """Return the names of all flags; empty if the source of this ms-swift or transformers cannot be read."""
     return frozenset(flags())
 
 
 @cache
 def flags() -> dict[str, Flag]:
-    """The same with what is declared of each."""
+    """Return all flags with their declarations; empty if the source cannot be read."""
     try:
         return dict(_fields("swift.arguments", "SftArguments"))
     except (_Lost, OSError, SyntaxError, ValueError):
@@ -78,7 +78,7 @@ def tuner_types() -> frozenset[str]:
 
 
 def _fields(module: str, name: str) -> Iterator[tuple[str, Flag]]:
-    """Those of the bases first, the first base last: what Python finds first has the last word."""
+    """Yield the fields of the bases before those of the class, the first base last, so that overrides win."""
     place, found = _class(module, name)
     for base in reversed(found.bases):
         if isinstance(base, ast.Name) and base.id not in ("object", "ABC"):

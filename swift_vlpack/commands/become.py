@@ -60,7 +60,7 @@ def run_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[arg
 
 
 def is_quiet(args: argparse.Namespace) -> bool:
-    """Whether nobody asked for the lines of ms-swift, by `--verbose` or its own variable."""
+    """Tell whether ms-swift's log lines stay hidden: neither `--verbose` nor `LOG_LEVEL` is given."""
     return not args.verbose and "LOG_LEVEL" not in os.environ
 
 

@@ -15,10 +15,10 @@ _UNKNOWN = re.compile(r"(?:invalid choice: '|unrecognized arguments: )([^' ]+)")
 
 
 class Parser(argparse.ArgumentParser):
-    """Says a mistake in one line, without the usage, and what was meant."""
+    """Report a mistake in one line, without the usage, and suggest the word that was meant."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse would print and leave with."""
+        """Raise `ConfigError` where argparse would print the usage and exit."""
         match = _UNKNOWN.search(message)
         raise ConfigError(f"{message}{did_you_mean(match[1], _words_of(self)) if match else ''}")
 

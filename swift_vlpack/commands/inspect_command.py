@@ -141,7 +141,7 @@ def _terminal() -> dict[str, Any]:
 
 
 def _is_of_blocks(argv: Sequence[str]) -> bool:
-    """Tell whether a data set is named, and nothing of a run, which has a model."""
+    """Tell whether the flags name a data set of blocks: `--dataset`, and no flag of a run, such as `--model`."""
     names = {flag.split("=")[0] for flag in argv}
     is_run = names & {"--model", "--config", "--run", "--ckpt_dir", "--resume_from_checkpoint"} or any(
         flag.endswith((".yaml", ".yml")) for flag in argv

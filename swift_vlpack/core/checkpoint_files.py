@@ -1,4 +1,4 @@
-"""The files of a checkpoint: recorded when it is written, compared before anything of it is loaded.
+"""Record the files of a checkpoint when it is written, and compare them before anything is loaded from it.
 
 The ranks share the reading: each distinct file is read by one rank that sees it. So folders that all ranks share, and
 disks that each node has for itself, are the same case.
@@ -20,17 +20,17 @@ from swift_vlpack.core.comm import Comm
 from swift_vlpack.core.envelope import Named, Whole
 
 Records = Mapping[str, Sequence[Sequence[Any]]]
-"""For every file, by its path in the checkpoint, what it may be: [bytes, digest], once for each node that differs."""
+"""Maps a file, by its path in the checkpoint, to pairs [bytes, digest]: one for each version that some node wrote."""
 RECORDS = Named([(Whole(), str)])
 """The shape of records in a saved state."""
 BYTES_OF_PIECE = 64 * 1024**2
-"""Read at a time. Pieces of one file are read side by side, so that a single large file is no bottleneck."""
+"""Bytes of one piece. Pieces of a file are read in parallel, so that a single large file is no bottleneck."""
 NUM_THREADS = 4
 _HEADER_OF_SAFETENSORS = 8
 
 
 class Seen(NamedTuple):
-    """A file as one rank sees it. Two ranks that see the same values see the same file."""
+    """Identify a file: two ranks that see equal values see the same file, on a disk that they share."""
 
     size: int
     inode: int
@@ -38,7 +38,7 @@ class Seen(NamedTuple):
 
 
 def recorded(folder: Path, comm: Comm, without: Collection[str] = ()) -> dict[str, list[list[Any]]]:
-    """Sizes and digests of all files below a folder; all ranks have to call it and get the same."""
+    """Return sizes and digests of all files below a folder. All ranks must call it; all get the same result."""
     everyone = comm.results_of_all(lambda: _seen(folder, without))
     mine = shares(everyone)[comm.rank]
     records: dict[str, list[list[Any]]] = {}
@@ -51,7 +51,7 @@ def recorded(folder: Path, comm: Comm, without: Collection[str] = ()) -> dict[st
 
 
 def damages(folder: Path, records: Records, comm: Comm) -> list[str]:
-    """Describe every file that is not what was recorded, each with its path; all ranks get the same."""
+    """Describe, with its path, every file that differs from its record. All ranks must call it; all get the same."""
     everyone = comm.results_of_all(lambda: {name: seen for name, seen in _seen(folder).items() if name in records})
     mine = shares(everyone)[comm.rank]
     lost = [f"{folder / name} is missing" for name in records if not any(name in seen for seen in everyone)]
@@ -80,10 +80,10 @@ def shares(everyone: Sequence[Mapping[str, Seen]]) -> list[list[str]]:
 
 
 def digest_of_file(path: Path) -> str:
-    """16 hexadecimal digits of the checksums of all pieces.
+    """Return a digest of 16 hexadecimal digits, made of the CRC-32 of every piece.
 
-    CRC-32, which finds every flipped bit and reads several times as many bytes a second as a cryptographic digest: this
-    is about disks and copies, not about somebody who forges a checkpoint.
+    CRC-32 finds every flipped bit, and is several times faster than a cryptographic digest. The digest finds damage by
+    disks and copies; it does not protect against a forged checkpoint.
     """
     starts = range(0, path.stat().st_size, BYTES_OF_PIECE)
     with ThreadPoolExecutor(NUM_THREADS) as threads:
@@ -114,7 +114,7 @@ def _names(folder: Path) -> Iterator[str]:
     for below, _, names in os.walk(folder):
         for name in names:
             path = Path(below, name)
-            # Not half of a file that is being written, nor one that NFS keeps for a while; a link may lead nowhere.
+            # Skip half-written files, files that NFS keeps after deletion, and links that lead nowhere.
             if not name.endswith(".partial") and not name.startswith(".nfs") and path.is_file():
                 yield path.relative_to(folder).as_posix()
 

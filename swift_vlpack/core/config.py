@@ -41,7 +41,10 @@ _NONE = ("none", "null", "")
 
 
 _PACKS, _OBJECTIVE = "packs", "objective"
-"""What an option may decide that a saved state depends on: who shares a pack, what of the samples is trained."""
+"""Values of `decides`, for options that a resume must not change.
+
+Such an option decides which samples share a pack, or what of the samples is trained.
+"""
 
 
 def _option(default: Any, text: str, choices: tuple[str, ...] = (), decides: str = "") -> Any:
@@ -173,7 +176,7 @@ class PackingConfig:
         return self._deciding(_PACKS)
 
     def objective(self) -> dict[str, Any]:
-        """The options that decide what of the samples is trained; a run goes on only under the same ones."""
+        """Return the options that decide what of the samples is trained; a resume must not change them."""
         return self._deciding(_OBJECTIVE)
 
     def _deciding(self, what: str) -> dict[str, Any]:

@@ -142,7 +142,7 @@ def _short(value: Any) -> str:
 
 
 def shown_value(values: Mapping[str, Any], name: str) -> str:
-    """A value in an error; one that is not there is another thing than one that is None."""
+    """Return the value as an error shows it: a missing name is `absent`, which is not the same as None."""
     return repr(values[name]) if name in values else "absent"
 
 

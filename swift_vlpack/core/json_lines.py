@@ -20,7 +20,7 @@ _NO_ROW = "there is no row in it"
 
 
 def read(path: Path, start: int = 0) -> Iterator[Any]:
-    """The values of a file from a byte on; none where it cannot be read."""
+    """Yield the values of a file from the byte `start` on; nothing if the file cannot be read."""
     with suppress(OSError), path.open("rb") as file:
         file.seek(start)
         yield from parsed(file)
@@ -34,9 +34,9 @@ def parsed(lines: Iterable[bytes]) -> Iterator[Any]:
 
 
 def broken_line(path: Path) -> tuple[int, str] | None:
-    """Find the first line of a file of JSON, counted from 1, that is no row, and what is wrong with it."""
+    """Find the first line that is no row. Returns its number, from 1, and what is wrong; None if all are rows."""
     with path.open("rb") as file:
-        if path.suffix == ".json" and file.read(1 << 16).lstrip()[:1] == b"[":  # a list of rows, over any lines
+        if path.suffix == ".json" and file.read(1 << 16).lstrip()[:1] == b"[":  # one list of all rows
             return _broken_list(path)
         file.seek(0)
         num_rows = 0
@@ -44,7 +44,7 @@ def broken_line(path: Path) -> tuple[int, str] | None:
             num_rows += bool(line.strip())
             try:
                 row = json.loads(line) if line.strip() else {}
-            except ValueError as error:  # of its text, or of its letters
+            except ValueError as error:  # no JSON, or no UTF-8
                 return number, f"not JSON ({getattr(error, 'msg', error)})"
             if not isinstance(row, dict):
                 return number, f"a row must be an object, got {line.decode().strip()[:40]}"

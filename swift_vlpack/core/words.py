@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
 INSTALL = "`pip install .` in a checkout of swift_vlpack"
-"""The way to get all that this package needs; it has no name on an index yet, which anybody could take."""
+"""Install from a checkout, because the package is on no index yet, and anybody could take its name there."""
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:

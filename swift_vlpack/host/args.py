@@ -40,7 +40,7 @@ OVERFLOW = "_vlpack_overflow"
 OURS = (SftArguments, PretrainArguments)
 """`swift sft`, and `swift pt`, which is the same with two other defaults; other commands have subclasses of these."""
 _NO_ARCHITECTURE = "null"
-"""What ms-swift notes of a model type that names none."""
+"""ms-swift stores this as the architecture of a model type that has none."""
 OWN_ATTENTION = (None, "sdpa", "eager", attention.NAME)
 
 
@@ -77,16 +77,16 @@ def settle_options(args: Any) -> None:
 
 
 def _refuse_unknown_types(args: Any) -> None:
-    """Name what was meant: ms-swift would print all of its several hundred types."""
+    """Refuse an unknown type and suggest the one that was meant; ms-swift would print its several hundred types."""
     for name, known in (("model_type", MODEL_MAPPING), ("template", TEMPLATE_MAPPING)):
         if (given := getattr(args, name)) and given not in known:
             raise ConfigError(f"--{name} {given} is nothing that ms-swift knows{did_you_mean(given, known)}")
 
 
 def _read_training_file_again() -> None:
-    """Refuse a file with a key that is given twice, of which ms-swift took the last."""
+    """Refuse a training file that gives a key twice, because ms-swift silently took the last value."""
     path = os.environ.get(CONFIG_FILE)
-    if path and os.path.isfile(path):  # it may have been a file of the moment
+    if path and os.path.isfile(path):  # a temporary file may be gone by now
         read_yaml(Path(path), path)
 
 
@@ -165,7 +165,7 @@ def portable(args: Any) -> Any:
 def prepare_args(args: Any, *, flash_check: Callable[[Any], None]) -> None:
     """Check a packed run before anything is loaded, and bring its arguments into the shape packing needs."""
     config = packing_config(args)
-    refuse_combinations(vars(args), config)  # again: what the task is may follow from the model
+    refuse_combinations(vars(args), config)  # again, because the task may follow from the model
     _refuse_another_model(args)
     if config.fusion_config is not None:
         args.dataset = [spec.dataset for spec in read_fusion_config(config.fusion_config).sources]
@@ -180,9 +180,9 @@ def prepare_args(args: Any, *, flash_check: Callable[[Any], None]) -> None:
 
 
 def _refuse_another_model(args: Any) -> None:
-    """Compare `--model_type` with the architecture that the model's config.json names, as far as ms-swift knows it.
+    """Refuse a `--model_type` for another architecture than config.json names, if ms-swift knows that architecture.
 
-    ms-swift believes the option: it would load weights into another architecture, and encode rows by its template.
+    ms-swift trusts the option. It would load the weights into the wrong architecture, and use the wrong template.
     """
     own = args.model_meta.architectures
     found = (PretrainedConfig.get_config_dict(args.model_dir)[0].get("architectures") or [None])[0]

@@ -1,4 +1,4 @@
-"""Show a user of a training run lines in ms-swift's log, and one line for a mistake."""
+"""Show our log lines in ms-swift's log, and a user's mistake as one line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXIT_USAGE = 2
 _FORESEEN = (VLPackError, OSError, ValueError, ImportError)
 """Causes of our errors that are no bug of ours."""
 _OF_ARGUMENTS = "swift.arguments"
-"""The package in which ms-swift reads its options, and looks for the model."""
+"""The package in which ms-swift reads its options and looks up the model."""
 _NO_ANSWER = frozenset(
     (
         "ConnectionError",
@@ -35,7 +35,7 @@ class Refused(VLPackError):
 
 @contextmanager
 def said_by_swift(what: str, names: Sequence[str] = ()) -> Iterator[None]:
-    """Turn an error by which ms-swift, or a library below it, refuses an input into one line.
+    """Turn an error by which ms-swift, or a library that it calls, refuses an input into one line.
 
     `names` are what may have been looked for on a hub.
     """
@@ -50,7 +50,7 @@ def said_by_swift(what: str, names: Sequence[str] = ()) -> Iterator[None]:
 
 
 def refusal(error: BaseException, what: str, names: Sequence[str] = ()) -> str:
-    """Say in one line what ms-swift refuses; `what` tells its part in it."""
+    """Return one line about an error of ms-swift; `what` is the rest of "ms-swift ...", as "refuses the options"."""
     if not is_of_network(error):
         return f"ms-swift {what}: {one_line(error)}"
     hub = "ModelScope"
@@ -67,7 +67,10 @@ def refusal(error: BaseException, what: str, names: Sequence[str] = ()) -> str:
 
 
 def is_of_network(error: BaseException | None) -> bool:
-    """Whether the error, or its cause, is that no answer came; each library has classes of its own for that."""
+    """Tell whether the error, or one that caused it, is that the network gave no answer.
+
+    Goes by class names, because every library has its own classes for such errors.
+    """
     if error is None:
         return False
     names = {base.__name__ for base in type(error).__mro__}
@@ -85,9 +88,9 @@ class _ToSwift(logging.Handler):
 
 
 def join_log() -> None:
-    """Give the lines of the layers that do not know ms-swift its prefix, file and level. Twice is as once.
+    """Send log lines of rooms that do not import ms-swift through its logger, with its prefix, file and level.
 
-    What every rank would say alike is said where ms-swift speaks, on the first; about a row its own rank speaks.
+    Idempotent. Lines that are equal on all ranks come from the first rank only; a line about a row comes from its rank.
     """
     from swift.utils import get_logger
 

@@ -1,6 +1,6 @@
-"""What ms-swift's options say of what is trained: a resume refuses another objective, and warns of other settings.
+"""List ms-swift's options that define the objective: a resume refuses a change of these, and warns of other settings.
 
-This table and `decides` of packing options (core/config.py) are the one list; docs/resume.md shows it.
+These tables and `decides` of packing options (core/config.py) are the only list; docs/resume.md repeats it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OF_PARAMETERS = (
     *("freeze_parameters_ratio", "trainable_parameters", "trainable_parameters_regex"),
 )
 REFUSED = (*OF_LOSS, *OF_EXPERTS, *OF_TEMPLATE, *OF_PARAMETERS)
-"""The objective: the loss, what of a row is a target, which parameters are trained."""
+"""Options that define the objective: the loss, which tokens are targets, which parameters are trained."""
 
 _OF_ADAPTER = "the adapter of the checkpoint keeps the saved value"
 _OF_OPTIMIZER = "the optimizer of the checkpoint keeps the saved value"
@@ -47,7 +47,7 @@ WARNED = {
     **dict.fromkeys(("learning_rate", "vit_lr", "aligner_lr", "lorap_lr_ratio"), _OF_OPTIMIZER),
     **dict.fromkeys(("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"), _OF_OPTIMIZER),
 }
-"""How the objective is trained, and which of two values counts after a resume."""
+"""Options that change how the objective is trained, with the value that counts after a resume."""
 
 BEFORE_IT_WAS_SAVED = {
     "mask_boundary_loss": True,
@@ -57,16 +57,19 @@ BEFORE_IT_WAS_SAVED = {
     "packing_min_len": 1,
     "ratio_by": "rows",
 }
-"""Values of a checkpoint of an earlier version, which saved them only where they were others."""
+"""Values to assume for options that a checkpoint lacks: earlier versions saved only changed ones."""
 
 
 def objective_of(args: Any) -> dict[str, Any]:
-    """The values of a run that a checkpoint keeps."""
+    """Return the values of these options, as a checkpoint keeps them."""
     return {name: content_of(getattr(args, name, None)) for name in (*REFUSED, *WARNED)}
 
 
 def refused_values(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Both fingerprints without what is only warned of, and without what an earlier version did not save."""
+    """Return both fingerprints with only the values on which a difference is refused.
+
+    Options that only give a warning are left out, and so are options that an earlier version did not save.
+    """
     before = {name: value for name, value in BEFORE_IT_WAS_SAVED.items() if name in current}
     not_saved = {name for name in (*REFUSED, "packing_loss") if name not in saved}
     left_out = {*WARNED, *not_saved}
@@ -76,7 +79,7 @@ def refused_values(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tupl
 
 
 def warning_of_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str | None:
-    """Name the settings that differ, with both values and which of them counts."""
+    """Return a warning with the settings that differ, both values, and which value counts; None if all are equal."""
     kept = [name for name in differing_fields(saved, current) if name in WARNED and name in saved and name in current]
     if not kept:
         return None

@@ -127,9 +127,9 @@ def _unmeasured_rows(
 
 
 def _same_sources(args: Any, config: PackingConfig) -> tuple[list[RowSource], Any]:
-    """The sources and the validation rows, if the files that training rows name are the same on all ranks."""
+    """Load the sources and the validation rows. Stops if files that training rows name differ between ranks."""
     sources, val_rows = load_sources(args, config)
-    # Before the length pass: it would remember for all what one rank does not have.
+    # Before the length pass, because a rank that lacks a file would have the failure remembered for all ranks.
     for source in sources:
         check_same_files(source, RanksOfRun())
     return sources, val_rows
@@ -205,7 +205,7 @@ def _validation(rows: Any, pipeline: Any, config: PackingConfig) -> Any:
     source = RowSource(name="validation", rows=rows)
     with without_model(template):
         sized = with_lengths(source, template, args, config.packing_cache_dir)
-    # Whole rows, and all of them: batches of rows are averaged, and there is no next epoch for a remainder.
+    # Evaluate all rows, uncut, because evaluation averages batches of rows, and has no next epoch for a remainder.
     strategy = "greedy" if config.packing_strategy == WINDOW else config.packing_strategy
     everything = dataclasses.replace(
         config,

@@ -33,13 +33,13 @@ OF_A_MACHINE = (
     *("log_level", "disable_tqdm", "run_name", "report_to", "project", "trackio_", "swanlab_", "ray_"),
     *("hub_", "push_to_hub", "use_hf", "local_repo_path", "check_model", "ignore_args_error"),
 )
-"""Beginnings of names of options that ranks may have each for itself: devices, processes, logs, hubs."""
+"""Prefixes of options that may differ between ranks: devices, processes, logs, hubs."""
 OF_A_MACHINE_AT_THE_END = ("_token", "_dir", "_num_proc")
-"""Ends of such names: secrets, paths to write to, processes."""
+"""Suffixes of options that may differ between ranks: secrets, output paths, processes."""
 COMPARED_BY_CONTENT = (
     *("model", "dataset", "val_dataset", "custom_dataset_info", "fusion_config", "resume_from_checkpoint"),
 )
-"""Paths that each machine may have elsewhere: parameters, rows and checkpoints are compared in their place."""
+"""Paths that may differ between machines: parameters, rows and checkpoints are compared instead."""
 NUM_PARAMETERS_NAMED = 3
 _counted_as: ContextVar[int | None] = ContextVar("counted_as", default=None)
 
@@ -112,16 +112,16 @@ class RanksOfRun:
 
     @property
     def rank(self) -> int:
-        """The number of this one."""
+        """Return the number of this rank."""
         return rank()
 
     @property
     def num_ranks(self) -> int:
-        """How many there are."""
+        """Return the number of ranks."""
         return num_ranks()
 
     def results_of_all(self, work: Callable[[], Result]) -> list[Result]:
-        """Do the work on every rank and give everyone all results, in order of rank."""
+        """Do the work on every rank. Returns the results of all ranks, in order of rank."""
         return results_of_all(work)
 
 
@@ -131,7 +131,7 @@ def check_equal(what: str, mine: Mapping[str, Any]) -> None:
 
 
 def refuse_differences(what: str, everyone: Sequence[Mapping[str, Any]]) -> None:
-    """Raise an error that names what differs, unless what all ranks gave is the same."""
+    """Raise `RanksDiffer`, naming what differs, unless all ranks gave the same values."""
     first, *others = everyone
     for other, theirs in enumerate(others, start=1):
         if names := differing_fields(first, theirs):
@@ -162,14 +162,14 @@ def check_same_parameters(model: Any, comm: Comm) -> None:
 
 
 def versions() -> dict[str, str]:
-    """What decides about packs and steps beside the data."""
+    """Return the versions of the packages that decide about packs and steps."""
     return {package.__name__: package.__version__ for package in (swift_vlpack, swift, transformers)}
 
 
 def options_of_run(args: Any, config: PackingConfig) -> dict[str, Any]:
-    """All packing options and all options of training, but for those a machine may have of its own.
+    """Return all options of packing and training, without those that may differ between machines.
 
-    A rank with other steps, other batches or another loss would let the others wait for ever.
+    A rank with other steps, batches or another loss would leave the others waiting for ever.
     """
     options = {**vars_of(args.training_args), **vars_of(args), **vars_of(config)}
     compared = {name: content_of(value) for name, value in options.items() if _is_common(name)}
@@ -177,7 +177,7 @@ def options_of_run(args: Any, config: PackingConfig) -> dict[str, Any]:
 
 
 def vars_of(options: Any) -> dict[str, Any]:
-    """The fields of a data class, which have no value of their own making beside them."""
+    """Return the values of a dataclass by field, without attributes that were set beside the fields."""
     return {spec.name: getattr(options, spec.name, None) for spec in dataclasses.fields(options)}
 
 
@@ -187,7 +187,7 @@ def _is_common(name: str) -> bool:
 
 
 def content_of(value: Any) -> Any:
-    """A value as plain data; of a file the digest, as it may lie elsewhere on another machine."""
+    """Return a value as plain data to compare; a file becomes its digest, because paths may differ between machines."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, str):
@@ -202,7 +202,7 @@ def content_of(value: Any) -> Any:
         return content_of(vars_of(value))
     if isinstance(value, (bool, int, float, type(None))):
         return value
-    # Of an object that is no data, as a device or a class, the name; its text may have an address in it.
+    # Other objects (a device, a class) count by type name, because their text may contain a memory address.
     return str(value) if isinstance(value, torch.dtype) else type(value).__name__
 
 
@@ -211,7 +211,7 @@ def _content_of_text(text: str) -> str:
         return text
     path = Path(text)
     try:
-        # What is in a folder is compared otherwise: parameters, rows, states of checkpoints.
+        # The content of folders is compared elsewhere: parameters, rows, states of checkpoints.
         return "a folder" if path.is_dir() else f"a file of digest {digest_of_file(path)}" if path.is_file() else text
     except OSError:  # too long for a path
         return text

@@ -1,7 +1,7 @@
-"""Before anything is loaded: all ranks were given the same, and resume from the same checkpoint, whose files are whole.
+"""Check, before anything is loaded, that all ranks have the same options and the same undamaged checkpoint.
 
-The earliest point at which the ranks can talk. A rank that differs would load another model, wait for ever, or train a
-replica of its own.
+This is the earliest point at which ranks can talk to each other. A rank that differs would load another model, wait for
+ever, or train a replica of its own.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def start_together(args: Any) -> None:
 
 
 def check_checkpoint(checkpoint: Path | None, comm: Comm, *, needs_state: bool = True) -> dict[str, Any] | None:
-    """Compare what the ranks resume from, then its files with what was written. Return our state, if there is one."""
+    """Compare the checkpoint between ranks, then its files with their records. Returns our saved state, if any."""
     both = comm.results_of_all(lambda: _facts_of(checkpoint, needs_state))
     refuse_differences("checkpoint to resume from", [facts for facts, _ in both])
     saved = both[comm.rank][1]
@@ -64,7 +64,7 @@ def check_checkpoint(checkpoint: Path | None, comm: Comm, *, needs_state: bool =
 
 
 def _facts_of(checkpoint: Path | None, needs_state: bool) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """What has to be the same on all ranks, and what our state says; nothing where there is none."""
+    """Return the facts that must be equal on all ranks, and our saved state; None if there is no saved state."""
     if checkpoint is None:
         return {"--resume_from_checkpoint": "not given"}, None
     trainer_state = read_trainer_state(checkpoint)
@@ -103,7 +103,10 @@ def _refuse(found: Sequence[str], further_way_out: str = "") -> None:
 
 
 def are_replaced(environ: Mapping[str, str]) -> bool:
-    """Whether files of a checkpoint were replaced on purpose since it was written."""
+    """Tell whether the user says that files of the checkpoint were replaced on purpose (`VLPACK_RESUME_FILES`).
+
+    Raises `ConfigError` for a value that the variable cannot have.
+    """
     given = environ.get(RESUME_FILES, "")
     wish = given.strip().lower()
     if wish not in ("", REPLACED):

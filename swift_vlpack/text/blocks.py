@@ -27,7 +27,7 @@ from swift_vlpack.text.vocabulary import tokenizer_of
 
 Tokens = NDArray[np.int64]
 GREEDY, UNCUT = "greedy", "greedy_uncut"
-"""`greedy` of the core never cuts what it packs; here this is `greedy_uncut`."""
+"""Here `greedy` cuts documents where a block is full; the core's `greedy`, which cuts nothing, is `greedy_uncut`."""
 Strategy = str | Callable[[Sequence[int], int], Iterable[Iterable[int]]]
 
 
@@ -76,7 +76,7 @@ class BlockOptions:
 
     @property
     def has_labels(self) -> bool:
-        """Tell whether there are tokens that are no targets, in whichever batch."""
+        """Tell whether blocks need a `labels` column, because some tokens may be no targets."""
         return bool(self.stride or self.bos_on_pieces)
 
 
@@ -253,7 +253,7 @@ def _tokens(tokens: Tokens, piece: Piece, bos: Tokens) -> Tokens:
 
 
 def _labels(tokens: Tokens, piece: Piece, bos: Tokens) -> Tokens:
-    """Ignore what the piece before has as targets: it is context here, and is not trained on again."""
+    """Return labels that ignore context: an added BOS, and repeated tokens, which the piece before trains."""
     labels = _tokens(tokens, piece, bos).copy()
     labels[: piece.num_edge + piece.num_repeated] = IGNORED
     return labels

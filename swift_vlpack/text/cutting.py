@@ -1,4 +1,4 @@
-"""How documents become pieces that fit: pure functions over lengths, without a look at tokens.
+"""Cut documents into pieces that fit: pure functions over lengths, which never see tokens.
 
 >>> [(piece.start, piece.end, piece.num_repeated) for piece in pieces_of(10, max_length=4, stride=1)]
 [(0, 4, 0), (3, 7, 1), (6, 10, 1)]
@@ -18,11 +18,11 @@ class Piece(NamedTuple):
     end: int
     num_repeated: int = 0
     num_edge: int = 0
-    """Tokens that are put before it: a BOS, where a later piece of a document gets one."""
+    """Tokens put before the piece: a BOS, if later pieces of a document get one."""
 
     @property
     def length(self) -> int:
-        """Tokens, with those that are repeated or put before it."""
+        """Return the number of tokens, with those that are repeated or put before the piece."""
         return self.end - self.start + self.num_edge
 
     @property
@@ -32,14 +32,14 @@ class Piece(NamedTuple):
 
     @property
     def num_new(self) -> int:
-        """Tokens that are in no piece before."""
+        """Return the number of tokens that no earlier piece has."""
         return self.end - self.start - self.num_repeated
 
 
 def pieces_of(
     num_tokens: int, *, max_length: int, stride: int = 0, num_edge: int = 0, document: int = 0
 ) -> list[Piece]:
-    """Pieces of at most `max_length` that cover a document, each but the first with `stride` tokens of context."""
+    """Cut a document into pieces of at most `max_length`; each but the first repeats `stride` tokens as context."""
     pieces = [Piece(document, 0, min(num_tokens, max_length))]
     while pieces[-1].end < num_tokens:
         start = pieces[-1].end - stride
@@ -50,7 +50,7 @@ def pieces_of(
 def windows_of(
     lengths: Sequence[int], max_length: int, *, stride: int = 0, num_edge: int = 0, least: int = 1
 ) -> list[list[Piece]]:
-    """Documents end to end, cut wherever a window is full: the pieces of each window.
+    """Lay documents end to end and cut wherever a window is full. Returns the pieces of each window.
 
     A document that goes on in the next window repeats up to `stride` tokens there. A window with room for less than
     `least` tokens is full.

@@ -126,7 +126,7 @@ def _from_lengths(lengths: NDArray[np.int64], num_tokens: int, where: str) -> Bo
 
 
 def _from_positions(positions: NDArray[np.int64], num_tokens: int, where: str) -> Boundaries:
-    positions = positions[:num_tokens]  # what is behind is padding
+    positions = positions[:num_tokens]  # the rest is padding
     starts = np.flatnonzero(positions == 0)
     if len(positions) < num_tokens or not len(starts) or starts[0] != 0:
         raise BoundaryError(f"{where} must have a number for each of its {num_tokens} tokens, and begin with 0")

@@ -59,9 +59,9 @@ def _edge(tokenizer: Any, name: str, is_wanted: bool) -> list[int]:
 
 
 def token_ids(tokenizer: Any, texts: list[str]) -> list[Tokens]:
-    """The texts as numbers, without special tokens and uncut.
+    """Return the token ids of each text, without special tokens and uncut.
 
-    As arrays of two or four bytes a number: a text may be a hundred megabytes, and a list takes eight and more.
+    Arrays take two or four bytes a token; a list would take eight and more, and a text may have a hundred megabytes.
     """
     if not texts:
         return []

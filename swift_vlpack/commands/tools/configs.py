@@ -1,4 +1,4 @@
-"""`vlpack configs`: the ready training files, listed, and copied into a folder of one's own."""
+"""`vlpack configs`: list the ready training files, and copy one into a folder of the user."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swift_vlpack.launch import plugin_path
 from swift_vlpack.run_checks import check_folder
 
 FOLDER = Path(__file__).parents[2] / "configs"
-"""The files: a part of the wheel, and in a checkout a link to its folder of that name."""
+"""Folder of the ready files: part of the wheel; in a checkout a link to the folder `configs`."""
 _NAMED = re.compile(r"\$schema=(\S+)|^fusion_config: configs/(\S+)", re.MULTILINE)
 _PLUGIN = "swift_vlpack/plugin/vlpack.py"
 
@@ -52,7 +52,7 @@ def about(path: Path) -> str:
 
 
 def copied(name: str, folder: Path) -> list[Path]:
-    """Copy a file and those that it names; returns the paths of all."""
+    """Copy a ready file and the files that it names. Returns the paths of the copies."""
     check_folder("--copy", folder)
     files = [name, *_files_named(name)]
     for file in files:
@@ -73,7 +73,7 @@ def _files_named(name: str) -> Iterator[str]:
 
 
 def _text(file: str) -> str:
-    """Return the content with the path of the installed plugin."""
+    """Return the content of a ready file, with the path of the installed plugin in place of the repository's."""
     return (FOLDER / file).read_text(encoding="utf-8").replace(f"- {_PLUGIN}", f"- {plugin_path()}")
 
 

@@ -1,4 +1,7 @@
-"""The summary of a run before its first step, what it trains on and how, on one screen; and the one behind its last."""
+"""Write the two summaries of a run: before its first step, on one screen, and after its last step.
+
+The first says what the run trains on, and how; the last says what it trained, and how fast.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ _MAX_SOURCES = 4
 _WHOLE = 0
 
 Entry = tuple[str, str, int]
-"""A label, what is to be said, and in how many lines at most; `_WHOLE` for a command to copy, which is never cut."""
+"""(label, text, most lines). `_WHOLE` in place of a number marks a command to copy, which is never cut."""
 
 
 def start_text(facts: Mapping[str, Any]) -> str:

@@ -97,7 +97,7 @@ class StepCounts:
 
     @property
     def num_padding_saved(self) -> int:
-        """Tokens of padding that packing leaves out; below zero where its own rows have more of it."""
+        """Return the padding tokens that packing saves; negative if packed sequences have more padding than batches."""
         return self.num_tokens_unpacked - self.num_tokens - self.num_padding
 
     def _add(self, pack: TrainedPack) -> None:

@@ -37,7 +37,7 @@ from swift_vlpack.core.words import counted
 logger = logging.getLogger(__name__)
 
 MOST_DROPPED = 50
-"""`packing_drop_last` drops at most one item in so many: of a small epoch the last pack would be a large share."""
+"""`packing_drop_last` drops at most 1/50 of the items: in a small epoch the last pack would be a large share."""
 NUM_LOUD = 20  # warnings of one kind before the rest goes to the info level
 _serial = itemgetter(1)  # of a held entry
 DropReport = Callable[[Item, Reason], None]
@@ -317,12 +317,11 @@ def remainder_to_drop(
     counts: Sequence[int],
     num_items: int,
 ) -> int | None:
-    """Return the number of the group that `packing_drop_last` drops, the remainder of an epoch, if there is one.
+    """Return the index of the group that `packing_drop_last` drops as the remainder of an epoch, or None.
 
-    It is the least filled group, if it is underfilled and some item of the epoch would have fitted into it. At
-    most one: of two groups that a strategy leaves half empty, neither is a remainder, they do not fit together.
-    A group of more than one in `MOST_DROPPED` of the `num_items` that the epoch packs stays: `counts` has the items of
-    each group.
+    The remainder is the least filled group, if it is underfilled and some item of the epoch would have fitted into it.
+    At most one group is dropped: two half-empty groups do not fit together, so neither is a remainder.
+    A group with more than 1/`MOST_DROPPED` of the epoch's `num_items` stays; `counts` has the items of each group.
     """
     if not config.packing_drop_last or not fills:
         return None

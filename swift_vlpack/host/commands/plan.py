@@ -91,7 +91,7 @@ def _write_list(feed: PlannedFeed, path: Path) -> int:
             path.write_text("".join(lines), encoding="utf-8")
         else:
             path.unlink(missing_ok=True)
-    except OSError as error:  # whose report has taken a length pass, which is too dear to lose
+    except OSError as error:  # not fatal, because the report took a whole length pass
         lost = counted(len(lines), "left-out row")
         logger.error(
             f"packing: {path} cannot be written ({error.strerror}), so the list of {lost} is missing; name another "

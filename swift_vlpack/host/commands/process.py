@@ -38,9 +38,9 @@ def main() -> int:
 
 
 def quiet() -> None:
-    """Keep what ms-swift and its libraries warn of out of the way of the answer; errors and our own lines stay.
+    """Hide warnings of ms-swift and its libraries, so that the answer stands out; errors and our own lines stay.
 
-    Called before any of them is imported.
+    Call this before any of them is imported.
     """
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)

@@ -47,12 +47,12 @@ class TrainedRun:
         for line in lines:
             check_shape(line, _BEGUN, BEGUN)
         starts = [at for at, line in enumerate(lines) if line["step"] == 0]
-        # A run that was started anew into the folder of another one appends to its files.
+        # Read only the last run: a run that starts anew in the folder of an older one appends to the same files.
         self._begun: list[dict[str, Any]] = lines[starts[-1] :] if starts else lines
 
     @property
     def kind(self) -> str:
-        """Of its feed, as far as it is known here: a run that packed as rows came has recorded packs, or says so."""
+        """Return the kind of the run's feed. If no start was noted, recorded packs mean that rows were streamed."""
         if self._begun:
             return str(self._begun[-1]["kind"])
         return StreamedFeed.kind if self._recorded_ranks() else PlannedFeed.kind

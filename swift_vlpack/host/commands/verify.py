@@ -94,7 +94,7 @@ class _Verifier(TrainerCallback):
     isolation: dict[str, Any]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """What a run does before step 1, in the same order."""
+        """Run the checks of a training run before step 1, in the same order. Raises `_Verified` at the end."""
         name = attention_of(self.trainer)
         self.attention = {"name": name, "chosen": f"attention {name}: nothing is chosen for rows that are wrong"}
         proof = None
@@ -112,9 +112,9 @@ class _Verifier(TrainerCallback):
         raise _Verified
 
     def _proved_in_training(self) -> str:
-        """What the first step says, whose batches are loaded here and not trained."""
+        """Prove isolation on the first batch, which is loaded but not trained. Returns the line for the report."""
         trainer, args = self.trainer, self.trainer.args
-        trainer.is_first_batch_proved = True  # here, and not by the trainer, which would do as the run's options say
+        trainer.is_first_batch_proved = True  # proved below, whatever `packing_verify` says
         loaded = iter(trainer.callback_handler.train_dataloader)
         batches, num_items = trainer.get_batch_samples(loaded, args.gradient_accumulation_steps, args.device)
         if not batches:
@@ -129,7 +129,7 @@ def _refuted(error: VLPackError, proof: Proof | None) -> dict[str, Any]:
 
 
 def _numbers(proof: Proof | None) -> dict[str, Any]:
-    """What was measured, in units of the logits, beside what rounding may do; null where it came to no number."""
+    """Return the measured differences and their limits, in units of the logits; null if nothing was measured."""
     if proof is None:
         return {"measured": None, "limits": None}
     limits = proof.limits

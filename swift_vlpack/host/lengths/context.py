@@ -1,9 +1,9 @@
-"""Everything but the row that a length depends on, in one digest: the key of remembered lengths.
+"""Digest everything but the row that a length depends on: the key under which lengths are remembered.
 
-Too much of it only measures again; too little would be wrong. So what a template reads is found, not listed: its
-attributes, the state of its processor and of all parts of it, what the model's config says of vision, the constants of
-qwen_vl_utils, the environment variables that its source names, and that source itself, with the plugins that may have
-patched it.
+A key that covers too much only measures again; a key that covers too little gives wrong lengths. So the inputs of a
+template are found, not listed: its attributes, the state of its processor and of all parts of that, the vision settings
+in the model's config, the constants of qwen_vl_utils, the environment variables that the template's source names, and
+that source itself, with the plugins that may have patched it.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ _NOT_OF_PART = re.compile(
     r"|init_inputs|init_kwargs|_vocab|_merges|verbose|deprecation_warnings|files_loaded|_in_target_context_manager"
     r"|_processor_class|processor_class|_auto_class|padding_side|_should_update_post_processor"
 )
-"""Attributes of processors and tokenizers that name where they are from, or that loading and training change."""
+"""Attributes of processors and tokenizers not in the key: names of origin, or changed by loading and training."""
 _NOT_OF_CONFIG = re.compile(
     r"_\w*|\w*dtype|attn_implementation|transformers_version|architectures|auto_map|use_cache|return_dict"
     r"|output_\w+|gradient_checkpointing|(pad|bos|eos)_token_id|num_labels|id2label|label2id|problem_type"
     r"|(text|llm|language|quantization|talker)_config"
 )
-"""Values of a config that training changes, or that say how a model computes; and the language model."""
+"""Config values that are not in the key: changed by training, about how a model computes, or of the language model."""
 _OF_VISION = re.compile("vision|visual|vit|image|audio")
 _VARIABLE = re.compile(r"""(?:get_env_args\(|getenv\(|environ\.get\(|environ\[)\s*['"](\w+)['"]""")
 
@@ -71,12 +71,12 @@ _LOADING = ("swift.template.vision_utils", "qwen_vl_utils.vision_process")
 
 
 def context_of(template: Any, plugins: Iterable[str] = ()) -> str:
-    """32 hexadecimal digits that are equal when all of it is; `plugins` are the files of `--external_plugins`."""
+    """Return the key, 32 hexadecimal digits; `plugins` are the files of `--external_plugins`."""
     return digest_of(dependencies_of(template, plugins), 16)
 
 
 def dependencies_of(template: Any, plugins: Iterable[str] = ()) -> dict[str, Any]:
-    """What a length depends on, by name."""
+    """Return everything that a length depends on, by name."""
     processor = template.processor
     parts = _parts_of(processor)
     folder = getattr(getattr(template, "model_info", None), "model_dir", None)
@@ -102,32 +102,32 @@ def dependencies_of(template: Any, plugins: Iterable[str] = ()) -> dict[str, Any
 
 
 def _values_of_class(made: type) -> dict[str, Any]:
-    """The plain attributes of a class and of its bases."""
+    """Return the plain attributes of a class and of its bases."""
     values = {name: value for base in reversed(made.__mro__) for name, value in vars(base).items() if is_plain(value)}
-    # ms-swift adds to this list for each template that is made.
+    # Sorted and without repeats, because ms-swift adds to this list for every template that it makes.
     values["placeholder_tokens"] = sorted({*map(str, values.get("placeholder_tokens", ()))})
     return {name: value for name, value in values.items() if name[:2] != "__" and not _NOT_OF_LENGTH.fullmatch(name)}
 
 
 def _parts_of(processor: Any) -> dict[str, Any]:
-    """The parts of a processor by their names (`image_processor`); no tokenizer."""
+    """Return the parts of a processor by name (`image_processor`), without its tokenizer."""
     parts = vars(processor).items()
     return {name: part for name, part in parts if hasattr(part, "to_dict") and not hasattr(part, "get_vocab")}
 
 
 def _state_of(part: Any) -> dict[str, Any]:
-    """The plain attributes of a processor or tokenizer, and what `to_dict` adds to them."""
+    """Return the plain attributes of a processor or tokenizer, and what `to_dict` adds to them."""
     told = part.to_dict() if hasattr(part, "to_dict") else {}
-    # By its name first: the vocabulary of a tokenizer takes long to look through.
+    # Filter by name first, because looking through the vocabulary of a tokenizer takes long.
     own = {name: value for name, value in vars(part).items() if not _NOT_OF_PART.fullmatch(name)}
     own = {name: value for name, value in own.items() if is_plain(value) or isinstance(value, np.generic)}
     return {name: value for name, value in {**told, **own}.items() if not _NOT_OF_PART.fullmatch(name)}
 
 
 def _state_of_config(config: Any) -> dict[str, Any]:
-    """The plain values of a model's config and of the configs in it, but for those of the language model.
+    """Return the plain values of a model's config and of the configs in it, without the language model's.
 
-    Its own attributes, as `to_dict` may leave out what is the default.
+    Reads the attributes, because `to_dict` may leave out defaults.
     """
     values = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
     found = {}
@@ -142,7 +142,7 @@ def _state_of_config(config: Any) -> dict[str, Any]:
 
 
 def _without(folder: str | None, value: Any) -> Any:
-    """A state without the paths in the model's folder: a copy of the folder elsewhere gives equal lengths."""
+    """Remove the model's folder from the paths in a state, so that a copy of the folder elsewhere has the same key."""
     if isinstance(value, Mapping):
         return {str(name): _without(folder, inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -156,12 +156,12 @@ def _agent_template(template: Any) -> list[Any]:
 
 
 def variables_read_by(template_class: type, files: Iterable[str] = ()) -> set[str]:
-    """Environment variables named by the source of the template, by files of the user's own and ms-swift's loading."""
+    """Return the variables that the source of the template, the user's own files or ms-swift's loading code name."""
     own = [file for file in files if not is_installed(file)]
     found = set()
     for file in {*source_files(template_class), *own, *_files_of(*_LOADING)}:
         text = Path(file).read_text(encoding="utf-8", errors="replace")
-        # In upper case, as ms-swift looks for the names that it is given.
+        # In upper case, because that is how ms-swift looks names up.
         found |= {name.upper() for name in _VARIABLE.findall(text)}
     # Because a name in the source of a template or a plugin is meant: LANG may choose its prompt.
     return {name for name in found if not _NOT_OF_LENGTH.fullmatch(name) and not is_of_ranks(name)}

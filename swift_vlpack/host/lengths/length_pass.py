@@ -45,7 +45,7 @@ def with_lengths(source: RowSource, template: Any, args: Any, cache_dir: str | N
     """Give a source the lengths of its rows; each rank of the run measures some in `dataset_num_proc` processes."""
     own = own_template(template, source)
     memory_of_urls = lengths_folder(cache_dir, os.environ) / "unreachable.urls"
-    # Under `strict` a failure ends the run, so that one is asked for again and not remembered.
+    # Under `strict` a failing URL ends the run, so failures are not remembered and every URL is requested again.
     urls = Urls(None if args.strict else memory_of_urls)
     encoders = Encoders(
         by_header=pixel_free(own, urls),
@@ -79,7 +79,7 @@ def with_lengths(source: RowSource, template: Any, args: Any, cache_dir: str | N
     with late_imports():
         sizes = measure(source, known, encoders, ranks.RanksOfRun())
     _note_reads(source, memory, observed.variables.union(dependencies["variables"]), known.reads)
-    # A model of texts has no media in place of tags: they are words of its own.
+    # A text-only model trains every tag as words, so no tag is surplus.
     sizes = sizes if own.model_meta.is_multimodal else replace(sizes, surplus_tags=())
     if is_master():
         log_surplus_tags(source, sizes)
@@ -88,7 +88,7 @@ def with_lengths(source: RowSource, template: Any, args: Any, cache_dir: str | N
 
 
 def _observed(source: RowSource, encoders: Encoders, memory: Memory) -> Observed:
-    """What earlier starts of all ranks observed; where there was none, the first rank encodes some rows for it."""
+    """Return what earlier starts observed, united over ranks. Without any, the first rank encodes rows to observe."""
 
     def of_this_rank() -> Observed:
         if (known := memory.load()) is not None or ranks.rank() > 0:

@@ -1,9 +1,11 @@
-"""What a length depends on and reading cannot find: observed while some rows are encoded, and remembered.
+"""Observe, while some rows are encoded, the inputs of a length that reading source code cannot find.
 
-Observed are the variables that are read, in whatever way, and the modules of the user's own whose code runs, however it
-was loaded. Of these the functions as they are loaded count, and the plain values that they name, which may have come
-from a variable when the module was imported. What was found is remembered for each source, under all that reading
-finds, and only ever grows: a start with nothing to measure observes nothing.
+Two kinds of input are observed: environment variables that are read in any way, and the user's own modules whose code
+runs, however it was loaded. Of a module count its functions as they are loaded, and the plain values that they name,
+because such a value may have come from a variable when the module was imported.
+
+Findings are remembered for each source, under the key of everything that reading finds (`context.py`). They only
+ever grow, because a start with nothing to measure observes nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +41,10 @@ from swift_vlpack.host.lengths.source_code import (
 from swift_vlpack.host.lengths.values import digest_of, is_plain, plain
 
 _NUM_ROWS_LOOKED_AT, _NUM_ROWS_OBSERVED = 64, 8
-"""Rows spread over a source, and those of them that are observed: one of each kind. What others read is noted too."""
+"""Look at 64 rows spread over a source, and observe the first row of each kind, 8 at most.
+
+Variables that only other rows read are noted later, when these rows are measured (`length_pass.py`).
+"""
 
 
 _NOTHING = object()
@@ -47,32 +52,32 @@ _NOTHING = object()
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Names of what was found."""
+    """Names of the inputs that were found; their values are looked up at every start (`dependencies_in`)."""
 
     variables: frozenset[str] = frozenset()
     modules: frozenset[str] = frozenset()
-    """Loaded before any row was encoded."""
+    """The user's modules whose code ran and that were loaded before any row was encoded."""
     files: frozenset[str] = frozenset()
-    """Of code that was loaded later, or that no module has."""
+    """Source files of code that ran outside of `modules`: loaded later, or not as a module."""
     changing: frozenset[str] = frozenset()
-    """Names in modules, `module.name`, whose values encoding makes or changes: results, and no settings."""
+    """`module.name` of values that encoding makes or changes: results, not settings, so they are not in the key."""
 
     @classmethod
     def united(cls, some: Iterable[Observed]) -> Observed:
-        """All that is in any."""
+        """Return the union of all names."""
         some = tuple(some)
         return cls(*(frozenset().union(*(getattr(one, each.name) for one in some)) for each in fields(cls)))
 
 
 class Memory:
-    """One file of what was observed under a key of all that reading finds; several sources share it."""
+    """The `*.observed` file, one for each key of what reading finds; sources with the same key share the file."""
 
     def __init__(self, path: Path, source: str) -> None:
         self._path = path
         self._source = source
 
     def load(self) -> Observed | None:
-        """What earlier starts observed of the source; None where there was none."""
+        """Return what earlier starts observed for this source, or None if nothing was written yet."""
         found = []
         for line in json_lines.read(self._path):
             with suppress(AttributeError, TypeError):
@@ -81,19 +86,19 @@ class Memory:
         return Observed.united(found) if found else None
 
     def add(self, observed: Observed) -> None:
-        """Remember more."""
+        """Append findings for this source."""
         line = {name: sorted(names) for name, names in asdict(observed).items()}
-        with suppress(OSError):  # the cache of lengths, which is beside it, says so
+        with suppress(OSError):  # the cache of lengths, in the same folder, reports it
             json_lines.append(self._path, [{"source": self._source, **line}])
 
 
 def dependencies_in(observed: Observed, but: Container[str] = ()) -> dict[str, Any]:
-    """The values of what was observed, now, but for some variables; nothing where nothing was."""
+    """Return the current values of what was observed, without the variables in `but`; empty if nothing was."""
     variables = sorted(name for name in observed.variables if is_of_length(name) and name not in but)
     modules = [sys.modules[name] for name in sorted(observed.modules) if name in sys.modules]
     found = {
         "variables": {name: os.environ.get(name) for name in variables},
-        # Without their names, which say where a plugin lies.
+        # Without module names, because these tell where a plugin lies.
         "modules": sorted(digest_of(_parts_of_module(module, observed.changing), 16) for module in modules),
         "files": digest_of_files(filter(os.path.isfile, observed.files)) if observed.files else None,
     }
@@ -101,13 +106,13 @@ def dependencies_in(observed: Observed, but: Container[str] = ()) -> dict[str, A
 
 
 def observe(source: RowSource, encoders: Encoders) -> tuple[Observed, Reads]:
-    """Encode some rows of a source, by their headers where that can be, and say what that depends on."""
+    """Encode some rows, by their headers if possible. Returns what the encoding used, and all environment reads."""
     loaded = [name for name, module in tuple(sys.modules.items()) if name not in _late and _is_own_module(module)]
     before = {name: (dict(vars(sys.modules[name])), _settings_of(sys.modules[name])) for name in loaded}
     codes: dict[int, tuple[CodeType, Any]] = {}
     with noted_reads() as reads:
         for row in _some_rows(source):
-            # No row ends the run here: it is measured in a moment, and what is wrong with it is said then.
+            # Errors are ignored here, because the row is measured in a moment and reported then.
             with suppress(Exception, Waits):
                 watched(_profiled(codes, _encoding(source, encoders, row)), lambda: "")
     own = [(code, names) for code, names in codes.values() if _is_own(code, names)]
@@ -121,17 +126,17 @@ def observe(source: RowSource, encoders: Encoders) -> tuple[Observed, Reads]:
 
 
 def _changed(name: str, values: dict[str, Any], settings: dict[str, str]) -> Iterator[str]:
-    """Names in a module that are there only since, or have another value since."""
+    """Yield the names in a module that are new, or have another value, since `values` and `settings` were taken."""
     module = sys.modules[name]
     for key, setting in _settings_of(module).items():
         if key in settings and settings[key] != setting:
             yield key
-    # Kept alive in `values`, so that what is the same object is the same value.
+    # Identity is enough, because `values` keeps the old objects alive.
     yield from (key for key, value in tuple(vars(module).items()) if values.get(key, _NOTHING) is not value)
 
 
 def _encoding(source: RowSource, encoders: Encoders, row: Row) -> Callable[[], Any]:
-    """Encode a row; in full where its header does not do."""
+    """Return a function that encodes the row: by its header, or in full if that fails."""
 
     def encode() -> None:
         for template in filter(None, (encoders.by_header, encoders.in_full)):
@@ -143,7 +148,7 @@ def _encoding(source: RowSource, encoders: Encoders, row: Row) -> Callable[[], A
 
 
 def _some_rows(source: RowSource) -> Iterator[Row]:
-    """Rows of different kinds; none that takes a network."""
+    """Yield rows of different kinds, without rows that need the network."""
     spread = np.unique(np.linspace(0, max(0, len(source.rows) - 1), _NUM_ROWS_LOOKED_AT).astype(np.int64))
     seen: set[tuple[str, ...]] = set()
     for row in rows_at(source.rows, spread.tolist()) if len(source.rows) else ():
@@ -154,7 +159,7 @@ def _some_rows(source: RowSource) -> Iterator[Row]:
 
 
 def _profiled(codes: dict[int, tuple[CodeType, Any]], work: Callable[[], Any]) -> Callable[[], Any]:
-    """The same work, noting the code that runs, in threads that it starts too."""
+    """Return `work`, wrapped to note in `codes` all code that runs, also in threads that it starts."""
 
     is_over = False
 
@@ -182,12 +187,12 @@ def _profiled(codes: dict[int, tuple[CodeType, Any]], work: Callable[[], Any]) -
 
 
 _late: set[str] = set()
-"""Modules that encoding loaded: at the next start they are not there before there is anything to encode."""
+"""Modules that encoding imported. They are not compared, because the next start has not loaded them yet."""
 
 
 @contextmanager
 def late_imports() -> Iterator[None]:
-    """Take what is imported while this is open for imported by encoding."""
+    """Count modules that are imported inside this block as imported by encoding."""
     before = set(sys.modules)
     try:
         yield
@@ -198,7 +203,7 @@ def late_imports() -> Iterator[None]:
 def _is_own(code: CodeType, names: Any) -> bool:
     if os.path.isfile(code.co_filename):
         return not is_installed(code.co_filename)
-    # From a text, as by `exec`: whose it is says the module that it runs in.
+    # Code from a string, as by `exec`, has no file: the module that it runs in decides.
     return not code.co_filename.startswith("<frozen") and _is_own_module(sys.modules.get(str(names.get("__name__"))))
 
 
@@ -206,17 +211,17 @@ def _is_own_module(module: ModuleType | None) -> bool:
     if module is None:
         return False
     file = getattr(module, "__file__", None)
-    # Without a file: a notebook, or one that a program made; Python's own have a specification.
+    # Without a file it is a notebook, or made by a program; Python's own modules without a file have a `__spec__`.
     return getattr(module, "__spec__", None) is None if file is None else not is_installed(file)
 
 
 def _parts_of_module(module: ModuleType, changing: frozenset[str]) -> Any:
-    """The functions of a module as they are loaded, and the values that they name."""
+    """Return the functions of a module as they are loaded, and digests of the plain values that they name."""
     is_changing = {name.removeprefix(f"{module.__name__}.") for name in changing}
     functions = list(functions_of_module(module, is_changing))
     names = set().union(*(names_in(function.__code__) for function in functions))
     settings = {name: value for name, value in _settings_of(module).items() if name in names}
-    # Of modules that it imports: `import settings`, and then `settings.WORDS`.
+    # Add the values used of the user's modules that it imports: `import settings`, then `settings.WORDS`.
     for other in (vars(module).get(name) for name in names):
         if isinstance(other, ModuleType) and other is not module and _is_own_module(other):
             inner = _settings_of(other)
@@ -231,9 +236,9 @@ def _copies_of_environment(module: ModuleType) -> list[str]:
 
 
 def _settings_of(module: ModuleType) -> dict[str, str]:
-    """Digests of the plain values of a module, and of the plain attributes of its own classes and objects.
+    """Return digests of the plain values of a module, and of the plain attributes of its classes and objects.
 
-    No copy of the whole environment: nothing tells which variable of it is meant, and most are of one start only.
+    Copies of the whole environment are skipped: nothing tells which variables are meant, and most differ at each start.
     """
     found = {}
     for name, value in tuple(vars(module).items()):
@@ -241,6 +246,6 @@ def _settings_of(module: ModuleType) -> dict[str, str]:
             continue
         kind = value if isinstance(value, type) else type(value)
         if is_plain(value) or _is_own_module(sys.modules.get(kind.__module__)):
-            with suppress(Exception):  # a value that says no when it is looked at
+            with suppress(Exception):  # looking at a value may raise
                 found[name] = digest_of(value if is_plain(value) else plain(value), 8)
     return found

@@ -1,10 +1,12 @@
-"""The code that lengths come from: what no version of an installed package stands for, and what was loaded of it.
+"""Find and digest the code that lengths depend on and that the version of an installed package does not cover.
 
-Of classes: the source files of all their bases, and every function as it is loaded, wherever it was patched in from. Of
-plugins: their files. And of what is the user's own among these: everything that it imports from outside the installed
-packages, read from its `import` lines, and from its texts where it loads code by name, so that nothing is run for it
-and nothing depends on what happens to be loaded. What reading cannot find is observed (`observed.py`). The user's own
-code counts without comments, docstrings and line numbers.
+- Of a class: the source files of the class and its bases, and every function as it is loaded, patches included.
+- Of a plugin: its file.
+- Of the user's own files among these: every module that they import from outside the installed packages.
+
+Imports are read from `import` lines, and from strings where a file loads code by name. No code is run for that, and the
+result does not depend on what happens to be loaded. What reading cannot find is observed (`observed.py`). Comments,
+docstrings and line numbers of the user's own code do not count.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ def source_files(made: type) -> list[str]:
 
 
 def digest_of_files(files: Iterable[str]) -> str:
-    """Of their content; where they are is of no matter."""
+    """Return a digest of the contents of files; their paths do not count."""
     return _digest(sorted(hashlib.blake2b(_content(file), digest_size=16).digest() for file in set(files)))
 
 
@@ -78,23 +80,23 @@ def _without_docstrings(tree: ast.Module) -> ast.Module:
 
 
 def digest_of_functions(objects: Iterable[Any]) -> str:
-    """Of all functions of the objects' classes as they are loaded: code that has no file, or was edited since."""
+    """Return a digest of all functions of the objects' classes as loaded: sees code without a file, and patches."""
     return _digest(repr(parts_of_function(function)).encode() for each in objects for function in _functions(each))
 
 
 def parts_of_function(function: FunctionType) -> Any:
-    """The code of a function; of the user's own, also the plain values that it was made with."""
+    """Return the code of a function; for the user's own, also the constants among its defaults and closure."""
     code = function.__code__
     if os.path.isfile(code.co_filename) and is_installed(code.co_filename):
         return _code_parts(code)
-    # Of what a function shares with others only what cannot change.
+    # Only constants, because other defaults and closure values may change while the program runs.
     cells = [cell.cell_contents for cell in function.__closure__ or () if _is_full(cell)]
     values = [*(function.__defaults__ or ()), *sorted((function.__kwdefaults__ or {}).items()), *cells]
     return _instructions(code), [value for value in values if _is_constant(value)]
 
 
 def _is_full(cell: CellType) -> bool:
-    """Whether a variable of the function around has its value yet."""
+    """Tell whether a closure variable has a value yet; reading an empty cell raises."""
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:
@@ -109,7 +111,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _instructions(code: CodeType) -> list[tuple[str, Any]]:
-    """What is done, with the constants that are used: neither a docstring nor their numbers, which it shifts."""
+    """Return instructions and their constants, without a docstring and without the indices that a docstring shifts."""
     found = ((each.opname, each.argval) for each in dis.get_instructions(code) if each.opname not in _NO_WORK)
     return [(name, _instructions(value) if isinstance(value, CodeType) else _constant(value)) for name, value in found]
 
@@ -118,7 +120,7 @@ _NO_WORK = ("CACHE", "RESUME", "NOP", "EXTENDED_ARG")
 
 
 def functions_of_module(module: ModuleType, but: Container[str] = ()) -> Iterator[FunctionType]:
-    """The functions that were defined in a module, in classes too, also by code that it executed; `but` some names."""
+    """Yield the functions defined in a module, also in its classes and by `exec`, but not those named in `but`."""
     for value in [value for name, value in tuple(vars(module).items()) if name not in but]:
         if isinstance(value, type) and value.__module__ == module.__name__:
             yield from (function for inner in tuple(vars(value).values()) for function in _inner(inner))
@@ -127,14 +129,14 @@ def functions_of_module(module: ModuleType, but: Container[str] = ()) -> Iterato
 
 
 def names_in(code: CodeType) -> set[str]:
-    """All names that a function looks up outside of itself, also in the functions in it."""
+    """Return the names of globals and attributes that a function uses, also in functions defined inside it."""
     inside = (value for value in code.co_consts if isinstance(value, CodeType))
     return set(code.co_names).union(*map(names_in, inside))
 
 
 @cache
 def digest_of_package(package: str) -> str | None:
-    """Of the sources of a package that is used from a working copy, whose version does not say what is in it."""
+    """Return a digest of a package that is used from a working copy; None if an installed version stands for it."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None or _has_versions(_root(spec.origin)):
         return None
@@ -190,7 +192,7 @@ def _constant(value: Any) -> Any:
 
 @cache
 def is_installed(file: str) -> bool:
-    """Whether a version says what is in a file: Python's own, a package's, or that of a covered working copy."""
+    """Tell whether a version stands for a file: Python's own, a package's, or that of a covered working copy."""
     return file.startswith(_covered_folders()) or _has_versions(_root(file))
 
 
@@ -243,11 +245,11 @@ def _imported(file: str) -> list[str]:
 _LOADERS = frozenset(
     ("import_module", "__import__", "exec", "run_path", "run_module", "spec_from_file_location", "SourceFileLoader")
 )
-"""Who uses one of these loads code by a text: that of a module's name or of a file's path."""
+"""Functions that load code by a string. In a file that uses one, every string is tried as a module name or path."""
 
 
 def _named(text: str, file: str) -> list[str]:
-    """The files of the module, or the file of code, that a text in a file of the user's may mean."""
+    """Return the files of the module, or the `.py` file, that a string in the user's file may name."""
     if text.endswith(".py"):
         folders = (os.path.dirname(file), os.getcwd())
         paths = (os.path.abspath(os.path.join(folder, os.path.expanduser(text))) for folder in folders)

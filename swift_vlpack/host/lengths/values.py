@@ -1,4 +1,4 @@
-"""Values as text that is equal in every process, and digests of it."""
+"""Write values as text that is equal in every process, and digest that text."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 
 
 def digest_of(value: Any, num_bytes: int) -> str:
-    """Of the value's text."""
+    """Return a digest of the value as JSON: `num_bytes` bytes, written in hexadecimal."""
     text = json.dumps(value, sort_keys=True, default=plain)
     return hashlib.blake2b(text.encode(), digest_size=num_bytes).hexdigest()
 
 
 def plain(value: Any) -> Any:
-    """Of an object without a text of its own: its class, and its plain attributes."""
+    """Replace a value that JSON cannot hold: sets and arrays by lists, other objects by class and plain attributes."""
     if isinstance(value, (set, frozenset)):
         return sorted(map(str, value))
     if isinstance(value, (np.generic, np.ndarray)):
@@ -26,7 +26,7 @@ def plain(value: Any) -> Any:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is what JSON can say."""
+    """Tell whether JSON can hold the value as it is."""
     if isinstance(value, dict):
         return all(map(is_plain, (*value, *value.values())))
     if isinstance(value, (list, tuple)):

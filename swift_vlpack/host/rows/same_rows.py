@@ -1,4 +1,4 @@
-"""All ranks have the same files of images, videos and sounds, and the same validation rows."""
+"""Check that all ranks have the same files of images, videos and sounds, and the same validation rows."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ NUM_ROWS_NAMED = 3
 
 
 def check_same_files(source: RowSource, comm: Comm) -> None:
-    """Stop on every rank, naming rows, where a file that a row names is missing on one rank only, or is another.
+    """Stop on every rank, naming rows, if a file that a row names is missing on some ranks only, or differs in size.
 
-    Of up to 10,000 rows, and by size: to read every image on every rank would be the pass that packing does without.
+    Looks at 10,000 rows at most, and compares only sizes: reading every image is the cost that packing avoids.
     """
     if comm.num_ranks == 1:
         return
@@ -36,12 +36,12 @@ def check_same_files(source: RowSource, comm: Comm) -> None:
         f"files of source {source.name!r}, which {len(differing)} rows name",
         [{named[index]: _said(theirs.get(index, {})) for index in named} for theirs in everyone],
     )
-    # The rows that are named may differ between other ranks only in rows that are not.
+    # Ranks differ even if the few rows that are named happen to be equal.
     raise RanksDiffer(f"the ranks do not have the same files of source {source.name!r}. Give all ranks the same files")
 
 
 def check_same_validation(rows: Any, comm: Comm) -> None:
-    """Stop on every rank unless all have the same validation rows, which no plan is made of."""
+    """Stop on every rank unless all have the same validation rows; comparing plans does not cover them."""
     if comm.num_ranks == 1:
         return
     refuse_differences("validation rows", comm.results_of_all(lambda: _validation(rows)))
@@ -59,7 +59,7 @@ def _validation(rows: Any) -> dict[str, Any]:
 
 
 def _sizes_of_files(row: Row) -> dict[str, int | None]:
-    """The bytes of every file that a row names, by its name; None where it is not there."""
+    """Return the size in bytes of every file that a row names, by name; None for a missing file."""
     files = {name: real_file(name) for name in names_of_files(row) if is_name(name)}
     return {name: None if file is None else file.state.st_size for name, file in files.items()}
 

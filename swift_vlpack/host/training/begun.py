@@ -37,7 +37,7 @@ def note_epoch(path: Path, feed: Feed, template: Any, args: Any, step: int) -> N
         "variables": {name: os.environ[name] for name in sorted(names) if name in os.environ},
         "origins": {source.name: source.origin or source.name for source in sources},
     }
-    if step == 0:  # lines before that are of an earlier run into the same folder
+    if step == 0:  # lines already there are from an earlier run in the same folder
         log = path.parent.parent / LOG
         line["log_bytes"] = log.stat().st_size if log.is_file() else 0
     try:

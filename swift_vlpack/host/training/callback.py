@@ -48,7 +48,7 @@ class PackingCallback(TrainerCallback):
         self.trainer.close_epoch()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The run has ended by itself: say what it trained, and where to look."""
+        """Note that the run has ended by itself, and log what it trained and where to look."""
         trainer = self.trainer
         trainer.journal.end(state.global_step)
         if is_master():
@@ -63,8 +63,8 @@ class PackingCallback(TrainerCallback):
 
 
 def show_in_tensorboard(trainer: Any, text: str, step: int) -> None:
-    """Add the summary to the text page of TensorBoard, where the run reports to it."""
+    """Add the summary to the text page of TensorBoard, if the run reports to TensorBoard."""
     for callback in trainer.callback_handler.callbacks:
         if (writer := getattr(callback, "tb_writer", None)) is not None:
-            # Indented, TensorBoard shows it line by line as it is.
+            # Indented, because TensorBoard reads Markdown: an indented block keeps its lines.
             writer.add_text("packing", "".join(f"    {line}\n" for line in text.splitlines()), step)

@@ -26,7 +26,7 @@ class Journal:
         self.feed = feed
         self._log = RunLog(Path(output_dir)) if is_master() else None
         self.trained_so_far: Counter[str] = Counter()
-        """The numbers of all notes of steps, and their `seconds`; on all ranks, of all ranks."""
+        """Sums over all notes of steps, with their `seconds`. Every rank has the sums of all ranks."""
         self._counts = StepCounts()
         self._since = time.perf_counter()
         self._paused_at: float | None = None
@@ -48,13 +48,13 @@ class Journal:
         self._note(EPOCH, step, epoch=self.feed.epoch, **facts)
 
     def trained(self, records: Sequence[PackRecord]) -> StepCounts:
-        """Count a step; its counts."""
+        """Count one step of this rank. Returns the counts of the step."""
         counts = StepCounts.of_step(records, self.feed.unpacked_batch_size)
         self._counts.merge(counts)
         return counts
 
     def note_steps(self, step: int) -> dict[str, Any] | None:
-        """Write what was trained since the last note, and return it; all ranks have to call it."""
+        """Write what was trained since the last note. All ranks must call it. Returns the note; None without a step."""
         if not self._counts.num_steps:  # the same on all ranks
             return None
         ranks = gathered(self._counts, "what every rank has trained")

@@ -75,9 +75,9 @@ def add_up(trainer: Any) -> None:
 
 
 def _refuse_what_sees_others(trainer: Any, losses: Losses | None) -> None:
-    """Stop where rows do not add up because a sample sees another one, which no other loss would mend.
+    """Stop if losses do not add up because one sample sees another: a different loss function would not help.
 
-    The first sample is made silent. Whatever the loss divides by, other words in it then leave the loss as it is.
+    The first sample gets no labels, so replacing its words must not move the loss, whatever the loss divides by.
     """
     tolerance = TOLERANCE[_precision(trainer)]
     if losses is None or losses.is_sum(tolerance) or losses.is_mean(tolerance):
@@ -103,7 +103,7 @@ def _refuse_what_sees_others(trainer: Any, losses: Losses | None) -> None:
 
 
 def check_weights(trainer: Any) -> None:
-    """Make sure that two samples get the weights that packing_loss promises, by what weighs them in training."""
+    """Check, with the code that weighs samples in training, that two samples get the weights of `packing_loss`."""
     kind, samples = trainer.feed.config.packing_loss, two_samples(trainer)
     if kind == "token":
         return
@@ -129,7 +129,7 @@ def check_weights(trainer: Any) -> None:
 
 
 def two_samples(trainer: Any) -> list[Encoded]:
-    """Two short real samples, of which the second has fewer targets; none where there is no sample to take."""
+    """Return two short real samples, the second with fewer targets; an empty list if the data has none with targets."""
     with_targets = [sample for sample in short_samples(trainer.feed) if num_supervised(sample) > 2]
     return [with_targets[0], with_fewer_targets(with_targets[-1])] if with_targets else []
 
@@ -165,14 +165,14 @@ def loss_of(trainer: Any, samples: Sequence[Encoded], num_items: int) -> float:
 
 
 def is_mean(trainer: Any) -> bool:
-    """Return whether the loss of a batch is a mean over its tokens, whatever else its step has."""
+    """Tell whether the loss of a batch is a mean over its own tokens, not over those of the whole step."""
     if trainer.compute_loss_func is not None:
         return isinstance(trainer.compute_loss_func, MeanOfStep)
     return trainer.label_smoother is not None
 
 
 def loss_of_sample(trainer: Any) -> LossOfSample:
-    """Return the function that sums a trainer's loss over the tokens of one sample, on every way to a loss."""
+    """Return a function that sums the loss over the tokens of one sample, whichever way the trainer computes it."""
     own, smoother = trainer.compute_loss_func, trainer.label_smoother
 
     def total(outputs: Any, labels: torch.Tensor, loss_scale: torch.Tensor | None) -> torch.Tensor:
@@ -193,7 +193,7 @@ def loss_of_sample(trainer: Any) -> LossOfSample:
 
 
 def refuse_experts_of_packs(trainer: Any) -> None:
-    """Stop where a packed evaluation would have a loss that no batch of rows has."""
+    """Refuse a packed evaluation with a loss that balances experts over a batch of rows, which a pack is not."""
     coefficient = trainer.args.router_aux_loss_coef
     if trainer.feed.config.eval_packing and trainer.model_info.is_moe_model and coefficient:
         raise ConfigError(

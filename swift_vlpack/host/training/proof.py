@@ -1,4 +1,4 @@
-"""The isolation proof on ms-swift's trainer: of the model before training, and of the first batch that it trains."""
+"""Run the isolation proof on ms-swift's trainer: on the model before training, and on the first batch."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from swift_vlpack.host.ranks import results_of_all
 def prove_isolation(trainer: Any) -> Proof:
     """Run the proof on the model as it will train; all ranks run the same forwards."""
     context = trainer.compute_loss_context_manager
-    with waiting("the isolation proof"):  # in which wrapped models talk to each other
+    with waiting("the isolation proof"):  # wrapped models exchange data in it
         return proof_of(model_of(trainer), trainer.template, trainer.feed, forward_context=context)
 
 
 def prove_first_batch(trainer: Any, batches: Sequence[Batch], num_items: Any) -> str:
-    """Prove isolation on a batch of the first step as it will train; the line that says so. All ranks call it.
+    """Prove isolation on a batch of the first step as it will train. Returns the line for the log. All ranks call it.
 
-    Of the trainer nothing changes: no batch is used up, no number drawn, no gradient and no metric left.
+    The trainer stays as it was: no batch is used up, no random number drawn, no gradient and no metric left behind.
     """
-    batch = max(batches, key=_size)  # most boundaries
+    batch = max(batches, key=_size)  # with the most boundaries
     rows: list[FirstRow] = []
     results_of_all(lambda: rows.append(_checked_row(trainer, batch)), "the first batch")
     try:
@@ -43,7 +43,7 @@ def prove_first_batch(trainer: Any, batches: Sequence[Batch], num_items: Any) ->
             loss, has_engine = partial(_loss, trainer, batch, num_items), trainer.is_deepspeed_enabled
             passes = Passes(unwrapped(model_of(trainer)), loss, _scale_of(trainer), has_engine=has_engine)
             found = measured(passes, rows[0], lambda work: results_of_all(work, "the first batch in training"))
-    except CannotSee as error:  # on all ranks, which have the same model
+    except CannotSee as error:  # raised on all ranks, because they have the same model
         return f"isolation in training: of the first batch only tokens, labels and boundaries are verified ({error})"
     except Exception as error:
         error.add_note("This was the proof on the first batch, before step 1: packing_verify=false trains without it.")
@@ -60,7 +60,7 @@ def _size(batch: Batch) -> tuple[int, int]:
 
 
 def _checked_row(trainer: Any, batch: Batch) -> FirstRow:
-    """The batch, if it is what its samples are when this process encodes them."""
+    """Compare the batch with its samples, encoded again in this process. Raises `IsolationError` if they differ."""
     feed, record, template = trainer.feed, batch.record, trainer.template
     assert record is not None
     workers = trainer.args.dataloader_num_workers
@@ -81,11 +81,11 @@ def _checked_row(trainer: Any, batch: Batch) -> FirstRow:
 
 @contextmanager
 def _unseen(trainer: Any) -> Iterator[None]:
-    """Give back what a loss leaves on the trainer: metrics, and lengths for noise."""
+    """Restore what computing a loss changes on the trainer: metrics, and the lengths that scale noise."""
     args = trainer.args
     before = trainer.custom_metrics, trainer.lengths_in_row, args.router_aux_loss_coef
     trainer.custom_metrics = {mode: type(one)(one.default_factory) for mode, one in before[0].items()}
-    args.router_aux_loss_coef = 0.0  # balances experts over a row, and adds up to nothing
+    args.router_aux_loss_coef = 0.0  # balances experts over the sequence: no sum over samples
     try:
         yield
     finally:
@@ -93,7 +93,7 @@ def _unseen(trainer: Any) -> Iterator[None]:
 
 
 def _loss(trainer: Any, batch: Batch, num_items: Any, inputs: Mapping[str, Any], packed: bool) -> torch.Tensor:
-    """The trainer's loss of that batch with other contents, or of an un-packed one, as a part of the step."""
+    """Return the trainer's loss of the batch with other inputs, or of an un-packed batch, as a part of the step."""
     assert batch.record is not None
     row = to_device(batch_of(inputs, batch.record, batch.beside) if packed else dict(inputs), trainer.args.device)
     trainer.lengths_in_row = batch.record.lengths_in_row if packed else ()
@@ -101,7 +101,7 @@ def _loss(trainer: Any, batch: Batch, num_items: Any, inputs: Mapping[str, Any],
         with layout(trainer.template, packed=packed), trainer.template.forward_context(trainer.model, row):
             row = trainer._prepare_inputs(row)
             with trainer.compute_loss_context_manager():
-                # Without wrappers, whose ranks would wait for gradients.
+                # Unwrapped, because with wrappers a rank would wait for the gradients of others.
                 model = unwrapped(model_of(trainer))
                 loss: torch.Tensor = trainer.compute_loss(model, row, num_items_in_batch=num_items)
     finally:

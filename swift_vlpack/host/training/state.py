@@ -148,19 +148,19 @@ def read_state(checkpoint: Path, kind: str) -> tuple[dict[str, Any], dict[str, A
 
 
 def read_envelope(checkpoint: Path) -> dict[str, Any]:
-    """All that was saved, of whichever kind it is: its digest, kind, fingerprint and state."""
+    """Return digest, kind, fingerprint and state from `vlpack_state.json`, for every kind of feed."""
     path = checkpoint / FILE
     with refused(path, "it is incomplete, or was written without packing"):
         envelope = json.loads(path.read_text(encoding="utf-8"))
         kind = str(envelope.get("kind")) if isinstance(envelope, dict) else "packing"
         fingerprint, state = opened(envelope, kind, shape=STATES.get(kind), is_signed=True)
-        if "files" in state:  # an earlier version wrote no records
+        if "files" in state:  # earlier versions wrote no records of files
             check_shape(state["files"], RECORDS, "state.files")
         return {"digest": envelope["digest"], "kind": kind, "fingerprint": fingerprint, "state": state}
 
 
 def read_trainer_state(checkpoint: Path) -> dict[str, Any]:
-    """The trainer's own state; empty where it has written none."""
+    """Return the trainer's own state; empty if the checkpoint has none."""
     path = checkpoint / TRAINER_STATE_NAME
     try:
         state = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

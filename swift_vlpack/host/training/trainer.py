@@ -86,7 +86,7 @@ class PackingTrainer(Seq2SeqTrainer):
         self.is_evaluating = False
         self._pack_evaluated: PackRecord | None = None
         self._supervised: list[torch.Tensor] = []  # tokens of each step of this rank since the last log line
-        self._losses_evaluated: dict[int, SampleLoss] = {}  # of rows, since a packed evaluation began
+        self._losses_evaluated: dict[int, SampleLoss] = {}  # by row, since a packed evaluation began
         self.lengths_in_row: tuple[int, ...] = ()  # of the segments that are trained now
         super().__init__(*args, **kwargs)
         refuse_experts_of_packs(self)
@@ -121,11 +121,11 @@ class PackingTrainer(Seq2SeqTrainer):
         return self.feed.loader(args.process_index, PackLoader, ranks=ranks, device=self.accelerator.device, **options)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """Return the batches of one optimizer step, the first of which is proved before it trains."""
+        """Return the batches of one optimizer step. Before the first step, one of its batches is proved."""
         batches, num_items = self.weighed_batches(epoch_iterator, num_batches, device)
         if not batches:
             return batches, num_items
-        # On the device: a number would have to wait for it, and is only wanted with the next log line.
+        # Kept on the device: reading the number would wait for the device, and only the next log line needs it.
         self._supervised.append(torch.stack([num_targets(batch["labels"]) for batch in batches]).sum())
         if not self.is_first_batch_proved:
             self.is_first_batch_proved = True
@@ -135,7 +135,7 @@ class PackingTrainer(Seq2SeqTrainer):
         return batches, num_items
 
     def weighed_batches(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """Return the batches of one optimizer step, completed where the feed has to at the end of an epoch, weighed."""
+        """Return the weighed batches of one optimizer step; at the end of an epoch the feed may fill the step up."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches:
             return batches, num_items
@@ -191,7 +191,7 @@ class PackingTrainer(Seq2SeqTrainer):
         if self._pack_evaluated is not None:
             return self._losses_of_samples(model, inputs, return_outputs)
         if self.is_evaluating and is_mean(self):
-            num_items_in_batch = None  # of all ranks: ms-swift would multiply the mean of this one by their number
+            num_items_in_batch = None  # else ms-swift would multiply this rank's mean by the number of ranks
         if self.label_smoother is not None:  # ms-swift does not tell it
             self.label_smoother.num_items = num_items_in_batch
         labels = inputs.get("labels")
@@ -230,12 +230,12 @@ class PackingTrainer(Seq2SeqTrainer):
     # -- evaluation -------------------------------------------------------------------------------------------------
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate beside the random numbers of training: a loader that lives on draws only once in a run."""
+        """Evaluate with random numbers apart from those of training: a persistent loader draws only once in a run."""
         with self.journal.paused(), RandomStream(self.args.seed, "evaluation", self.state.global_step):
             return super().evaluate(*args, **kwargs)
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, **kwargs: Any) -> Any:
-        """ms-swift's loader of evaluation rows; of packs it gets one at a time, and every one."""
+        """Return ms-swift's loader of evaluation rows; packs are loaded one at a time, and none is dropped."""
         if epoch_plan_of(dataset) is None:
             return super()._get_dataloader(dataset, description, batch_size, **kwargs)
         drop_last, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False
@@ -245,24 +245,24 @@ class PackingTrainer(Seq2SeqTrainer):
             self.args.dataloader_drop_last = drop_last
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate batches of rows; where these are packed, first the packs, then batches of what they gave."""
+        """Evaluate batches of rows. Packed rows are evaluated as packs first; their losses then form the batches."""
         if epoch_plan_of(dataloader.dataset) is None:
             return super().evaluation_loop(dataloader, *args, **kwargs)
         self._losses_evaluated = {}
         gather = self.gather_function
         super().evaluation_loop(dataloader, *args, **kwargs)
-        self.gather_function = gather  # which a loop forgets at its end
+        self.gather_function = gather  # the loop clears it at its end
         rows = RowsOfEvaluation(gathered(self._losses_evaluated, "the losses of an evaluation"))
-        # The trainer shares, repeats and cuts off batches by its own rules, which are those of rows without packing.
+        # The trainer then distributes, repeats and cuts off batches exactly as it does for rows without packing.
         batches = DataLoader(rows, self.args.eval_batch_size, drop_last=self.args.dataloader_drop_last)
         return super().evaluation_loop(self.accelerator.prepare(batches), *args, **kwargs)
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Evaluate a padded batch, or a pack where `eval_packing` made one, or a batch of what packs gave."""
+        """Evaluate a padded batch, a pack (under `eval_packing`), or a batch of the losses that packs gave."""
         if set(inputs) == set(SampleLoss._fields):
             return self._loss_of_batch(**inputs), None, None
         record = self._pack_evaluated = getattr(inputs, "record", None)
-        if record is not None:  # nothing predicts the first token of a row, whatever the template says of it
+        if record is not None:  # nothing predicts the first token of a sample, even if the template labels it
             inputs["labels"][:, record.boundaries.cu_seqlens[:-1]] = NO_LABEL
         self.is_evaluating = True
         try:
@@ -272,12 +272,12 @@ class PackingTrainer(Seq2SeqTrainer):
             self.is_evaluating, self._pack_evaluated = False, None
 
     def _losses_of_samples(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        """Note the loss of every sample of a pack, by ms-swift's own way to the losses of tokens."""
+        """Note the loss of every sample of a pack, computed by ms-swift's own code for losses of tokens."""
         record = self._pack_evaluated
         assert record is not None
         losses = LossesOfRow(record.lengths, loss_of_sample(self), inputs.get("logits_to_keep"))
         scale = inputs.get("loss_scale")
-        if scale is None:  # with weights ms-swift computes the loss of each token, and the model no mean of them
+        if scale is None:  # given weights, ms-swift computes a loss per token; otherwise the model takes the mean
             scale = torch.ones_like(inputs["labels"], dtype=torch.float32)
         inputs = {**inputs, "loss_scale": scale, "compute_loss_func": losses}
         inputs.pop("skip_logits", None)
@@ -287,7 +287,7 @@ class PackingTrainer(Seq2SeqTrainer):
         return result
 
     def _loss_of_batch(self, total: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
-        """The loss of a batch of rows on this rank, of which the mean over ranks is what plain evaluation computes."""
+        """Return this rank's loss of a batch of rows; the mean over ranks is the loss of plain evaluation."""
         num, num_shared = num_tokens.sum(), 1
         if self.args.average_tokens_across_devices and not is_mean(self):
             num, num_shared = self.accelerator.reduce(num, reduction="sum"), self.accelerator.num_processes
@@ -304,7 +304,7 @@ class PackingTrainer(Seq2SeqTrainer):
         if resume_from_checkpoint:
             self.checkpoint_resumed = Path(resume_from_checkpoint)
             self._resume(self.checkpoint_resumed)
-        with waiting("training"):  # so that a rank that fails leaves the reason to the others
+        with waiting("training"):  # so that a failing rank tells the others why
             trained = super().train(resume_from_checkpoint, *args, **kwargs)
         leave_at_exit()
         return trained
@@ -434,7 +434,7 @@ class PackingTrainer(Seq2SeqTrainer):
             save_training_args(self._checkpoint, self.args)
 
     def _recorded_on_disk(self) -> dict[str, Any]:
-        """Sizes and digests of all files, read while the disk, on every machine, is busy with writing them."""
+        """Return sizes and digests of all files; reads them while one rank of each machine flushes them to disk."""
         with ThreadPoolExecutor(1) as beside:
             is_first = self.args.local_process_index == 0
             written = beside.submit(sync, self._checkpoint) if is_first else None

@@ -15,7 +15,7 @@ from swift_vlpack.data.waiting import waiting
 from swift_vlpack.host.ranks import num_ranks
 
 _LEAVING = timedelta(seconds=10)
-"""Longest wait of a process that ends for a vote on its way; a rank that fails cannot wait for the others."""
+"""Longest wait of an ending process for a pending vote: if this rank failed, the others may never vote."""
 
 _voting: list[Ranks] = []
 """All that may have a vote on its way."""
@@ -51,8 +51,8 @@ class Ranks:
     def settle(self) -> None:
         """Wait for the vote on the step after the last one, which nothing asks for any more, and end the group.
 
-        Because gloo's thread lets go of the vote's tensor, and needs Python for it: where Python ends meanwhile, the
-        process aborts ("terminate called without an active exception"; 4 of 100 runs on two cores, 0 of 90 with this).
+        gloo's thread frees the tensor of the vote, and needs Python for that. If Python ends first, the process aborts
+        ("terminate called without an active exception"; 4 of 100 runs on two cores, 0 of 90 with this wait).
         """
         if self._on_its_way is not None:
             try:

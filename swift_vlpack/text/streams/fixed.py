@@ -58,11 +58,11 @@ class FixedBatches:
         self._prefetch = prefetch
         self._prefetcher: Prefetcher | None = None
         self._consumed: dict[str, Any] | None = None
-        """With a thread: the state after the last batch that was handed out."""
+        """With a prefetch thread, the state after the last batch that was handed out; otherwise None."""
         self._is_behind = False
-        """Whether the stream was left ahead of that state by a thread that was closed."""
+        """True if a closed thread left the stream ahead of `_consumed`: the next batch moves the stream back first."""
         self._is_shared = False
-        """Whether this is a worker's copy that keeps its share of the documents."""
+        """True in a worker's copy once its stream is limited to the worker's share of the documents."""
 
     def __iter__(self) -> Iterator[FixedBatch]:
         worker = _worker()
@@ -90,9 +90,9 @@ class FixedBatches:
 
     @property
     def counts(self) -> dict[str, Any]:
-        """Of the stream, and `batches`, `padding_rows` and what was dropped, up to the last batch handed out.
+        """Return the stream's counts, `batches`, `padding_rows` and what was dropped, up to the last batch handed out.
 
-        `utilisation` is the part of all places in these batches that has a token of a document.
+        `utilisation` is the share of places in these batches that hold a token of a document.
         """
         state = self._state()["state"]
         counts = {**state["stream"]["state"]["counts"], **state["counts"]}
@@ -103,23 +103,23 @@ class FixedBatches:
         return {**counts, "utilisation": num_used / num_places if num_places else 0.0}
 
     def state_dict(self) -> dict[str, Any]:
-        """What was consumed, as JSON, never what was only made ahead."""
+        """Return the state after the last batch handed out, as JSON; batches that were only made ahead do not count."""
         state: dict[str, Any] = plain(self._state())
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on behind the batch at which the state was taken; another batch size may."""
+        """Continue after the batch at which the state was taken; the batch size may differ."""
         saved = envelope.unseal(state, KIND, {}, shape=_STATE)
         self.close()
         self._is_behind, self._consumed = False, None
         self._maker.load(saved)
 
     def close(self) -> None:
-        """End the thread. Iterating again goes on behind the last batch that was handed out."""
+        """Stop the thread. Iterating again continues after the last batch that was handed out."""
         if self._prefetcher is not None:
             self._prefetcher.close()
             self._prefetcher = None
-            self._is_behind = True  # a source that fails must not keep anybody from closing
+            self._is_behind = True  # not moved back here, because closing must work when the source fails
 
     def __enter__(self) -> FixedBatches:
         return self
@@ -155,7 +155,7 @@ def model_inputs(batches: FixedBatch | Sequence[FixedBatch]) -> PackedBatch:
 
 
 def _positions(segments: NDArray[Any]) -> NDArray[np.int64]:
-    """Positions that begin again wherever the segment changes."""
+    """Return positions that restart wherever the segment changes."""
     at = np.broadcast_to(np.arange(segments.shape[1]), segments.shape)
     begins = np.ones(segments.shape, dtype=bool)
     begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
@@ -199,7 +199,7 @@ class _Maker:
         self._counts: Counter[str] = Counter()
 
     def next(self) -> FixedBatch:
-        """The next batch; `StopIteration` at the end."""
+        """Return the next batch. Raises `StopIteration` at the end."""
         size = self._shape[0] * self._shape[1]
         windows: list[Window] = []
         for window in self._stream:
@@ -213,7 +213,7 @@ class _Maker:
         return self._batch(windows)
 
     def next_with_snapshot(self) -> tuple[FixedBatch, dict[str, Any]]:
-        """The same with the state behind it; at the end the state is the exception's value."""
+        """Return the next batch and the state after it. At the end, `StopIteration` has the state as its value."""
         try:
             return self.next(), self.snapshot()
         except StopIteration:

@@ -80,11 +80,11 @@ class LocalText:
             return self._decoded(_next_document(file, self._documents[address[0]])[1], address)
 
     def fingerprint(self) -> Any:
-        """Length and beginning of every file."""
+        """Return how documents are read, and size and a digest of the beginning of every file."""
         return [self._documents, self._text_key, [[path.stat().st_size, _digest_of_head(path)] for path in self._paths]]
 
     def __getstate__(self) -> dict[str, Any]:
-        """For workers of a loader: each opens the file anew."""
+        """Leave out the open file: each worker of a loader opens the file for itself."""
         return {**self.__dict__, "_file": None}
 
     def __del__(self) -> None:
@@ -96,7 +96,7 @@ class LocalText:
             file.close()
 
     def _decoded(self, lines: list[bytes], address: list[int]) -> str | None:
-        content = b"".join(lines) if len(lines) > 1 else lines.pop()  # a line may be large: no second copy of it
+        content = b"".join(lines) if len(lines) > 1 else lines.pop()  # no second copy of a line, which may be large
         content = content.removeprefix(_BOM) if address[1] == 0 else content
         where = f"{self._paths[address[0]]}: the document at byte {address[1]}"
         is_row = self._documents[address[0]] == ROW
@@ -125,10 +125,10 @@ def _check_file(path: Path, document: str | None) -> None:
 
 
 def paths_in(given: Any) -> list[Any] | None:
-    """Return the paths that a source is: one, or a list of nothing else; None for any other source.
+    """Return the paths of a source that is one path or a list of paths; None for any other source.
 
-    A list of texts and one of file names are both lists of strings: those of files that exist are paths, and what only
-    looks like one is refused, because a stream of file names is never meant.
+    Texts and file names are both strings. A list of strings counts as paths if the files exist; a list that only looks
+    like file names is refused, because nobody trains on file names.
     """
     if isinstance(given, (str, os.PathLike)):
         return [given]

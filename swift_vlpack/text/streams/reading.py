@@ -33,7 +33,7 @@ class ReadOptions:
     retry_delay_sec: float = 1.0
     """Wait before the first retry; twice as long before each further one."""
     rank: int = 0
-    """The reader that this is, of `num_ranks`: it keeps every document whose number has this remainder."""
+    """Number of this reader: it keeps each document whose number, modulo `num_ranks`, equals `rank`."""
     num_ranks: int = 1
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class Documents:
             self._begin(self.epoch + 1)
 
     def snapshot(self) -> dict[str, Any]:
-        """Where it stands: what the source can fetch again is held by address."""
+        """Return the position. Documents in the buffer are saved by address if the source can fetch them again."""
         return {
             "epoch": self.epoch,
             "source": self._source.state() if self._is_started else None,
@@ -88,7 +88,7 @@ class Documents:
         }
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Stand there again."""
+        """Restore a position returned by `state()`."""
         self._is_started = saved["source"] is not None
         if self._is_started:
             self._retried(lambda: self._source.load(saved["source"]))
@@ -104,11 +104,11 @@ class Documents:
         return self._is_started
 
     def fetch(self, address: Any) -> str | None:
-        """A document by its address, where the source can."""
+        """Return a document by its address; None if the source cannot fetch."""
         return self._retried(lambda: self._source.fetch(address)) if self._source.can_fetch else None
 
     def fingerprint(self) -> Any:
-        """What must be the same for a state to mean the same documents; some sources read a few rows for it."""
+        """Return what must be equal for a saved position to mean the same documents; may read a few rows."""
         return self._retried(self._source.fingerprint)
 
     def _begin(self, epoch: int) -> None:
@@ -120,7 +120,7 @@ class Documents:
         if not self._is_started:
             self._begin(self.epoch)
         while not self._is_read_out and len(self._held) < max(1, self._options.shuffle_buffer_size):
-            # An iterator that has raised is at its end, and may have skipped a row: the source goes back to its place.
+            # After an error an iterator is at its end and may have skipped a row: the source returns to its position.
             document = self._retried(self._source.read, lambda: self._source.load(self._source.state()))
             if document is None:
                 self._is_read_out = True
@@ -130,7 +130,7 @@ class Documents:
                 self._num_read += 1
 
     def _drawn(self, num_held: int) -> int:
-        """Which of the held documents is next: a function of seed, epoch and how many came before."""
+        """Return the index of the next document in the buffer: a function of seed, epoch and number drawn so far."""
         if self._options.shuffle_buffer_size < 2:
             return 0
         chunk, at = divmod(self._num_drawn, _KEYS_AT_A_TIME)
@@ -140,7 +140,7 @@ class Documents:
         return self._keys[2][at] % num_held
 
     def _retried(self, action: Callable[[], Any], recover: Callable[[], Any] = lambda: None) -> Any:
-        """Do it; where it fails, wait, recover and try again, a few times."""
+        """Run `action`. After an error wait, run `recover` and retry, up to `max_retries` times."""
         for attempt in range(self._options.max_retries + 1):
             try:
                 if attempt:

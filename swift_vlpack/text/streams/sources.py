@@ -92,11 +92,11 @@ class RowSource:
         return document
 
     def state(self) -> Any:
-        """The number of the next row."""
+        """Return the number of the next row."""
         return self._next
 
     def load(self, state: Any) -> None:
-        """Go there; nothing is read."""
+        """Move to a row by its number; nothing is read."""
         self._next = int(state)
 
     def fetch(self, address: Any) -> str | None:
@@ -104,13 +104,13 @@ class RowSource:
         return text_of(self._rows[address], self._text_key, f"{self.name}: row {address + 1}")
 
     def fingerprint(self) -> Any:
-        """How many rows there are, and the first and the last."""
+        """Return the number of rows, and digests of the first and the last row."""
         ends = (0, len(self._rows) - 1) if len(self._rows) else ()
         return [len(self._rows), *(_digest(self.fetch(row)) for row in ends)]
 
 
 class _Anchor(NamedTuple):
-    """A place to move a data set to: its own state changed with the row that comes next there."""
+    """A position that a data set can be moved to: one at which the next row changes the data set's own state."""
 
     num_read: int
     digest: str  # of the rows before
@@ -140,14 +140,14 @@ class StreamSource:
         self._iterator: Iterator[Any] = iter(())
         self._epoch = self._num_read = 0
         self._digest = ""
-        """Of all rows of the epoch that were read."""
+        """Digest of all rows of the epoch that were read so far."""
         self._place: Any = None
-        """The data set's own state after the last row; None at the start, and where it has none."""
+        """The data set's own state after the last row; None at the start, or if the data set has no state."""
         self._anchors: deque[_Anchor] = deque()
-        """Enough of them to prove the place by several rows, the oldest first."""
+        """Enough anchors to prove the position by several rows, the oldest first."""
 
     def start(self, epoch: int) -> None:
-        """From the beginning, whatever state or epoch was there before."""
+        """Start the epoch from its beginning, whatever was read before."""
         self._epoch, self._num_read, self._digest, self._place = epoch, 0, "", None
         self._anchors = deque()
         self._rows = self._given() if callable(self._given) else _unused(self._given)
@@ -172,7 +172,10 @@ class StreamSource:
         return [self._epoch, self._num_read, self._digest, anchor, self._proof()]
 
     def load(self, state: Any) -> None:
-        """Move to the place, or read up to it, and say so."""
+        """Move to a saved position, or read all rows up to it, with a warning.
+
+        Raises `DataError` if the rows up to the position are not the same as before.
+        """
         epoch, num_read, digest, anchor, proof = state
         self.start(epoch)
         if self._can_seek and anchor is not None and anchor[0]:
@@ -193,7 +196,7 @@ class StreamSource:
         raise NotImplementedError
 
     def fingerprint(self) -> Any:
-        """Nothing is known of a stream before it is read."""
+        """Return None: nothing is known of a stream before it is read."""
         return None
 
     def _remember(self, state: Any) -> None:
@@ -219,7 +222,7 @@ class StreamSource:
         self._num_read, self._digest, self._place = num_read, digest, place
 
     def _reads(self, num_read: int, digest: str) -> bool:
-        """Read on to a row, and tell whether all rows to there are those of the digest."""
+        """Read on to row `num_read`, and tell whether the digest of all rows up to there is `digest`."""
         while self._num_read < num_read:
             if self.read() is None:
                 return False
@@ -292,7 +295,7 @@ def _forgets(rows: Any) -> bool:
     """Tell whether a Hugging Face data set holds rows that its own state does not have.
 
     Shuffle buffers are lost, and batches that a `map` cuts anew, or that several data sets take turns in, may begin
-    within a chunk that the state counts as read. It has no public way to ask.
+    within a chunk that the state counts as read. The library has no public way to ask.
     """
     found: list[Any] = [getattr(rows, "_ex_iterable", None)]
     while found:
