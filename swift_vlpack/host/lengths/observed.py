@@ -208,7 +208,7 @@ def _is_own(code: CodeType, names: Any) -> bool:
 
 
 def _is_own_module(module: ModuleType | None) -> bool:
-    if module is None:
+    if not isinstance(module, ModuleType):  # a program may put anything there
         return False
     file = getattr(module, "__file__", None)
     # Without a file it is a notebook, or made by a program; Python's own modules without a file have a `__spec__`.

@@ -192,6 +192,41 @@ def test_variables_that_sound_like_those_of_the_machine_are_in_the_key_where_a_p
     assert starts.measured > 0
 
 
+def test_modules_may_be_anything(starts, monkeypatch):
+    """LEN-21: a program may put an object without attributes among the modules."""
+    monkeypatch.setitem(sys.modules, "an_object", object())
+    lengths, encoded = starts.lengths(plugin('os.environ.get("MY_WORDS", 1)'))
+    assert lengths == encoded
+
+
+def test_value_that_a_module_keeps_on_one_rank_is_no_difference_between_ranks(starts, monkeypatch):
+    """LEN-21: all ranks have the key of the first."""
+    text = plugin("1 if NUMBER > -1 else 2", before='NUMBER = int(os.environ.get("LOCAL_RANK", 0))')
+    results = []
+
+    def of_first(work, what=""):
+        results.append(work())
+        return [results[-1]]
+
+    def of_second(work, what=""):
+        first, mine = left.pop(0), work()
+        return [first if is_of_modules(first) else mine]
+
+    def is_of_modules(found):
+        return isinstance(found, list) and bool(found) and all(isinstance(digest, str) for digest in found)
+
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(length_pass.ranks, "results_of_all", of_first)
+    starts.lengths(text)
+    assert starts.measured > 0
+    assert any(map(is_of_modules, results)), "the module's values are in the key"
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    left = list(results)
+    monkeypatch.setattr(length_pass.ranks, "results_of_all", of_second)
+    starts.lengths(text)
+    assert starts.measured == 0
+
+
 def test_launchers_variables_are_not_in_the_key(starts, monkeypatch):
     """LEN-21: a template may ask for its rank, as to log on one only."""
     for rank in ("0", "1"):
