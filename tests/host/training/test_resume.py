@@ -293,8 +293,16 @@ def changed(dataset, folder, change):
             ["data"],
             r"train:35 \(.*/train\.jsonl:36.*\) is another row than then",
         ),
-        (lambda lines: lines[:-1], ["data", "lengths", "sources"], r"train has 35 rows, then 36; they differ from row 36 of the saved run, which is missing"),
-        (lambda lines: lines[1:], ["data"], r"train has 35 rows, then 36; they differ from train:0 \(.*/train\.jsonl:1"),
+        (
+            lambda lines: lines[:-1],
+            ["data", "lengths", "sources"],
+            r"train has 35 rows, then 36; they differ from row 36 of the saved run, which is missing",
+        ),
+        (
+            lambda lines: lines[1:],
+            ["data"],
+            r"train has 35 rows, then 36; they differ from train:0 \(.*/train\.jsonl:1",
+        ),
         (
             lambda lines: [lines[1], lines[0], *lines[2:]],
             ["data", "lengths"],
