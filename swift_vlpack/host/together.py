@@ -26,7 +26,7 @@ from swift_vlpack.host.training.state import FILE, read_envelope, read_trainer_s
 logger = get_logger()
 
 OF_A_NODE = ("log_history", "best_model_checkpoint", "is_local_process_zero", "is_world_process_zero")
-"""What of `trainer_state.json` each node may have of its own: log lines have times and memory, and paths differ."""
+"""Fields of `trainer_state.json` that nodes may have with other values: log lines have times, and paths differ."""
 OURS = "vlpack_"
 """Beginning of the names of our own files in a checkpoint, which data that starts anew does not ask for."""
 NUM_DAMAGES_NAMED = 5

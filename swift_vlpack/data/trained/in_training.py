@@ -169,14 +169,14 @@ class InTraining:
     limits: Limits
     """Limits for rounding, between the sequence and its samples alone."""
     exact: Limits
-    """Of what the same kernels compute from the same numbers."""
+    """Limits for results that the same kernels compute from the same numbers."""
     dtype: str
     """The data type that the model computes in."""
     not_looked_at: Sequence[str] = field(default=())
 
     @property
     def is_sharp(self) -> bool:
-        """Whether samples equal what they give alone within limits that would notice what is wrong."""
+        """Tell whether samples were compared with what they give alone, within limits that would notice a mistake."""
         return bool(self.gaps) and self.limits.would_notice(self.largest)
 
     def line(self) -> str:

@@ -104,9 +104,9 @@ def _refuse_what_sees_others(trainer: Any, losses: Losses | None) -> None:
 
 def check_weights(trainer: Any) -> None:
     """Check, with the code that weighs samples in training, that two samples get the weights of `packing_loss`."""
-    kind, samples = trainer.feed.config.packing_loss, two_samples(trainer)
-    if kind == "token":
+    if (kind := trainer.feed.config.packing_loss) == "token":
         return
+    samples = two_samples(trainer)
     row = trainer.data_collator.row(packed_samples(samples, 0, 0, trainer.feed.config, ()))
     scale = row.get(SCALE)
     before = torch.ones(row["labels"].shape) if scale is None else scale.clone()
