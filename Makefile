@@ -48,8 +48,8 @@ test-oldest: .venv-oldest/.ready  ## Run the tests of the host layer against the
 # Every seam is looked at (test_install), every way to load rows, and losses, padding, parts and plans are trained once.
 test-oldest-few: .venv-oldest/.ready  ## Run the tenth of test-oldest that CI runs
 	.venv-oldest/bin/python -m pytest -n 2 --dist loadfile -m "not slow" tests/host/test_install.py \
-	  tests/host/rows/test_same_rows.py tests/host/training/test_loss.py tests/host/training/test_padding.py \
-	  tests/host/training/test_pretrain.py tests/host/training/test_evaluation.py tests/host/parts tests/host/test_together.py \
+	  tests/host/rows/test_same_rows.py tests/host/test_loss.py tests/host/test_padding.py \
+	  tests/host/test_pretrain.py tests/host/test_evaluation.py tests/host/parts tests/host/test_together.py \
 	  tests/e2e/test_plan.py
 
 lint: $(READY)  ## ruff check, ruff format --check, mypy strict on core, data and text

@@ -13,11 +13,11 @@ from time import process_time
 
 import torch
 
-from swift_vlpack.data.kernels.asked import Asked
-from swift_vlpack.data.kernels.masks import row_mask
-from swift_vlpack.data.kernels.row_kernels import KERNELS, CannotDo
-from swift_vlpack.data.kernels.samples import PackedRow
-from swift_vlpack.data.kernels.trials import largest_gap, results, seconds
+from swift_vlpack.attention.attention_args import Asked
+from swift_vlpack.attention.masks import row_mask
+from swift_vlpack.attention.row_kernels import KERNELS, CannotDo
+from swift_vlpack.attention.samples import PackedRow
+from swift_vlpack.attention.trials import largest_gap, results, seconds
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 4, 64
 ROWS = ((2048, 6), (2048, 60), (4096, 8), (4096, 60), (8192, 40))  # tokens, samples

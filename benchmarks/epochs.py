@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from swift_vlpack import FusionCaptionDataset, LengthIndex, PackingConfig, RowSource
-from swift_vlpack.data.feeds.epochs import Extent
-from swift_vlpack.data.feeds.planned_feed import PlannedFeed
+from swift_vlpack.feed.epochs import Extent
+from swift_vlpack.feed.planned_feed import PlannedFeed
 
 
 class Template:

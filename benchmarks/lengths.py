@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from swift_vlpack.data.rows.fusion import RowSource
-from swift_vlpack.host.lengths.length_pass import with_lengths
+from swift_vlpack.host.length_pass import with_lengths
+from swift_vlpack.rows.fusion import RowSource
+from tests.data_rows import image_row, sentence, text_row
 from tests.images import photo
-from tests.rows import image_row, sentence, text_row
 from tests.tiny import save_model
 
 NUM_IMAGES = 40

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 from pathlib import Path
 
-from swift_vlpack.commands.packing_flags import shown
-from swift_vlpack.core.config import PackingConfig, kind_of
+from swift_vlpack.cli.packing_flags import shown
+from swift_vlpack.config import PackingConfig, kind_of
 
 DOCS = Path(__file__).parent.parent / "docs"
 _DEFAULTS = {"packing_length": "`max_length`", "packing": "`true` for `vlpack`, `false` for `swift`"}

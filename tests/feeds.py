@@ -4,12 +4,12 @@ import json
 
 from torch.utils.data import DataLoader
 
-from swift_vlpack.data.feeds.buffered import BufferedPackingDataset
-from swift_vlpack.data.feeds.epochs import Extent
-from swift_vlpack.data.feeds.packs import rows_of
-from swift_vlpack.data.feeds.planned_feed import PlannedFeed
-from swift_vlpack.data.feeds.streamed_feed import StreamedFeed
-from swift_vlpack.data.randomness import own_generator
+from swift_vlpack.feed.buffered import BufferedPackingDataset
+from swift_vlpack.feed.epochs import Extent
+from swift_vlpack.feed.packs import rows_of
+from swift_vlpack.feed.planned_feed import PlannedFeed
+from swift_vlpack.feed.streamed_feed import StreamedFeed
+from swift_vlpack.rows.randomness import own_generator
 
 
 class Loader(DataLoader):

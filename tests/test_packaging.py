@@ -17,7 +17,7 @@ import numpy
 import pytest
 
 import swift_vlpack
-from swift_vlpack.core.words import INSTALL
+from swift_vlpack.words import INSTALL
 
 ROOT = Path(__file__).parent.parent
 NOT_SOURCE = (".venv*", ".git", ".*_cache", "__pycache__", "*.egg-info", "build", "dist", "demo_output")

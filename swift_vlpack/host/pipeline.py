@@ -15,35 +15,35 @@ from numpy.typing import NDArray
 from swift.dataset import LazyLLMDataset
 from swift.utils import get_logger, is_master, stat_array
 
-from swift_vlpack.core.account.advice import length_warning, long_row_warning
-from swift_vlpack.core.config import PackingConfig, is_planned
-from swift_vlpack.core.packing.registry import WINDOW
-from swift_vlpack.core.words import counted
-from swift_vlpack.data.feeds.buffered import BufferedPackingDataset
-from swift_vlpack.data.feeds.epochs import Extent
-from swift_vlpack.data.feeds.failures import check_measured
-from swift_vlpack.data.feeds.feed import Feed
-from swift_vlpack.data.feeds.planned import PlannedPackingDataset
-from swift_vlpack.data.feeds.planned_feed import PlannedFeed
-from swift_vlpack.data.feeds.streamed_feed import StreamedFeed
-from swift_vlpack.data.lengths.pass_bar import one_bar
-from swift_vlpack.data.model.row_effects import check_rope
-from swift_vlpack.data.parts.row_cutter import cutter_of, for_training, in_parts
-from swift_vlpack.data.randomness import RandomStream
-from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
-from swift_vlpack.data.rows.fusion_config import read_fusion_config
-from swift_vlpack.data.rows.samples import Address, Encoded, SampleError
-from swift_vlpack.data.rows.streams import StreamedRows
-from swift_vlpack.data.rows.targets import choose_targets, encoded
-from swift_vlpack.data.rows.urls import Urls
+from swift_vlpack.attention.row_effects import check_rope
+from swift_vlpack.config import PackingConfig, is_planned
+from swift_vlpack.feed.buffered import BufferedPackingDataset
+from swift_vlpack.feed.epochs import Extent
+from swift_vlpack.feed.failures import check_measured
+from swift_vlpack.feed.feed import Feed
+from swift_vlpack.feed.planned import PlannedPackingDataset
+from swift_vlpack.feed.planned_feed import PlannedFeed
+from swift_vlpack.feed.streamed_feed import StreamedFeed
 from swift_vlpack.host.args import packing_config
-from swift_vlpack.host.lengths.headers import reading_urls
-from swift_vlpack.host.lengths.length_pass import with_lengths
+from swift_vlpack.host.headers import reading_urls
+from swift_vlpack.host.length_pass import with_lengths
 from swift_vlpack.host.objective import objective_of
 from swift_vlpack.host.ranks import RanksOfRun, num_ranks, num_ranks_of_run, rank
-from swift_vlpack.host.rows.same_rows import check_same_files, check_same_validation
-from swift_vlpack.host.rows.sources import load_sources, load_stream
-from swift_vlpack.host.training.attention import use_attention
+from swift_vlpack.host.same_rows import check_same_files, check_same_validation
+from swift_vlpack.host.sources import load_sources, load_stream
+from swift_vlpack.host.use_attention import use_attention
+from swift_vlpack.lengths.progress import one_bar
+from swift_vlpack.plan.advice import length_warning, long_row_warning
+from swift_vlpack.plan.registry import WINDOW
+from swift_vlpack.rows.fusion import FusionCaptionDataset, RowSource
+from swift_vlpack.rows.fusion_config import read_fusion_config
+from swift_vlpack.rows.randomness import RandomStream
+from swift_vlpack.rows.row_cutter import cutter_of, for_training, in_parts
+from swift_vlpack.rows.samples import Address, Encoded, SampleError
+from swift_vlpack.rows.streams import StreamedRows
+from swift_vlpack.rows.targets import choose_targets, encoded
+from swift_vlpack.rows.urls import Urls
+from swift_vlpack.words import counted
 
 logger = get_logger()
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from swift_vlpack.host.training.state import FILE
+from swift_vlpack.host.state import FILE
 
 ROOT = Path(__file__).parent.parent.parent
 MARK = "TEST_RUN"

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.data_rows import image_row, mixed_rows, write_jsonl
 from tests.e2e.ranks import free_port
 from tests.e2e.test_command_line import options
 from tests.host.runs import epoch_report, log_lines
 from tests.images import BROKEN
-from tests.rows import image_row, mixed_rows, write_jsonl
 
 FAMILY = "qwen2_5_vl"
 ROOT = Path(__file__).parent.parent.parent

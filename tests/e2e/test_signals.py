@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.data_rows import mixed_rows, write_jsonl
 from tests.e2e.ranks import free_port
 from tests.host.runs import argv
-from tests.rows import mixed_rows, write_jsonl
 
 FAMILY = "qwen2_5_vl"
 SECONDS = 240

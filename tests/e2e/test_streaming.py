@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
+from tests.data_rows import mixed_rows, write_jsonl
 from tests.e2e.ranks import ROOT, free_port
 from tests.host.runs import SMALL_VOCABULARY, argv, epoch_report, log_lines, packed_argv, train
-from tests.rows import mixed_rows, write_jsonl
 
 FAMILY = "qwen2_5_vl"
 SIZES = (19, 5)

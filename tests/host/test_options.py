@@ -8,14 +8,14 @@ import pytest
 import yaml
 
 from swift_vlpack.cli import parser
-from swift_vlpack.commands.plan import config_of
-from swift_vlpack.core.config import PackingConfig
-from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.cli.plan import config_of
+from swift_vlpack.config import PackingConfig
+from swift_vlpack.errors import ConfigError
 from swift_vlpack.host.args import is_ours, packing_config
 from swift_vlpack.host.install import install
-from swift_vlpack.launch import plugin_path, run_launch, train_launch
+from swift_vlpack.host.launch import plugin_path, run_launch, train_launch
+from tests.data_rows import text_row, write_jsonl
 from tests.host.runs import epoch_report, packed_argv, train
-from tests.rows import text_row, write_jsonl
 
 # value of the flag, of the YAML key, of the variable, and the default (of the length: max_length, not known yet)
 VALUES = {

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 from datasets import Dataset
 from swift.template import get_template
 
-from swift_vlpack.data.lengths import checks, failure_log, measure, trust
-from swift_vlpack.data.lengths.sizes import size_of
-from swift_vlpack.data.rows.fusion import RowSource
+from swift_vlpack.lengths import checks, failure_log, measure, trust
+from swift_vlpack.rows.fusion import RowSource
+from swift_vlpack.rows.sizes import size_of
+from tests.data_rows import image_row, text_row
 from tests.images import photo
-from tests.rows import image_row, text_row
 
 ARGS = SimpleNamespace(dataset_num_proc=1, strict=False)
 

@@ -7,16 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from swift_vlpack.core.errors import DataError
-from swift_vlpack.data.lengths import failure_log
-from swift_vlpack.data.rows.fusion import encode_row
-from swift_vlpack.data.rows.samples import SampleId
-from swift_vlpack.host.lengths.length_pass import with_lengths
+from swift_vlpack.errors import DataError
+from swift_vlpack.host.length_pass import with_lengths
+from swift_vlpack.lengths import failure_log
+from swift_vlpack.rows.fusion import encode_row
+from swift_vlpack.rows.samples import SampleId
+from tests.data_rows import image_row, text_row, write_jsonl
 from tests.host.lengths.support import ARGS, FAMILY, dataset, source, texts, variant, warnings_of
 from tests.host.rows.test_faults import bad_rows
 from tests.host.runs import epoch_report, packed_argv, train
 from tests.images import photo
-from tests.rows import image_row, text_row, write_jsonl
 
 
 def test_failures_that_may_pass_are_tried_again_and_lasting_ones_are_not(template, tmp_path, encoded, caplog):

@@ -9,11 +9,11 @@ import pytest
 from datasets import Dataset
 from swift.dataset import load_dataset
 
-from swift_vlpack.data.rows.fusion import encode_row
-from swift_vlpack.data.rows.samples import SampleError, SampleId
+from swift_vlpack.rows.fusion import encode_row
+from swift_vlpack.rows.samples import SampleError, SampleId
+from tests.data_rows import text_row, write_jsonl
 from tests.host.rows.test_faults import bomb
 from tests.images import photo
-from tests.rows import text_row, write_jsonl
 
 FAMILY = "qwen2_5_vl"
 ANSWER = {"role": "assistant", "content": "a picture"}

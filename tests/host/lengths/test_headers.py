@@ -11,13 +11,13 @@ from datasets import Dataset
 from PIL import Image, ImageOps
 from swift.template import Template
 
-from swift_vlpack.data.rows.fusion import RowSource
-from swift_vlpack.host.lengths import headers
-from swift_vlpack.host.lengths.headers import HeaderImage, NoPixels, pixel_free
-from swift_vlpack.host.lengths.length_pass import with_lengths
+from swift_vlpack.host import headers
+from swift_vlpack.host.headers import HeaderImage, NoPixels, pixel_free
+from swift_vlpack.host.length_pass import with_lengths
+from swift_vlpack.rows.fusion import RowSource
+from tests.data_rows import image_row
 from tests.host.lengths.support import ARGS, outcome, unchecked, warnings_of
 from tests.images import noise, photo
-from tests.rows import image_row
 
 FAMILY = "qwen2_5_vl"
 ORIENTATION = 274

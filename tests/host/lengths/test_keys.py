@@ -9,14 +9,14 @@ from PIL import Image, ImageFile
 from swift.dataset import load_dataset
 from swift.template import Template
 
-from swift_vlpack.data.rows.fusion import RowSource, encode_row
-from swift_vlpack.data.rows.samples import SampleId
-from swift_vlpack.host.lengths import headers
-from swift_vlpack.host.lengths.context import context_of
-from swift_vlpack.host.lengths.length_pass import with_lengths
-from swift_vlpack.host.lengths.source_code import code_of
+from swift_vlpack.host import headers
+from swift_vlpack.host.length_pass import with_lengths
+from swift_vlpack.lengths.context import context_of
+from swift_vlpack.lengths.source_code import code_of
+from swift_vlpack.rows.fusion import RowSource, encode_row
+from swift_vlpack.rows.samples import SampleId
+from tests.data_rows import image_row, text_row, write_jsonl
 from tests.images import noise, photo
-from tests.rows import image_row, text_row, write_jsonl
 
 FAMILY = "qwen2_5_vl"
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"properties": {"at": {"type": "string"}}}}}

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from swift_vlpack.host.lengths import length_pass
+from swift_vlpack.host import length_pass
 from tests.host.lengths.support import ARGS, source, texts
 
 PLUGIN = """

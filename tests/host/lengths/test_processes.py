@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch.multiprocessing as mp
 
-from swift_vlpack.data.lengths import checks, measure
-from swift_vlpack.data.lengths.cache import LengthCache
-from swift_vlpack.data.lengths.rows_work import RowsWork
-from swift_vlpack.host.lengths.length_pass import cache_path, with_lengths
+from swift_vlpack.host.length_pass import cache_path, with_lengths
+from swift_vlpack.lengths import checks, measure
+from swift_vlpack.lengths.cache import LengthCache
+from swift_vlpack.lengths.rows_work import RowsWork
+from tests.data_rows import image_row, text_row
 from tests.host.lengths.support import ARGS, dataset, source, texts
 from tests.images import photo
-from tests.rows import image_row, text_row
 
 
 def test_several_processes_give_what_one_gives(template, images, tmp_path):

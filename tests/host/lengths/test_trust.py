@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import pytest
 from swift.template import Template
 
-from swift_vlpack.data.lengths import checks
-from swift_vlpack.data.rows.fusion import RowSource
-from swift_vlpack.host.lengths import headers
-from swift_vlpack.host.lengths.headers import HeaderImage
-from swift_vlpack.host.lengths.length_pass import with_lengths
+from swift_vlpack.host import headers
+from swift_vlpack.host.headers import HeaderImage
+from swift_vlpack.host.length_pass import with_lengths
+from swift_vlpack.lengths import checks
+from swift_vlpack.rows.fusion import RowSource
+from tests.data_rows import image_row, text_row
 from tests.host.lengths.support import ARGS, dataset, outcome, texts, warnings_of
 from tests.images import noise, photo
 from tests.marks import quick_only
-from tests.rows import image_row, text_row
 
 
 @pytest.fixture

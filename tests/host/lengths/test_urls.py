@@ -7,17 +7,17 @@ from types import SimpleNamespace
 import pytest
 from swift.template import vision_utils
 
-from swift_vlpack.data.lengths import measure
-from swift_vlpack.data.rows import urls as module
-from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
-from swift_vlpack.data.rows.samples import Address, SampleError
-from swift_vlpack.data.rows.urls import NUM_FAILURES
-from swift_vlpack.host.lengths.headers import reading_urls
-from swift_vlpack.host.lengths.length_pass import with_lengths
+from swift_vlpack.host.headers import reading_urls
+from swift_vlpack.host.length_pass import with_lengths
 from swift_vlpack.host.pipeline import urls_in_training
-from tests.data.rows.test_urls import Web, black_hole, jpeg, refused
+from swift_vlpack.lengths import measure
+from swift_vlpack.rows import urls as module
+from swift_vlpack.rows.fusion import FusionCaptionDataset, RowSource
+from swift_vlpack.rows.samples import Address, SampleError
+from swift_vlpack.rows.urls import NUM_FAILURES
+from tests.data_rows import image_row, text_row
 from tests.host.lengths.support import ARGS, outcome, unchecked, warnings_of
-from tests.rows import image_row, text_row
+from tests.rows.test_urls import Web, black_hole, jpeg, refused
 
 
 @pytest.fixture

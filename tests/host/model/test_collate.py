@@ -8,14 +8,14 @@ from swift.model import get_processor
 from swift.template import get_template
 from swift.utils import get_packed_seq_params
 
-from swift_vlpack.core.errors import BoundaryError, ConfigError
-from swift_vlpack.data.lengths.sizes import size_of
-from swift_vlpack.data.model.collate import Collator, boundary_tensors, layout
-from swift_vlpack.data.rows.fusion import encode_row
-from swift_vlpack.data.rows.samples import PackedSamples, PackRecord, SampleId
-from swift_vlpack.data.seam.join import completed
+from swift_vlpack.errors import BoundaryError, ConfigError
+from swift_vlpack.feed.collate import Collator, boundary_tensors, layout
+from swift_vlpack.feed.join import completed
+from swift_vlpack.rows.fusion import encode_row
+from swift_vlpack.rows.samples import PackedSamples, PackRecord, SampleId
+from swift_vlpack.rows.sizes import size_of
+from tests.data_rows import image_row, text_row
 from tests.images import photo
-from tests.rows import image_row, text_row
 
 FAMILY = "qwen2_5_vl"
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")

@@ -7,20 +7,20 @@ import torch
 from PIL import Image
 
 from swift_vlpack import PackingConfig
-from swift_vlpack.core.packing.parts import Span
-from swift_vlpack.data.lengths.sizes import size_of
-from swift_vlpack.data.model.collate import Collator
-from swift_vlpack.data.parts.cut import CannotBeCut, cut_sample
-from swift_vlpack.data.parts.layout import MediaWords, media_of
-from swift_vlpack.data.parts.row_cutter import cutter_of, for_training
-from swift_vlpack.data.rows.fusion import encode_row
-from swift_vlpack.data.rows.samples import SampleId
-from swift_vlpack.host.lengths.headers import pixel_free
-from tests.data.model.one_by_one import gap, gradients
+from swift_vlpack.feed.collate import Collator
+from swift_vlpack.host.headers import pixel_free
+from swift_vlpack.plan.parts import Span
+from swift_vlpack.rows.cut_tensors import CannotBeCut, cut_sample
+from swift_vlpack.rows.fusion import encode_row
+from swift_vlpack.rows.layout import MediaWords, media_of
+from swift_vlpack.rows.row_cutter import cutter_of, for_training
+from swift_vlpack.rows.samples import SampleId
+from swift_vlpack.rows.sizes import size_of
+from tests.attention.one_by_one import gap, gradients
+from tests.data_rows import image_row, sentence
 from tests.families import load_template
 from tests.images import photo
 from tests.marks import quick_only
-from tests.rows import image_row, sentence
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")  # of ms-swift's InternVL
 UNIT_OF = {"qwen2_5_vl": 28, "qwen3_vl": 32}

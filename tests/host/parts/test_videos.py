@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from swift_vlpack import PackingConfig
-from swift_vlpack.data.parts.row_cutter import cutter_of, for_training
-from swift_vlpack.data.rows.fusion import encode_row
-from swift_vlpack.data.rows.samples import SampleId
-from swift_vlpack.host.lengths.headers import pixel_free
+from swift_vlpack.host.headers import pixel_free
+from swift_vlpack.rows.fusion import encode_row
+from swift_vlpack.rows.row_cutter import cutter_of, for_training
+from swift_vlpack.rows.samples import SampleId
 from tests.images import photo
 from tests.videos import video
 

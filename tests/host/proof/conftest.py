@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from swift_vlpack.data.model import attention
-from swift_vlpack.data.model.linear_attention import RESTARTED, restart_at_boundaries
-from swift_vlpack.data.rows.fusion import encode_row
-from swift_vlpack.data.rows.samples import SampleId
+from swift_vlpack.attention import attention
+from swift_vlpack.attention.linear_attention import RESTARTED, restart_at_boundaries
+from swift_vlpack.rows.fusion import encode_row
+from swift_vlpack.rows.samples import SampleId
 from tests.conftest import Tiny, load_tiny
+from tests.data_rows import image_row, text_row
 from tests.host.proof.subjects import template_subject
 from tests.images import photo
-from tests.rows import image_row, text_row
 
 
 @pytest.fixture(scope="session")

@@ -7,16 +7,16 @@ import pytest
 import torch
 from swift.trainers.utils import per_token_loss_func
 
-from swift_vlpack.data.model.collate import NOT_FOR_THE_MODEL, Collator, packed_row
-from swift_vlpack.data.proof.changes import replaced
-from swift_vlpack.data.proof.isolation import IsolationError
-from swift_vlpack.data.proof.measure import measured
-from swift_vlpack.data.proof.prove import is_ordinary_token
-from swift_vlpack.data.proof.reference import untouched
-from swift_vlpack.data.rows.fusion import encode_row
-from swift_vlpack.data.rows.samples import SampleId
+from swift_vlpack.feed.collate import NOT_FOR_THE_MODEL, Collator, packed_row
+from swift_vlpack.proof.changes import replaced
+from swift_vlpack.proof.isolation import IsolationError
+from swift_vlpack.proof.measure import measured
+from swift_vlpack.proof.prove import is_ordinary_token
+from swift_vlpack.proof.reference import untouched
+from swift_vlpack.rows.fusion import encode_row
+from swift_vlpack.rows.samples import SampleId
+from tests.data_rows import text_row
 from tests.host.proof.subjects import template_subject
-from tests.rows import text_row
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 FAMILY = "qwen2_5_vl"

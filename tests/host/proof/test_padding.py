@@ -6,16 +6,17 @@ import pytest
 import torch
 
 from swift_vlpack import PackingConfig, PackingDataset, prove
-from swift_vlpack.core.errors import ConfigError
-from swift_vlpack.data.feeds.packs import packed_samples
-from swift_vlpack.data.model import attention, padding
-from swift_vlpack.data.model.collate import Collator
-from swift_vlpack.data.model.row_effects import check_rope
-from swift_vlpack.data.model.row_loss import weigh_samples
-from swift_vlpack.data.proof.isolation import IsolationError
-from swift_vlpack.data.rows.contents import NO_LABEL
+from swift_vlpack.attention import attention
+from swift_vlpack.attention.row_effects import check_rope
+from swift_vlpack.errors import ConfigError
+from swift_vlpack.feed import padding
+from swift_vlpack.feed.collate import Collator
+from swift_vlpack.feed.packs import packed_samples
+from swift_vlpack.feed.row_loss import weigh_samples
+from swift_vlpack.proof.isolation import IsolationError
+from swift_vlpack.rows.contents import NO_LABEL
+from tests.data_rows import text_row
 from tests.host.proof.subjects import template_subject
-from tests.rows import text_row
 
 QWEN = "qwen2_5_vl"
 MIXED = ("image", "text", "images", "video")
@@ -83,8 +84,8 @@ def ran(subject, samples, multiple):
 )
 def test_loss_and_gradients_are_those_without_padding(training, encoded, family, kernel, monkeypatch):
     """PAD-2 ISO-3: within 1e-5, with linear attention too; and other padding moves no sample at all."""
-    from swift_vlpack.data.kernels.row_kernels import KERNELS
-    from swift_vlpack.data.model.linear_attention import restart_at_boundaries
+    from swift_vlpack.attention.linear_attention import restart_at_boundaries
+    from swift_vlpack.attention.row_kernels import KERNELS
 
     loaded = training(family)
     restart_at_boundaries(loaded.model)

@@ -5,17 +5,17 @@ from collections import Counter
 import pytest
 import torch
 
-from swift_vlpack.core.config import PackingConfig
-from swift_vlpack.core.epoch.epoch_plan import plan_epoch
-from swift_vlpack.core.epoch.shares import Share
-from swift_vlpack.core.errors import ConfigError, DataError
-from swift_vlpack.data.feeds.planned import recipe_of
-from swift_vlpack.data.lengths.sizes import LengthIndex, RowSize, size_of
-from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource, encode_row
-from swift_vlpack.data.rows.samples import Address, SampleError, SampleId
-from swift_vlpack.data.rows.streams import StreamedRows
+from swift_vlpack.config import PackingConfig
+from swift_vlpack.errors import ConfigError, DataError
+from swift_vlpack.feed.planned import recipe_of
+from swift_vlpack.plan.epoch import plan_epoch
+from swift_vlpack.plan.shares import Share
+from swift_vlpack.rows.fusion import FusionCaptionDataset, RowSource, encode_row
+from swift_vlpack.rows.samples import Address, SampleError, SampleId
+from swift_vlpack.rows.sizes import LengthIndex, RowSize, size_of
+from swift_vlpack.rows.streams import StreamedRows
+from tests.data_rows import image_row, text_row
 from tests.images import photo
-from tests.rows import image_row, text_row
 
 FAMILY = "qwen2_5_vl"
 ADDED = {"contents", "source", "sample_id"}

@@ -1,0 +1,51 @@
+"""The attention of packed rows, chosen for a model, its template and its packs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from swift_vlpack.attention import attention
+from swift_vlpack.attention.choice import AUTO, OfAll, alone, choose
+from swift_vlpack.attention.prepare import unwrapped
+from swift_vlpack.errors import ConfigError
+from swift_vlpack.feed.collate import NOT_FOR_THE_MODEL, on_device, packed_row
+from swift_vlpack.feed.packs import Packs, epoch_plan_of
+from swift_vlpack.feed.padding import placeholder
+from swift_vlpack.plan.typical import typical_row
+
+
+def choose_attention(
+    model: Any,
+    template: Any,
+    packs: Packs,
+    *,
+    results_of_all: OfAll = alone,
+    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> str:
+    """Compute packed rows by the kernel that `packing_attention` of the packs asks for; a line that says which and why.
+
+    `auto` compares and times the kernels that this device has. The model may be wrapped; with many ranks all call it,
+    and `results_of_all` does work on each of them and gives everyone all results. `forward_context` is what a trainer
+    runs a forward in.
+    """
+    wanted, name = packs.config.packing_attention, attention.name_of(unwrapped(model).config)
+    if name != attention.NAME:
+        if wanted != AUTO:
+            raise ConfigError(
+                f"packing_attention={wanted} is for the attention vlpack, the model has {name}; set packing_attention="
+                "auto, or leave attn_impl unset"
+            )
+        return f"attention {name}, as asked for"
+
+    def forward() -> None:
+        multiple = packs.config.row_multiple
+        row = packed_row(template, [placeholder(template), placeholder(template)], multiple=multiple)
+        inputs = {name: value for name, value in row.items() if name not in ("labels", *NOT_FOR_THE_MODEL)}
+        with forward_context():
+            model(**on_device(inputs, next(model.parameters()).device))
+
+    plan = epoch_plan_of(packs)
+    lengths = typical_row(() if plan is None else plan.lengths, packs.config.packing_length)
+    return choose(model, forward, lengths, wanted=wanted, results_of_all=results_of_all)

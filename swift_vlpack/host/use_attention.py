@@ -1,0 +1,35 @@
+"""The attention of a packed run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.utils.import_utils import is_flash_linear_attention_available
+
+from swift_vlpack.attention import attention
+from swift_vlpack.attention.linear_attention import restart_at_boundaries
+from swift_vlpack.feed.choose_attention import choose_attention
+from swift_vlpack.host.args import OWN_ATTENTION
+from swift_vlpack.host.proof import model_of
+from swift_vlpack.host.ranks import results_of_all
+
+_GIVEN_BOUNDARIES_BY_SWIFT = ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
+"""Layers whose kernels of flash-linear-attention ms-swift tells where samples start."""
+
+
+def use_attention(model: Any, asked_for: str | None) -> None:
+    """Switch the model to the attention that knows boundaries, unless flash-attn was asked for.
+
+    On the model and not in the arguments: what is saved beside the weights stays loadable without this package.
+    """
+    if asked_for in OWN_ATTENTION:
+        model.set_attn_implementation(attention.NAME)
+    restart_at_boundaries(model, leave=_GIVEN_BOUNDARIES_BY_SWIFT if is_flash_linear_attention_available() else ())
+
+
+def choose_for(trainer: Any) -> str:
+    """Choose the kernel on the model as it will train, on all ranks the same; the line that says which and why."""
+    context = trainer.compute_loss_context_manager
+    return choose_attention(
+        model_of(trainer), trainer.template, trainer.feed, results_of_all=results_of_all, forward_context=context
+    )
