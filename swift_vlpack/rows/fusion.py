@@ -16,8 +16,7 @@ from tqdm import tqdm
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError, DataError
-from swift_vlpack.lengths.cache import LengthCache
-from swift_vlpack.plan.cut_rows import CutRows
+from swift_vlpack.plan.cut_rows import CutRows, PartSize
 from swift_vlpack.plan.mix import Mix, Schedule, Source
 from swift_vlpack.plan.shares import EVERYTHING, Share
 from swift_vlpack.plan.shuffle import permutation
@@ -75,8 +74,8 @@ class RowSource:
     """Whether it is known which rows of the file these are; otherwise a row's number is its place among the loaded."""
     sizes: LengthIndex | None = None
     """Length of each row; None until a length pass has run."""
-    cache: LengthCache | None = None
-    """Where lengths are remembered, to correct one that turns out wrong."""
+    remember_size: Callable[[Row, RowSize, float, Sequence[PartSize]], None] | None = None
+    """Save the true size, aspect and parts of a row for the next run; None if nobody keeps lengths."""
     num_lost: int | None = 0
     """Rows of the file that never became rows, because the loader deleted them; None where that is not known."""
     lost_rows: Sequence[int] = ()
@@ -227,10 +226,9 @@ class FusionCaptionDataset(Dataset[Encoded]):
 
     def _remember(self, address: Address, sample: Encoded, cutter: RowCutter | None) -> None:
         source = self.sources[address.source]
-        if source.cache is not None:
+        if source.remember_size is not None:
             row = with_system(source.rows[address.row_index], source.system)
-            parts = part_sizes(sample, cutter)
-            source.cache.remember(row, size_of(sample), contents_of(sample).aspect, parts)
+            source.remember_size(row, size_of(sample), contents_of(sample).aspect, part_sizes(sample, cutter))
 
     def measure(self) -> None:
         """Give every source that has none its lengths, by encoding each row once."""

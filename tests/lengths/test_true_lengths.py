@@ -34,7 +34,7 @@ def sized(rows, template, path):
     cache.take_over_notes()
     source = RowSource(name="data", rows=rows)
     sizes = measure(source, Known(cache=cache, trust=Trust()), Encoders(by_header=template, in_full=template))
-    return RowSource(name="data", rows=rows, sizes=sizes, cache=cache)
+    return RowSource(name="data", rows=rows, sizes=sizes, remember_size=cache.remember)
 
 
 def packs_of(source, template, **options):
