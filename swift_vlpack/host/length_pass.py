@@ -85,7 +85,7 @@ def with_lengths(source: RowSource, encoder: RowEncoder, args: Any, cache_dir: s
     if is_master():
         log_surplus_tags(source, sizes)
         log_failures(source, sizes, memory_of_urls)
-    return replace(source, sizes=sizes, cache=cache)
+    return replace(source, sizes=sizes, remember_size=cache.remember)
 
 
 def _observed(source: RowSource, encoders: Encoders, memory: Memory) -> Observed:

@@ -147,9 +147,9 @@ class FusionCaptionDataset(Dataset[Encoded]):
 
     def _remember(self, address: Address, sample: Encoded) -> None:
         source = self.sources[address.source]
-        if source.cache is not None:
+        if source.remember_size is not None:
             parts = part_sizes(sample, self.encoder.cutter)
-            source.cache.remember(source.row(address.row_index), size_of(sample), contents_of(sample).aspect, parts)
+            source.remember_size(source.row(address.row_index), size_of(sample), contents_of(sample).aspect, parts)
 
     def measure(self) -> None:
         """Give every source that has none its lengths, by encoding each row once."""

@@ -23,11 +23,11 @@ import hashlib
 import json
 from array import array
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.plan.cut_rows import PartSize
@@ -39,13 +39,6 @@ Row = dict[str, Any]
 
 _NUM_FILES_REMEMBERED = 64
 _TAG = "dataset"  # the column in which ms-swift names the file of a row
-
-
-class SizeMemory(Protocol):
-    """Where sizes of rows are remembered; a length cache, of which a source needs no more than this."""
-
-    def remember(self, row: Row, size: RowSize, aspect: float, parts: Sequence[PartSize] = ()) -> None:
-        """Note the true size of a row for the next start."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,8 +62,8 @@ class RowSource:
     """Whether `row_numbers` are of the file; otherwise a row's number is its place among the loaded rows."""
     sizes: LengthIndex | None = None
     """Size of each row; None until a length pass has run."""
-    cache: SizeMemory | None = None
-    """Where lengths are remembered, to correct one that turns out wrong."""
+    remember_size: Callable[[Row, RowSize, float, Sequence[PartSize]], None] | None = None
+    """Save the true size, aspect and parts of a row for the next run; None if nobody keeps lengths."""
     num_lost: int | None = 0
     """How many rows of the file the loader deleted; None if that is not known."""
     lost_rows: Sequence[int] = ()

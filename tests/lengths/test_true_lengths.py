@@ -37,7 +37,7 @@ def sized(rows, template, path):
     source = RowSource(name="data", rows=rows)
     encoder = RowEncoder(template)
     sizes = measure(source, Known(cache=cache, trust=Trust()), Encoders(by_header=encoder, in_full=encoder))
-    return RowSource(name="data", rows=rows, sizes=sizes, cache=cache)
+    return RowSource(name="data", rows=rows, sizes=sizes, remember_size=cache.remember)
 
 
 def packs_of(source, template, **options):
