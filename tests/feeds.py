@@ -39,6 +39,7 @@ def loader_over(feed, **options):
 
 def planned_feed(rows, template, config, *, num_epochs=1, **options):
     data = rows_of(rows, template)
+    data.encode_for(config)
     data.measure()
     return PlannedFeed(data, template, config, extent=Extent(num_epochs), **options)
 
