@@ -198,6 +198,9 @@ def test_command_that_needs_a_package_says_which(with_numpy_only, tmp_path):
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
     assert done.stderr.startswith("vlpack report: needs rich, which is not installed; `pip install .` in a checkout")
     assert json.loads(with_numpy_only("-m", "swift_vlpack", "report", str(tmp_path), "--json").stdout)["notes"]
+    done = with_numpy_only("-m", "swift_vlpack", "report", str(tmp_path), "--html", str(tmp_path / "report.html"))
+    assert done.returncode == 0, done.stderr
+    assert "No plots: matplotlib is not installed" in (tmp_path / "report.html").read_text()
     done = with_numpy_only("-m", "swift_vlpack", "completion", "bash")
     assert done.stderr.startswith("vlpack completion: needs shtab, which is not installed; `pip install .` in a")
 
