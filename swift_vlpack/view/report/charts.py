@@ -82,8 +82,10 @@ class Line:
 
 
 @mpl.rc_context(_SETTINGS)
-def line_chart(title: str, lines: Sequence[Line], axis: Axis, *, resumes: Sequence[float] = ()) -> str:
-    """Draw lines over optimizer steps; return nothing if there is no value.
+def line_chart(
+    title: str, lines: Sequence[Line], axis: Axis, *, span: Sequence[float] = (), resumes: Sequence[float] = ()
+) -> str:
+    """Draw lines over optimizer steps, and at least over those of `span`; return nothing if there is no value.
 
     A "share" is drawn from 0 % to 100 %, a "rate" from zero. A "loss" has the range of its values; gaps in it are
     steps whose loss is no number, and have a cross at the foot of the plot.
@@ -103,6 +105,7 @@ def line_chart(title: str, lines: Sequence[Line], axis: Axis, *, resumes: Sequen
         label = None if at else "resumed"
         axes.axvline(step, color=_COLORS["muted"], linewidth=1, linestyle=(0, (3, 3)), label=label)
     _limit(axes, axis, values)
+    axes.update_datalim([(step, values[0]) for step in span], updatey=False)
     _count(axes.xaxis)
     num_points = max(len(line.points) for line in lines)
     pale = f" (pale: all {num_points:,}; line: means of about {round(num_points / NUM_MEANS):,})"
@@ -115,12 +118,14 @@ def line_chart(title: str, lines: Sequence[Line], axis: Axis, *, resumes: Sequen
 def _draw_line(axes: Axes, line: Line, number: int, label: str | None) -> None:
     color, style = _COLORS[_SERIES[number]], _DASHES[number]
     if len(line.points) > MOST_POINTS:
-        axes.plot(*_arrays(line.points), color=color, linewidth=0.8, alpha=0.35)
+        axes.plot(*_arrays(line.points), color=color, linewidth=0.8, alpha=0.35, clip_on=False)
     steps, values = _arrays(means(line.points))
     known = [False, *(not math.isnan(value) for value in values), False]
     alone = [at for at in range(len(values)) if known[at + 1] and not known[at] and not known[at + 2]]
     dots = None if len(values) <= MOST_DOTS else alone  # a point between two gaps has no line
     look: Any = {"linewidth": 1.8, "linestyle": style, "marker": "o", "markersize": 3, "markevery": dots}
+    # A line along the edge of its axes, as a fill of 100 % is, would be cut in half.
+    look["clip_on"] = False
     axes.plot(steps, values, color=color, label=label, **look)
 
 
@@ -207,8 +212,7 @@ def histogram(title: str, counts: Mapping[int, int]) -> str:
     figure, axes = _empty()
     axes.bar(list(counts), list(counts.values()), width=0.9, color=_COLORS["c1"])
     axes.set_xlim(-1, 101)
-    axes.set_xticks([0, 25, 50, 75, 100])
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.10g}%"))
+    axes.set_xticks((0, 25, 50, 75, 100), ("0%", "25%", "50%", "75%", "100%"))
     _count(axes.yaxis)
     most = max(counts, key=lambda fill: counts[fill])
     total = sum(counts.values())

@@ -72,7 +72,11 @@ def _plots(report: Report) -> str:
             f'<p class="muted">No plots: {escape(str(error.name))} is not installed; {escape(INSTALL)} brings it.</p>'
         )
     series = report["series"]
-    resumes = _resumes(series)
+    # All over the same steps: the loss may be logged more rarely.
+    steps: dict[str, Any] = {
+        "span": [point["step"] for point in (*series[:1], *series[-1:])],
+        "resumes": _resumes(series),
+    }
     no_number = set(report["steps_without_loss"])
 
     def line(name: str, key: str) -> Line:
@@ -88,10 +92,10 @@ def _plots(report: Report) -> str:
         shares.insert(0, line("padding saved", "padding_saved"))
     titled = " and ".join(one.name for one in shares).capitalize()  # padding that is nowhere saved is no line
     plots = [
-        line_chart("Fill of packs", [line("fill", "fill")], "share", resumes=resumes),
-        line_chart("Tokens a second", [line("tokens a second", "tokens_per_second")], "rate", resumes=resumes),
-        line_chart(f"{titled}, shares of tokens", shares, "share", resumes=resumes),
-        line_chart("Loss", [loss], "loss", resumes=resumes),
+        line_chart("Fill of packs", [line("fill", "fill")], "share", **steps),
+        line_chart("Tokens a second", [line("tokens a second", "tokens_per_second")], "rate", **steps),
+        line_chart(f"{titled}, shares of tokens", shares, "share", **steps),
+        line_chart("Loss", [loss], "loss", **steps),
         histogram("Packs by fill, all epochs", fills),
         bar_chart("Shares of sources", list(report["sources"]), _shares(report["sources"])),
         legs_chart("Legs of the run, by steps (hollow: lost)", _legs(report), report["run"]["step"]),

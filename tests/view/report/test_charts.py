@@ -35,8 +35,8 @@ def drawn(figure):
 
 def curve(chart, colour="c1"):
     """The line of a series as its moves: M where it begins anew, L where it goes on."""
-    (path,) = [of.get("d") for of in chart.iter("path") if f"stroke: var(--{colour})" in of.get("style", "") and
-               "stroke-width: 1.8" in of.get("style") and of.get("clip-path")]  # fmt: skip
+    paths = [path for path in chart.iter("path") if f"stroke: var(--{colour})" in path.get("style", "")]
+    path = next(path.get("d") for path in paths if "stroke-width: 1.8" in path.get("style"))
     return [(move, float(x), float(y)) for move, x, y in re.findall(r"([ML]) ([\d.]+) ([\d.]+)", path)]
 
 
@@ -98,6 +98,14 @@ def test_share_and_rate_begin_at_zero():
     assert "10,000" in [text.text for text in rate.iter("text")]
 
 
+def test_all_plots_of_a_run_have_the_same_steps():
+    """REPORT-13: the loss may be logged more rarely than the rest."""
+    rest = drawn(line_chart("t", [Line("fill", [(1, 0.5), (14, 0.5), (28, 0.5)])], "share", span=(1, 28)))
+    loss = drawn(line_chart("t", [Line("loss", [(10, 3.0), (20, 2.0)])], "loss", span=(1, 28)))
+    assert [said for said, _ in ticks(loss, "middle")] == [said for said, _ in ticks(rest, "middle")]
+    assert [move for move, *_ in curve(loss)] == ["M", "L"]
+
+
 def test_gap_is_not_bridged_and_a_loss_that_is_no_number_has_a_cross():
     """REPORT-10 REPORT-13"""
     points = [(1, 2.0), (2, 1.9), (3, None), (4, None), (5, 1.6), (6, 1.5)]
@@ -156,14 +164,14 @@ def boxes(chart, colour):
 
 def test_bars_are_as_long_as_their_shares():
     """REPORT-10: and names of others are texts, whatever they are."""
-    names = ["<b>", "$x_1$", "\0\udc80", "图文对"]
+    names = ["<b>", "$x_1$", "\0\udc80\uffff", "图文对"]
     chart = drawn(bar_chart("t", names, {"asked": [0.25, None, 0.1, 0.1], "trained": [0.5, 0.5, 0.1, 0.1]}))
     asked, trained = (boxes(chart, colour) for colour in ("c1", "c2"))
     wide = {round(end - start, 1) for start, end in trained}
     ((start, end),) = [box for box in asked if box[1] - box[0] == max(right - left for left, right in asked)]
     assert max(wide) == pytest.approx(2 * (end - start), abs=0.3)
     texts = [text.text for text in chart.iter("text")]
-    assert {"<b>", "$x_1$", "␀\\udc80", "图文对", "asked", "25.0%", "50.0%"} <= set(texts)
+    assert {"<b>", "$x_1$", "␀\\udc80<U+FFFF>", "图文对", "asked", "25.0%", "50.0%"} <= set(texts)
 
 
 def test_histogram_and_legs_have_all_their_parts():
