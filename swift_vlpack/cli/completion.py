@@ -32,27 +32,21 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     import shtab
 
-    complete_whole_lines(args.root)
+    _add_what_help_leaves_out(args.root)
     print(shtab.complete(args.root, args.shell), end="")
     return 0
 
 
-def complete_whole_lines(root: argparse.ArgumentParser) -> None:
-    """Tell every parser what else may stand on its command line; from then on they serve completion only."""
-    commands = subparsers(root)
-    for parser in list(commands.values()):
-        command: Command = parser.get_default("of_command")
-        if command.run_of is not None:
-            _add_line_of_run(parser)
-    for parser in (*commands.values(), *(below for one in commands.values() for below in subparsers(one).values())):
-        for action in parser._actions:
-            _add_values(action)
-
-
-def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Return the parsers of subcommands by name; empty if there are none."""
-    actions = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    return dict(actions[0].choices) if actions else {}
+def _add_what_help_leaves_out(parser: argparse.ArgumentParser) -> None:
+    """Complete a parser and those below it; after that they describe command lines, and can parse none."""
+    command: Command | None = parser.get_default("of_command")
+    if command is not None and command.run_of is not None:
+        _add_line_of_run(parser)
+    for action in parser._actions:
+        _add_values(action)
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                _add_what_help_leaves_out(below)
 
 
 def _add_line_of_run(parser: argparse.ArgumentParser) -> None:
