@@ -20,9 +20,9 @@ from swift_vlpack.config import PackingConfig
 from swift_vlpack.envelope import Named, Whole, check_shape
 from swift_vlpack.errors import StateMismatch
 from swift_vlpack.feed.packs import counted_failure, make_packing, packed_samples, rows_of
+from swift_vlpack.plan.items import Item, ItemId
 from swift_vlpack.plan.packer import Packer
 from swift_vlpack.plan.parts import Span
-from swift_vlpack.plan.records import Item, ItemId
 from swift_vlpack.plan.shares import Share, share_of
 from swift_vlpack.reasons import Reason
 from swift_vlpack.rows.contents import size_of

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.feed.planned import count_rows, left_out_by
-from swift_vlpack.plan.advice import StepSize, step_size
 from swift_vlpack.plan.epoch import EpochPlan
+from swift_vlpack.plan.report import StepSize, step_size
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.left_out import as_json, deleted_by_loader
 from swift_vlpack.rows.samples import Address

@@ -17,7 +17,7 @@ from swift_vlpack.feed.collate import Batch, batch_of
 from swift_vlpack.feed.feed import EpochStart, MakeLoader
 from swift_vlpack.feed.packs import packed_samples
 from swift_vlpack.feed.run_rows import RunRows, digest_of
-from swift_vlpack.plan.advice import long_row_warning
+from swift_vlpack.plan.report import long_sequence_warning
 from swift_vlpack.remedies import warning_of_left_out
 from swift_vlpack.rows.samples import LeftOut, PackRecord
 from swift_vlpack.rows.source import row_bytes
@@ -131,7 +131,7 @@ class StreamedFeed:
             self.progress.trained(record)
         if not self._has_warned_of_length:
             num_tokens = np.array([sum(record.lengths) for record in records], dtype=np.int64)
-            if warning := long_row_warning(num_tokens, self.config):
+            if warning := long_sequence_warning(num_tokens, self.config):
                 self._has_warned_of_length = True
                 logger.warning("%s", warning)
 

@@ -32,8 +32,8 @@ from swift_vlpack.host.same_rows import check_same_files, check_same_validation
 from swift_vlpack.host.sources import load_sources, load_stream
 from swift_vlpack.host.use_attention import use_attention
 from swift_vlpack.lengths.progress import one_bar
-from swift_vlpack.plan.advice import length_warning, long_row_warning
 from swift_vlpack.plan.registry import WINDOW
+from swift_vlpack.plan.report import length_warning, long_sequence_warning
 from swift_vlpack.rows.cutting import in_parts
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.fusion import FusionCaptionDataset
@@ -108,7 +108,7 @@ def planned_feed(rows: FusionCaptionDataset, template: Any, args: Any, config: P
     feed = PlannedFeed(rows, template, config, seed=data_seed(args), num_ranks=num_ranks, extent=extent)
     lengths = feed.epoch_plan.lengths
     _warn_of_length(args, config, lengths[lengths > 0])
-    if is_master() and (warning := long_row_warning(feed.epoch_plan.packs.num_tokens_per_pack, config)):
+    if is_master() and (warning := long_sequence_warning(feed.epoch_plan.packs.num_tokens_per_pack, config)):
         logger.warning(f"packing: {warning}")
     return feed
 
