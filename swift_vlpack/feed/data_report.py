@@ -15,7 +15,7 @@ from swift_vlpack.plan.epoch import EpochPlan
 from swift_vlpack.rows.fusion import FusionCaptionDataset, RowSource
 from swift_vlpack.rows.left_out import as_json, deleted_by_loader
 from swift_vlpack.rows.samples import Address
-from swift_vlpack.runlog.telemetry import Telemetry
+from swift_vlpack.runlog.counts import Counts
 
 
 def data_report(epoch: EpochPlan, dataset: FusionCaptionDataset, merge_size: int | None = None) -> dict[str, Any]:
@@ -68,9 +68,9 @@ def _cut(epoch: EpochPlan, dataset: FusionCaptionDataset) -> dict[str, Any]:
     }
 
 
-def _account_of(epoch: EpochPlan, dataset: FusionCaptionDataset) -> Telemetry:
+def _account_of(epoch: EpochPlan, dataset: FusionCaptionDataset) -> Counts:
     """Of an epoch whose packs are all trained, counted as one."""
-    counted = Telemetry(packing_length=epoch.packs.config.packing_length)
+    counted = Counts(packing_length=epoch.packs.config.packing_length)
     count_rows(counted, epoch, dataset)
     members, names = epoch.packs.members, epoch.schedule.names
     source = epoch.schedule.source[members]

@@ -16,7 +16,7 @@ from swift_vlpack.feed.agreement import Voting
 from swift_vlpack.feed.collate import Batch
 from swift_vlpack.feed.run_rows import RunRows
 from swift_vlpack.rows.samples import LeftOut, PackRecord
-from swift_vlpack.runlog.telemetry import Telemetry
+from swift_vlpack.runlog.counts import Counts
 
 MakeLoader = Callable[..., Any]
 """Makes a dataloader. Also takes `feed`, and passes every batch through `feed.batches`."""
@@ -31,13 +31,6 @@ class EpochStart:
     left_out: Sequence[LeftOut] = ()
     """Rows that are in no pack."""
     warning: str | None = None
-
-
-def count_left_out(counted: Telemetry, left_out: LeftOut) -> None:
-    """Count a sample that is in no pack; for a part that cutting left out, also count its tokens and images."""
-    key = left_out.sample_id
-    counted.dropped(key.source, left_out.reason, is_further=key.is_further_part)
-    counted.lost(left_out.reason, num_tokens=left_out.num_tokens, num_images=left_out.num_images)
 
 
 class Feed(Protocol):
@@ -95,13 +88,13 @@ class Feed(Protocol):
     def left_out_behind(self) -> list[LeftOut]:
         """Return samples left out after the epoch's last pack, and forget them: no pack's record can carry them."""
 
-    def count_rows(self, counted: Telemetry) -> None:
+    def count_rows(self, counted: Counts) -> None:
         """Count the rows of the epoch, and those left out that no pack reports.
 
         Called at the end of an epoch, once for all ranks.
         """
 
-    def end(self, counted: Telemetry) -> str | None:
+    def end(self, counted: Counts) -> str | None:
         """Check the counts of an epoch that has ended. Returns a warning; raises `DataError` if nothing was packed."""
 
     def state(self) -> dict[str, Any]:

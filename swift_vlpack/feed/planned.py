@@ -12,7 +12,6 @@ from torch.utils.data import Dataset, get_worker_info
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import DataError
 from swift_vlpack.feed.epochs import Epochs, Extent
-from swift_vlpack.feed.feed import count_left_out
 from swift_vlpack.feed.packs import make_packing, rows_of
 from swift_vlpack.feed.published import PublishedAddresses
 from swift_vlpack.feed.reader import PackReader
@@ -21,7 +20,7 @@ from swift_vlpack.plan.packs import Plan
 from swift_vlpack.remedies import warning_of_left_out
 from swift_vlpack.rows.fusion import FusionCaptionDataset, RowSource, Template
 from swift_vlpack.rows.samples import Address, LeftOut, PackAddress, PackedSamples
-from swift_vlpack.runlog.telemetry import Telemetry
+from swift_vlpack.runlog.counts import Counts
 from swift_vlpack.words import counted
 
 
@@ -149,14 +148,14 @@ def left_out_by(plan: EpochPlan, dataset: FusionCaptionDataset) -> list[LeftOut]
     return left_out
 
 
-def count_rows(counted: Telemetry, plan: EpochPlan, dataset: FusionCaptionDataset) -> None:
+def count_rows(counted: Counts, plan: EpochPlan, dataset: FusionCaptionDataset) -> None:
     """Count all samples of an epoch, and those of them that are in no pack."""
     schedule, further = plan.schedule, plan.is_further_part
     num_further = np.bincount(schedule.source[further], minlength=len(schedule.names)).tolist()
     for name, num_samples, num in zip(schedule.names, schedule.num_rows_per_source, num_further, strict=True):
         counted.read(name, num_samples, num_further=num)
     for left_out in left_out_by(plan, dataset):
-        count_left_out(counted, left_out)
+        counted.left_out(left_out)
 
 
 def left_out_warning(plan: EpochPlan, left_out: Sequence[LeftOut], config: PackingConfig) -> str | None:

@@ -23,7 +23,7 @@ from swift_vlpack.plan.epoch import EpochPlan, plan_epoch, saved_digest
 from swift_vlpack.plan.resume_schedule import batches_behind
 from swift_vlpack.rows.fusion import FusionCaptionDataset, Template
 from swift_vlpack.rows.samples import LeftOut, PackAddress, PackRecord
-from swift_vlpack.runlog.telemetry import Telemetry
+from swift_vlpack.runlog.counts import Counts
 
 
 class PlannedFeed:
@@ -146,11 +146,11 @@ class PlannedFeed:
         """Nothing: every row has its pack."""
         return []
 
-    def count_rows(self, counted: Telemetry) -> None:
+    def count_rows(self, counted: Counts) -> None:
         """All scheduled rows, and those of them that are in no pack."""
         count_rows(counted, self.epoch_plan, self.dataset)
 
-    def end(self, counted: Telemetry) -> str | None:
+    def end(self, counted: Counts) -> str | None:
         """Nothing to say that was not said when the epoch began."""
         return None
 

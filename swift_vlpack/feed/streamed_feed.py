@@ -22,7 +22,7 @@ from swift_vlpack.remedies import warning_of_left_out
 from swift_vlpack.rows.row_digest import row_bytes
 from swift_vlpack.rows.samples import LeftOut, PackRecord
 from swift_vlpack.rows.streams import StreamedRows
-from swift_vlpack.runlog.telemetry import Telemetry
+from swift_vlpack.runlog.counts import Counts
 from swift_vlpack.words import by_reason
 
 logger = logging.getLogger(__name__)
@@ -140,11 +140,11 @@ class StreamedFeed:
         left_out, self._left_out_behind = self._left_out_behind, []
         return left_out
 
-    def count_rows(self, counted: Telemetry) -> None:
+    def count_rows(self, counted: Counts) -> None:
         """Every row that was packed or left out; nobody knew of it before it was read."""
         counted.read_what_came()
 
-    def end(self, counted: Telemetry) -> str | None:
+    def end(self, counted: Counts) -> str | None:
         """An epoch without a pack is an error: another one would have none either, for ever."""
         if not counted.num_packs:
             raise DataError(

@@ -32,8 +32,8 @@ from swift_vlpack.files import write_json, write_whole
 from swift_vlpack.host.checkpoint_files import RECORDS
 from swift_vlpack.host.objective import refused_values, warning_of_changes
 from swift_vlpack.plan.cuts import CUTS
-from swift_vlpack.runlog import telemetry
-from swift_vlpack.runlog.run_files import ROWS, STATE
+from swift_vlpack.runlog import counts
+from swift_vlpack.runlog.folder import ROWS, STATE
 
 logger = get_logger()
 
@@ -41,7 +41,7 @@ FILE = STATE
 RANK_FILE = "vlpack_state_rank{}.json"
 ROWS_FILE = ROWS
 WAY_OUT = f"Resume with what the checkpoint was written with, or set {RESUME_DATA}={RESTART} to start the data anew"
-_STATE = {"epoch": Whole(), "counted": telemetry.STATE, "rows": str}
+_STATE = {"epoch": Whole(), "counted": counts.STATE, "rows": str}
 STATES = {PlannedFeed.kind: {**_STATE, "cuts": CUTS, "plan": str}, StreamedFeed.kind: _STATE}
 """What the states of each kind look like."""
 
