@@ -25,9 +25,7 @@ from swift_vlpack.host.sources import load_sources
 from swift_vlpack.host.state import load_rows, read_state, refused
 from swift_vlpack.pages.values import Trained
 from swift_vlpack.plan.cuts import cuts_from, num_consumed
-from swift_vlpack.rows.places import place
-from swift_vlpack.rows.row_cutter import for_training
-from swift_vlpack.rows.targets import choose_targets
+from swift_vlpack.rows.source import place
 from swift_vlpack.runlog.events import FILE, FOLDER
 from swift_vlpack.runlog.folder import ARGS, checkpoints
 from swift_vlpack.runlog.losses import Loss, losses_of
@@ -110,8 +108,7 @@ class TrainedRun:
             return planned_feed(measured_rows(sources, run.template, run.args, config), run.template, run.args, config)
         path = self.checkpoints[-1].path
         _, state = read_state(path, PlannedFeed.kind)
-        choose_targets(run.template, config)
-        rows = fused(sources, for_training(run.template, config), run.args, config)
+        rows = fused(sources, run.template, run.args, config)
         rows = rows.with_sources(_as_planned(RunRows(rows), load_rows(path, state), path))
         return planned_feed(rows, run.template, run.args, config)
 

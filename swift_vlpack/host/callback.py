@@ -25,7 +25,7 @@ from swift_vlpack.lengths.context import variables_read_by
 from swift_vlpack.plan.epoch import EpochPlan
 from swift_vlpack.plan.report import plan_report
 from swift_vlpack.plan.resume_schedule import num_steps
-from swift_vlpack.rows.contents import merge_size
+from swift_vlpack.rows.families import merge_size
 from swift_vlpack.runlog.losses import LOG
 from swift_vlpack.runlog.summary import end_text, start_text
 

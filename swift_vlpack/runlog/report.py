@@ -15,7 +15,7 @@ from swift_vlpack.runlog.counts import Counts, SourceCounts, share
 from swift_vlpack.runlog.events import FILE, FOLDER, RESUME
 from swift_vlpack.runlog.folder import ARGS, Checkpoint, RunFolder, checkpoints, epoch_reports, read_json
 from swift_vlpack.runlog.left_out import left_out_report
-from swift_vlpack.runlog.losses import Loss, losses_of
+from swift_vlpack.runlog.losses import losses_of
 from swift_vlpack.runlog.over_time import series_of, timeline_of
 from swift_vlpack.runlog.segments import Segment, resumed_folder, segments_of
 from swift_vlpack.words import counted
@@ -39,6 +39,7 @@ def run_report(run: RunFolder) -> Report:
     unfinished = [] if segments else [one for one in _accounts(saved) if one["epoch"] not in reports][-1:]
     counts = counts_of(segments) if segments else _sum(map(_from_account, [*reports.values(), *unfinished]))
     args = read_json(run.path / ARGS)
+    without_number = [loss.last for loss in losses if loss.number is None]
     return {
         "folder": str(run.path),
         "run": _about(args, segments, last_step),
@@ -54,7 +55,8 @@ def run_report(run: RunFolder) -> Report:
             {"step": one.step, "path": str(one.path), "is_complete": one.state is not None} for one in saved
         ],
         "series": series_of(segments, losses),
-        "notes": [*_notes(run, segments), *_note_of_losses(losses)],
+        "steps_without_loss": without_number,
+        "notes": [*_notes(run, segments), *_note_of_losses(without_number)],
     }
 
 
@@ -246,8 +248,7 @@ def _why_no_segments(path: Path) -> str:
     return f"the run log ({path}, {lines}) is damaged: it has no start of a run. {_WITHOUT_LOG}"
 
 
-def _note_of_losses(losses: Sequence[Loss]) -> list[str]:
-    steps = [loss.last for loss in losses if loss.number is None]
+def _note_of_losses(steps: Sequence[int]) -> list[str]:
     if not steps:
         return []
     others = f" and {len(steps) - _MAX_STEPS_NAMED} more" if len(steps) > _MAX_STEPS_NAMED else ""

@@ -250,7 +250,7 @@ def test_timeline_has_checkpoints_and_the_resume(run, capsys):
 
 
 def test_lengths_that_were_remembered_are_counted(run):
-    """REPORT-4: by the second segment those of all captions, whose pictures are still there but for one that never was."""
+    """REPORT-4: the second segment remembers all captions, whose pictures are there but for one that never was."""
     begins = [line for line in lines(run.whole / "vlpack" / "run.jsonl") if "num_remembered" in line]
     assert [line["event"] for line in begins] == ["start", "resume"]
     assert begins[0]["num_remembered"] == 0
