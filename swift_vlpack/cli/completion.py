@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import argparse
 
+from swift_vlpack.cli import parser
 from swift_vlpack.cli.command import Command
 from swift_vlpack.cli.completion_shells import SHELLS
 from swift_vlpack.cli.completion_words import words_of
 
 
-def _add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=tuple(SHELLS), help="the shell that the script is for")
+def _add_flags(flags: argparse.ArgumentParser) -> None:
+    flags.add_argument("shell", choices=tuple(SHELLS), help="the shell that the script is for")
 
 
 def _run(args: argparse.Namespace) -> int:
-    print(SHELLS[args.shell](words_of(args.root)), end="")
+    print(SHELLS[args.shell](words_of(parser())), end="")
     return 0
 
 

@@ -46,7 +46,7 @@ def words_of(root: argparse.ArgumentParser) -> list[Words]:
         below = _subparsers(parser)
         options = {option.flag: option for one in (parser, *below.values()) for option in _options(one)}
         command: Command = parser.get_default("of_command")
-        is_of_run = command.run_of is not None
+        is_of_run = command.takes_run_flags
         if is_of_run:
             options = {**_of_swift(), **options}
         is_told_which = is_of_run and "--config" in options
