@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.basicConfig(format="[%(levelname)s:vlpack] %(message)s")
     try:
         args = parse(argv)
-        status = args.of_command.run(args)
+        status: int = args.of_command.run(args)
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # of `vlpack plan ... | head`: Python's own flush at exit would find no reader either

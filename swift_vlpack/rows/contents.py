@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from swift_vlpack.rows.media import media
+from swift_vlpack.rows.samples import Encoded
+from swift_vlpack.rows.sizes import RowSize
 
 NO_LABEL = -100
 """In place of a token that is not predicted; torch's cross entropy passes over it by default."""
@@ -148,3 +150,17 @@ def _leaves(value: Any) -> Iterator[Any]:
         inside = value if isinstance(value, Mapping) else vars(value)
         for name in (*GRIDS, *PIXELS):
             yield from _leaves(inside.get(name))
+
+
+def size_of(sample: Encoded) -> RowSize:
+    """The size of an encoded sample."""
+    length = int(sample.get("length") or len(sample["input_ids"]))
+    held = contents_of(sample)
+    return RowSize(length, held.images, held.patches, num_supervised(sample))
+
+
+def num_supervised(sample: Encoded) -> int:
+    """Tokens of an encoded sample that are predicted: those with a label, but for the first, which nothing precedes."""
+    labels = sample.get("labels")
+    predicted = [] if labels is None else list(labels)[1:]
+    return len(predicted) - predicted.count(NO_LABEL)
