@@ -20,7 +20,7 @@ from swift_vlpack.host.loader import collator_of
 from swift_vlpack.pages.shown_packs import Place, Reading, member_of, shown
 from swift_vlpack.pages.values import Member, PackShown
 from swift_vlpack.plan.epoch import EpochPlan
-from swift_vlpack.rows.layout import MediaWords
+from swift_vlpack.rows.families import MediaTokens, placeholder_ids
 from swift_vlpack.rows.samples import Address, Encoded, SampleId
 from swift_vlpack.rows.source import RowSource, place
 
@@ -145,8 +145,7 @@ def where_in(sources: Sequence[RowSource], sample_id: SampleId) -> str:
 
 def placeholders_of(template: Any) -> frozenset[int]:
     """Tokens that stand for what the vision tower gives."""
-    named = [token for token in template.placeholder_tokens if isinstance(token, int)]
-    return frozenset((*named, *MediaWords.of(template).placeholders.values()))
+    return frozenset((*placeholder_ids(template), *MediaTokens.of(template).placeholders.values()))
 
 
 def _every_answer(template: Any) -> Any:

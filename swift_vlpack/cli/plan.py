@@ -119,7 +119,7 @@ def training_report(
     from swift_vlpack.feed.data_report import data_report
     from swift_vlpack.feed.planned import left_out_by, left_out_warning
     from swift_vlpack.host.run import feed_of, run_of
-    from swift_vlpack.rows.contents import merge_size
+    from swift_vlpack.rows.families import merge_size
 
     start = time.perf_counter()
     _refuse_another_file(failures_file)
