@@ -27,6 +27,7 @@ from swift_vlpack.plan.length_files import read_lengths
 from swift_vlpack.plan.planner import plan_of_rows
 from swift_vlpack.plan.report import plan_report
 from swift_vlpack.plan.resume_schedule import num_steps as num_steps_of
+from swift_vlpack.rows.families import merge_size
 from swift_vlpack.runlog.left_out_list import listed
 from swift_vlpack.words import by_reason, counted
 
@@ -119,7 +120,6 @@ def training_report(
     from swift_vlpack.feed.data_report import data_report
     from swift_vlpack.feed.planned import left_out_by, left_out_warning
     from swift_vlpack.host.run import feed_of, run_of
-    from swift_vlpack.rows.families import merge_size
 
     start = time.perf_counter()
     _refuse_another_file(failures_file)

@@ -57,7 +57,7 @@ class TrainableRun(Run):
     """A run with its weights, on its own device; `run()` is ms-swift's own: data, tuner, trainer, `at_training`."""
 
     left_out = (*LEFT_OUT, "resume_from_checkpoint")
-    overridden = NO_TRACE
+    overridden: tuple[str, ...] = NO_TRACE
     has_weights = True
     at_training: Callable[[Any], None]
     """Called with the trainer where ms-swift would let it train."""
