@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from swift_vlpack.cli import inspect_command, main
+from swift_vlpack.cli.in_run import command_and_flags
 from swift_vlpack.cli.run_folder import run_found
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.runlog.events import EventLog
@@ -28,11 +29,12 @@ def became(monkeypatch):
     """What the command would become."""
     found = {}
 
-    def become(name, args, command, flags, settings, **launch):
-        found.update(name=name, num_ranks=args.num_ranks, command=command, flags=flags, settings=settings)
-        return 0
+    def in_run(args):
+        command, flags = command_and_flags(args)
+        found.update(num_ranks=args.num_ranks, command=command, flags=flags, settings=args.settings)
+        raise KeyboardInterrupt  # which the command line takes for its end
 
-    monkeypatch.setattr(inspect_command, "become_run", become)
+    monkeypatch.setattr(inspect_command, "in_run", in_run)
     return found
 
 
