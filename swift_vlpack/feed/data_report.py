@@ -16,6 +16,7 @@ from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.left_out import as_json, deleted_by_loader
 from swift_vlpack.rows.samples import Address
 from swift_vlpack.rows.source import RowSource
+from swift_vlpack.runlog.account import account_json
 from swift_vlpack.runlog.counts import Counts
 
 
@@ -58,7 +59,7 @@ def _cut(epoch: EpochPlan, dataset: FusionCaptionDataset) -> dict[str, Any]:
     """What cutting makes of the rows of an epoch, and their account, as the report of the epoch will have it."""
     num_samples = len(epoch.schedule)
     is_part = np.zeros(num_samples, dtype=bool) if epoch.spans is None else epoch.spans.astype(bool).max(axis=0)
-    account = _account_of(epoch, dataset).as_json()
+    account = account_json(_account_of(epoch, dataset))
     return {
         "packing_overflow": epoch.packs.config.packing_overflow,
         "num_rows_cut": int((is_part & ~epoch.is_further_part).sum()),

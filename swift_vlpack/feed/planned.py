@@ -157,7 +157,7 @@ def count_rows(counted: Counts, plan: EpochPlan, dataset: FusionCaptionDataset) 
     for name, num_samples, num in zip(schedule.names, schedule.num_rows_per_source, num_further, strict=True):
         counted.read(name, num_samples, num_further=num)
     for left_out in left_out_by(plan, dataset):
-        counted.left_out(left_out)
+        left_out.count_in(counted)
 
 
 def left_out_warning(plan: EpochPlan, left_out: Sequence[LeftOut], config: PackingConfig) -> str | None:
