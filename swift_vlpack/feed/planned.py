@@ -18,7 +18,7 @@ from swift_vlpack.feed.published import PublishedAddresses
 from swift_vlpack.feed.reader import PackReader
 from swift_vlpack.plan.epoch import EpochPlan, NameOfRow, Recipe
 from swift_vlpack.plan.packs import Plan
-from swift_vlpack.remedies import warning_of_left_out
+from swift_vlpack.reasons import warning_of_left_out
 from swift_vlpack.rows.encoder import Template
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.samples import Address, LeftOut, PackAddress, PackedSamples

@@ -18,7 +18,7 @@ from swift_vlpack.feed.feed import EpochStart, MakeLoader
 from swift_vlpack.feed.packs import packed_samples
 from swift_vlpack.feed.run_rows import RunRows, digest_of
 from swift_vlpack.plan.advice import long_row_warning
-from swift_vlpack.remedies import warning_of_left_out
+from swift_vlpack.reasons import warning_of_left_out
 from swift_vlpack.rows.samples import LeftOut, PackRecord
 from swift_vlpack.rows.source import row_bytes
 from swift_vlpack.rows.streams import StreamedRows
