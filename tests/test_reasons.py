@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swift_vlpack.reasons import REASONS, Kind, Reason, is_failure, of_part_code, warning_of_left_out
+from swift_vlpack.reasons import REASONS, Kind, Reason, of_part_code, warning_of_left_out
 from swift_vlpack.runlog.telemetry import Telemetry
 from tests.doc_tables import reason_row
 from tests.parsed import nodes_of
@@ -40,6 +40,8 @@ CODES = {
     14: "file_timeout",
     15: "url_unreachable",
 }
+OF_LENGTH = {Reason.OVER_MAX_LENGTH}
+"""What an encoding finds and is no failure: rows that are left out for their length never stop a run."""
 PART_CODES = {1: "overflow", 2: "truncated", 3: "image_over_length", 4: "cannot_be_cut", 5: "too_short"}
 
 
@@ -79,12 +81,15 @@ def missing(reason, given, given_to_parts, page):
             bool(about.retried) == is_of_encoding
         ),
         f"swift_vlpack/reasons.py: {name} is given to parts, so it needs a part_code, the next is "
-        f"{max(part_codes) + 1}": (about.part_code is not None) == is_of_part,
+        f"{max(part_codes) + 1}": about.part_code is not None or not is_of_part,
+        f"swift_vlpack/plan/parts.py: {name} has a part_code and is given to no part": (
+            about.part_code is None or reason.name in given_to_parts
+        ),
         f"swift_vlpack/reasons.py: the part_code of {name} is another one's": (
             about.part_code is None or part_codes.count(about.part_code) == 1
         ),
-        f"swift_vlpack/reasons.py: only what an encoding finds is a failure that stops runs, and {name} is of "
-        f"Kind.{about.kind.name}": is_of_encoding or not about.is_failure,
+        f"swift_vlpack/reasons.py: is_failure is for what an encoding finds, other than a length, and for all of that; "
+        f"{name} is of Kind.{about.kind.name}": about.is_failure == (is_of_encoding and reason not in OF_LENGTH),
         f"nothing gives {name}: where it is found, write LeftOut(sample_id, {name}.value, ...), a Fault or a "
         f"SampleError; or delete it": reason.name in given,
         f"docs/reasons.md: run `make docs-tables`, which writes the row of {name}": reason_row(reason) in page,
@@ -93,7 +98,7 @@ def missing(reason, given, given_to_parts, page):
 
 
 def test_every_reason_is_declared_whole_and_given():
-    """STAT-7: for what is missing, the message says where to add it."""
+    """STAT-7 DATA-17: for what is missing, the message says where to add it."""
     given = given_in(nodes_beside_the_registry())
     given_to_parts = given_in(nodes_of(PACKAGE / "plan" / "parts.py"))
     page = (ROOT / "docs" / "reasons.md").read_text()
@@ -132,12 +137,6 @@ def test_a_reason_is_its_word_wherever_it_is_written():
         assert json.loads(json.dumps({reason: reason})) == {reason.value: reason.value}
         assert {reason: 1}[reason.value] == 1
         assert pickle.loads(pickle.dumps(reason)) is reason
-
-
-def test_failures_are_what_an_encoding_finds_but_for_the_length():
-    """DATA-17 STAT-7: rows that are left out for their length never stop a run."""
-    of_encoding = {reason for reason in Reason if reason.about.kind is Kind.ENCODING}
-    assert {reason for reason in Reason if is_failure(reason)} == of_encoding - {Reason.OVER_MAX_LENGTH}
 
 
 def test_a_warning_has_the_remedy_of_every_reason():
