@@ -7,6 +7,7 @@ by the tests themselves.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -125,3 +126,31 @@ def _id(plan: EpochPlan, names: list[str], position: int) -> str:
     """`source:row`, and of a part its first token, the one behind its last, and how many of its first are repeated."""
     source, row, *span = plan.sample(position)
     return f"{names[source]}:{row}" + "".join(f"[{part.start}:{part.stop}+{part.num_repeated}]" for part in span)
+
+
+# -- commands ---------------------------------------------------------------------------------------------------------
+
+
+def plan_report(flags: Sequence[str], *, num_ranks: int = 1, left_out: Path, command: str = "sft") -> dict[str, Any]:
+    """What `vlpack plan --json` prints of a run with these flags; rows that are left out go to the file `left_out`."""
+    from swift_vlpack.host.commands.plan import training_report
+
+    report: dict[str, Any] = training_report(list(flags), num_ranks=num_ranks, failures_file=left_out, command=command)
+    return report
+
+
+# -- keys of lengths --------------------------------------------------------------------------------------------------
+
+
+def keys_of(flags: Sequence[str]) -> dict[str, list[str]]:
+    """Return the key that the length of each row is remembered under in a run with these flags, by source."""
+    from swift_vlpack.host.args import packing_config
+    from swift_vlpack.host.commands.run import run_of
+    from swift_vlpack.host.pipeline import measured_rows
+    from swift_vlpack.host.rows.sources import load_sources
+
+    with run_of(flags, num_ranks=1) as run:
+        config = packing_config(run.args)
+        sources, _ = load_sources(run.args, config)
+        rows = measured_rows(sources, run.template, run.args, config)
+        return {source.name: [key.tobytes().hex() for key in source.cache.keys(source.rows)] for source in rows.sources}
