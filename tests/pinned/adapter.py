@@ -6,7 +6,9 @@ by the tests themselves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -144,13 +146,53 @@ def plan_report(flags: Sequence[str], *, num_ranks: int = 1, left_out: Path, com
 
 def keys_of(flags: Sequence[str]) -> dict[str, list[str]]:
     """Return the key that the length of each row is remembered under in a run with these flags, by source."""
+    with _measured(flags, "sft") as sources:
+        return {source.name: [key.tobytes().hex() for key in source.cache.keys(source.rows)] for source in sources}
+
+
+def lengths_of(flags: Sequence[str], command: str = "sft") -> dict[str, list[list[int]]]:
+    """Return tokens, images, patches and supervised tokens of each row in a run with these flags, by source."""
+    with _measured(flags, command) as sources:
+        return {source.name: source.sizes.columns.T.tolist() for source in sources}
+
+
+@contextmanager
+def _measured(flags: Sequence[str], command: str) -> Iterator[Any]:
     from swift_vlpack.host.args import packing_config
     from swift_vlpack.host.commands.run import run_of
     from swift_vlpack.host.pipeline import measured_rows
     from swift_vlpack.host.rows.sources import load_sources
 
-    with run_of(flags, num_ranks=1) as run:
+    with run_of(flags, num_ranks=1, command=command) as run:
         config = packing_config(run.args)
         sources, _ = load_sources(run.args, config)
-        rows = measured_rows(sources, run.template, run.args, config)
-        return {source.name: [key.tobytes().hex() for key in source.cache.keys(source.rows)] for source in rows.sources}
+        yield measured_rows(sources, run.template, run.args, config).sources
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+def packs_trained(output: Path, rank: int = 0) -> list[list[Any]]:
+    """Return what `VLPACK_RECORD_PACKS=true` noted of a rank, as [step, epoch, ids] of each pack, in order."""
+    path = output / "vlpack" / f"packs_rank{rank}.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [[line["step"], line["epoch"], line["ids"]] for line in lines]
+
+
+# -- saved states -----------------------------------------------------------------------------------------------------
+
+
+def states_in(checkpoint: Path) -> dict[str, Any]:
+    """Return the JSON files that say how far the data of a checkpoint has come, by name."""
+    return {path.name: json.loads(path.read_text()) for path in sorted(checkpoint.glob("vlpack_state*.json"))}
+
+
+def put_state(folder: Path, checkpoint: Path) -> None:
+    """Put the pinned state of a folder in the place of that of a checkpoint.
+
+    Where a rebuild changes the shape of states on purpose, this translates: the content of the files of `folder` stays.
+    """
+    for path in checkpoint.glob("vlpack_state*.json"):
+        path.unlink()
+    for path in folder.glob("*.json"):
+        (checkpoint / path.name).write_text(path.read_text())
