@@ -6,9 +6,11 @@ by the tests themselves.
 
 from __future__ import annotations
 
+import io
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -133,11 +135,28 @@ def _id(plan: EpochPlan, names: list[str], position: int) -> str:
 # -- commands ---------------------------------------------------------------------------------------------------------
 
 
-def plan_report(flags: Sequence[str], *, num_ranks: int = 1, left_out: Path, command: str = "sft") -> dict[str, Any]:
-    """What `vlpack plan --json` prints of a run with these flags; rows that are left out go to the file `left_out`."""
-    from swift_vlpack.host.commands.plan import training_report
+def vlpack(*flags: Any) -> Any:
+    """Return what a command that needs no ms-swift prints as JSON: `vlpack("report", folder, "--json")`."""
+    from swift_vlpack.cli import main
 
-    report: dict[str, Any] = training_report(list(flags), num_ranks=num_ranks, failures_file=left_out, command=command)
+    with redirect_stdout(io.StringIO()) as printed:
+        main([str(flag) for flag in flags])
+    return json.loads(printed.getvalue())
+
+
+def of_a_run(name: str, flags: Sequence[str], folder: Path, *, num_ranks: int = 1, **own: Any) -> dict[str, Any]:
+    """Return what `vlpack NAME --json` prints of a run with these flags; a plan lists rows in `folder/left_out.jsonl`.
+
+    `own` are flags of the command itself.
+    """
+    from swift_vlpack.host.commands.process import run
+
+    path = folder / f"{name}.json"
+    with path.open("w") as file:
+        settings = {"form": "json", "report": os.dup(file.fileno()), "num_ranks": num_ranks, "seed": 0, **own}
+        settings["failures"] = str(folder / "left_out.jsonl")
+        assert run(name, json.dumps(settings), "sft", *flags) == 0
+    report: dict[str, Any] = json.loads(path.read_text())
     return report
 
 

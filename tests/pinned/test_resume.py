@@ -52,8 +52,9 @@ def data(tmp_path_factory):
 def trained(small_folder, data, tmp_path):
     """`trained(name, "out")`: the packs of a run of 8 steps, which saves the step at which it is resumed."""
 
-    def run(name, output, **more):
+    def run(name, output, is_replaced=False, **more):
         options, flags = RUNS[name]
+        options = {**options, **({"resume_files": "replaced"} if is_replaced else {})}
         flags = {"max_steps": 8, "max_length": 128, "gradient_accumulation_steps": 2, "dataset": data,
                  "num_train_epochs": 3, "save_strategy": "steps", "tuner_type": "lora", **flags}  # fmt: skip
         flags["save_steps"] = flags.pop("at", 3)
@@ -82,7 +83,8 @@ def test_resumed_run_trains_the_pinned_rest(name, trained, tmp_path):
     rest = trained(name, "rest", resume_from_checkpoint=checkpoint)
     assert rest == [pack for pack in whole if pack[0] > RUNS[name][1].get("at", 3)]
     pins.check("resume", name, {"whole": whole, "rest": rest})
-    pins.keep(STATES / name.replace(", ", "_").replace(" ", "_"), states_in(checkpoint))
+    state = STATES / name.replace(", ", "_").replace(" ", "_")
+    pins.keep(state, states_in(checkpoint))
     saved = shutil.copytree(checkpoint, tmp_path / "saved" / checkpoint.name)
-    put_state(STATES / name.replace(", ", "_").replace(" ", "_"), saved)
-    assert trained(name, "again", resume_from_checkpoint=saved) == rest
+    put_state(state, saved)
+    assert trained(name, "again", is_replaced=True, resume_from_checkpoint=saved) == rest
