@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from swift_vlpack import PackingConfig
-from swift_vlpack.core.epoch.cut_rows import CutRows, PartSize
-from swift_vlpack.core.epoch.cuts import with_consumed
-from swift_vlpack.core.epoch.epoch_plan import EpochPlan, Recipe
-from swift_vlpack.core.epoch.mix import Mix, Source
-from swift_vlpack.core.packing.parts import Cutting, Run, parts_of
-from swift_vlpack.data.feeds.epochs import Epochs, Extent
+from swift_vlpack.feed.epochs import Epochs, Extent
+from swift_vlpack.plan.cut_rows import CutRows, PartSize
+from swift_vlpack.plan.cuts import with_consumed
+from swift_vlpack.plan.epoch import EpochPlan, Recipe
+from swift_vlpack.plan.mix import Mix, Source
+from swift_vlpack.plan.parts import Cutting, Run, parts_of
 
 Row = Sequence[tuple[int, int, int]]
 """A row as runs of tokens: (tokens, images, patches) of each; a run with an image is never cut. Without a run, or with
@@ -149,7 +149,7 @@ def of_a_run(name: str, flags: Sequence[str], folder: Path, *, num_ranks: int = 
 
     `own` are flags of the command itself.
     """
-    from swift_vlpack.host.commands.process import run
+    from swift_vlpack.cli.process import run
 
     path = folder / f"{name}.json"
     with path.open("w") as file:
@@ -178,9 +178,9 @@ def lengths_of(flags: Sequence[str], command: str = "sft") -> dict[str, list[lis
 @contextmanager
 def _measured(flags: Sequence[str], command: str) -> Iterator[Any]:
     from swift_vlpack.host.args import packing_config
-    from swift_vlpack.host.commands.run import run_of
     from swift_vlpack.host.pipeline import measured_rows
-    from swift_vlpack.host.rows.sources import load_sources
+    from swift_vlpack.host.run import run_of
+    from swift_vlpack.host.sources import load_sources
 
     with run_of(flags, num_ranks=1, command=command) as run:
         config = packing_config(run.args)

@@ -20,7 +20,7 @@ from tests.host.runs import SMALL_VOCABULARY, argv, packed_argv, train
 from tests.marks import TELLING
 from tests.pinned import pins
 from tests.pinned.adapter import of_a_run, vlpack
-from tests.rows import mixed_rows, text_row, write_jsonl
+from tests.data_rows import mixed_rows, text_row, write_jsonl
 
 ROOT = Path(__file__).parents[2]
 FAMILY = "qwen2_5_vl"
@@ -174,7 +174,7 @@ def test_command_as_it_is_typed_prints_the_pinned_keys(name, small_folder, data,
         for part in (f"--{flag}", str(value))
     ]
     done = subprocess.run(
-        [sys.executable, "-m", "swift_vlpack.cli", command, *own, *flags, *more, "--json"],
+        [sys.executable, "-m", "swift_vlpack", command, *own, *flags, *more, "--json"],
         cwd=tmp_path, capture_output=True, text=True, check=False,
         env={**clean, "PYTHONPATH": str(ROOT), "VLPACK_PACKING_CACHE_DIR": str(tmp_path / "lengths")},
     )  # fmt: skip

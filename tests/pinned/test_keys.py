@@ -15,7 +15,7 @@ from tests.environment import packing_options, restored_environment
 from tests.host.runs import packed_argv
 from tests.images import photo
 from tests.pinned.adapter import keys_of
-from tests.rows import image_row, text_row, write_jsonl
+from tests.data_rows import image_row, text_row, write_jsonl
 
 FAMILY = "qwen2_5_vl"
 OTHER_KEY: dict[str, dict[str, Any]] = {
