@@ -166,7 +166,10 @@ def of_a_run(name: str, flags: Sequence[str], folder: Path, *, num_ranks: int = 
 def keys_of(flags: Sequence[str]) -> dict[str, list[str]]:
     """Return the key that the length of each row is remembered under in a run with these flags, by source."""
     with _measured(flags, "sft") as sources:
-        return {source.name: [key.tobytes().hex() for key in source.cache.keys(source.rows)] for source in sources}
+        return {
+            source.name: [key.tobytes().hex() for key in source.remember_size.__self__.keys(source.rows)]
+            for source in sources
+        }
 
 
 def lengths_of(flags: Sequence[str], command: str = "sft") -> dict[str, list[list[int]]]:

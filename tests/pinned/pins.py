@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import platform
+from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -54,6 +55,11 @@ def check(file: str, name: str, value: Any) -> None:
         (FOLDER / f"{file}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
         pytest.fail(f"{name!r} was pinned in {file}.json just now")
     assert differences(pinned[name], value) == []
+
+
+def check_keys(name: str, keys: Iterable[str]) -> None:
+    """Fail where a key of a command's JSON is missing that callers may read; new keys may be added."""
+    assert set(read("keys_of_commands")[name]) - set(keys) == set()
 
 
 def differences(pinned: Any, now: Any, where: str = "") -> list[str]:

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from tests.data_rows import image_row, text_row, write_jsonl
 from tests.environment import packing_options, restored_environment
 from tests.host.runs import packed_argv
 from tests.images import photo
 from tests.pinned.adapter import keys_of
-from tests.data_rows import image_row, text_row, write_jsonl
 
 FAMILY = "qwen2_5_vl"
 OTHER_KEY: dict[str, dict[str, Any]] = {

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from tests.data_rows import text_row, write_jsonl
 from tests.environment import packing_options, restored_environment
 from tests.host.runs import packed_argv, train
 from tests.marks import TELLING
 from tests.pinned import pins
 from tests.pinned.adapter import packs_trained, put_state, states_in
-from tests.data_rows import text_row, write_jsonl
 
 FAMILY = "qwen2_5_vl"
 COMMON = {"packing_verify": "false", "packing_drop_last": "false", "record_packs": "true"}

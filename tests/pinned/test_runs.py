@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from tests.data_rows import image_row, mixed_rows, text_row, write_jsonl
 from tests.environment import packing_options, restored_environment
 from tests.host.runs import epoch_report, log_lines, packed_argv, train
 from tests.images import photo
 from tests.marks import TELLING
 from tests.pinned import pins
 from tests.pinned.adapter import lengths_of, packs_trained
-from tests.data_rows import image_row, mixed_rows, text_row, write_jsonl
 
 NOT_DECIDED = re.compile(
     r".*(second|time|speed|memory|elapsed|remaining|flos|_per_|wait|share_of_time|mfu).*|last_model_checkpoint|best_.*"
