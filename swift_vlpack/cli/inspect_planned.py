@@ -138,7 +138,7 @@ class PlannedRun:
 
     def _plan_of(self, stretch: Stretch) -> EpochPlan:
         if stretch not in self._plans:
-            plan = self._feed.plan(stretch.epoch, stretch.cuts, stretch.num_ranks)
+            plan = self._feed.plan_of(stretch.epoch, stretch.cuts, stretch.num_ranks)
             if stretch.digest not in (None, plan.digest()):
                 raise StateMismatch(
                     f"epoch {stretch.epoch} was trained by another plan ({stretch.digest}) than these data and options "

@@ -13,12 +13,9 @@ from swift.utils import get_logger
 
 from swift_vlpack.cli.plan_text import plan_text
 from swift_vlpack.errors import ConfigError
-from swift_vlpack.feed.data_report import data_report, left_out_rows, size_of_step
-from swift_vlpack.feed.planned import left_out_by, left_out_warning
+from swift_vlpack.feed.epoch_report import data_report, left_out_by, left_out_rows, left_out_warning, plan_facts
 from swift_vlpack.feed.planned_feed import PlannedFeed
 from swift_vlpack.host.run import feed_of, run_of
-from swift_vlpack.plan.report import plan_report
-from swift_vlpack.plan.resume_schedule import num_steps as num_steps_of
 from swift_vlpack.rows.contents import merge_size
 from swift_vlpack.runlog.left_out_list import listed
 from swift_vlpack.words import counted
@@ -48,33 +45,26 @@ def training_report(
     num_listed = _write_list(feed, failures_file)
     if warning := left_out_warning(epoch, left_out_by(epoch, feed.dataset), feed.config):
         logger.warning(f"packing: {warning}")
-    report = plan_report(epoch.unshared, epoch.packs, num_rows=epoch.num_rows, seconds=time.perf_counter() - start)
+    accumulation = run.args.training_args.gradient_accumulation_steps
+    report = plan_facts(epoch, accumulation=accumulation, seconds=time.perf_counter() - start)
     return {
         **report,
         **data_report(epoch, feed.dataset, merge_size(run.template)),
-        **_steps(feed, run.args),
+        **_steps(run.args, report["steps_per_epoch"]),
+        "gradient_accumulation_steps": accumulation,
         "failures_file": str(failures_file) if num_listed else None,
         **seconds,
     }
 
 
-def _steps(feed: PlannedFeed, args: Any) -> dict[str, Any]:
+def _steps(args: Any, steps_per_epoch: int) -> dict[str, int]:
     """Steps by the arithmetic of Hugging Face's Trainer, where an epoch ends with a step whatever has accumulated."""
-    accumulation = args.training_args.gradient_accumulation_steps
-    steps_per_epoch = num_steps_of(feed.epoch_plan.packs.num_packs_per_rank, accumulation)
     num_epochs = math.ceil(args.num_train_epochs)
     num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
     if args.max_steps > 0:
         num_steps = args.max_steps
         num_epochs = math.ceil(num_steps / steps_per_epoch)
-    return {
-        "num_epochs": num_epochs,
-        "packs_per_epoch": len(feed.epoch_plan),
-        "gradient_accumulation_steps": accumulation,
-        "steps_per_epoch": steps_per_epoch,
-        "num_steps": num_steps,
-        "step": size_of_step(feed.epoch_plan, accumulation=accumulation).as_json(),
-    }
+    return {"num_epochs": num_epochs, "num_steps": num_steps}
 
 
 def _check_list(path: Path) -> None:

@@ -12,8 +12,7 @@ from swift_vlpack import json_lines
 from swift_vlpack.envelope import Whole, check_shape
 from swift_vlpack.errors import StateMismatch
 from swift_vlpack.feed.planned_feed import PlannedFeed
-from swift_vlpack.feed.run_rows import RunRows
-from swift_vlpack.feed.saved_rows import SavedSource
+from swift_vlpack.feed.saved_rows import RunRows, SavedSource
 from swift_vlpack.feed.streamed_feed import StreamedFeed
 from swift_vlpack.host.args import packing_config
 from swift_vlpack.host.pack_log import recorded
@@ -126,7 +125,7 @@ class TrainedRun:
         _, state = read_state(path, PlannedFeed.kind)
         choose_targets(run.template, config)
         rows = fused(sources, for_training(run.template, config), run.args, config)
-        rows = rows.with_sources(_as_planned(RunRows(rows), load_rows(path, state), path))
+        rows = rows.with_sources(_as_planned(RunRows(rows.sources), load_rows(path, state), path))
         return planned_feed(rows, run.template, run.args, config)
 
     # -- recorded ---------------------------------------------------------------------------------------------------

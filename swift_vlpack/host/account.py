@@ -9,8 +9,9 @@ from typing import Any
 
 from swift.utils import get_logger, is_master
 
+from swift_vlpack.feed.epoch_report import count_left_out
 from swift_vlpack.feed.failures import FEWEST_ROWS_OF_EPOCH, FailedShare
-from swift_vlpack.feed.feed import Feed, count_left_out
+from swift_vlpack.feed.feed import Feed
 from swift_vlpack.files import write_json
 from swift_vlpack.host.begun import note_epoch
 from swift_vlpack.host.pack_log import PACKS_FILE, PackLog, as_line
@@ -34,8 +35,8 @@ class Account:
         """Of the epoch so far."""
         self.num_samples_trained = 0  # since the run was begun or resumed
         self._folder = Path(output_dir) / FOLDER
-        self._record = PackLog.wanted(self._folder / PACKS_FILE.format(rank), os.environ, feed.leads_back)
-        self._sources = tuple(getattr(feed.dataset, "sources", ()))  # none of a stream
+        self._record = PackLog.wanted(self._folder / PACKS_FILE.format(rank), os.environ, feed.can_plan_again)
+        self._sources = feed.sources
         self._failed_share = FailedShare(feed.config.packing_max_failed_share)
         self._left_out_rows = LeftOutRows(self._folder / left_out_list.FILE, self._sources)
         self._in_step: list[PackRecord] = []  # trained, but their optimizer step is not taken yet

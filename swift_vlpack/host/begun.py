@@ -25,7 +25,6 @@ _ROOT_OF_IMAGES = "ROOT_IMAGE_DIR"
 def note_epoch(path: Path, feed: Feed, template: Any, args: Any, step: int) -> None:
     """Note that the feed is at the beginning of an epoch, or where it was resumed, behind so many steps."""
     names = {*variables_read_by(type(template)), _ROOT_OF_IMAGES}
-    sources = getattr(feed.dataset, "sources", ())
     line = {
         "step": step,
         "kind": feed.kind,
@@ -35,7 +34,7 @@ def note_epoch(path: Path, feed: Feed, template: Any, args: Any, step: int) -> N
         "state": feed.state(),
         "options": feed.config.changed(),
         "variables": {name: os.environ[name] for name in sorted(names) if name in os.environ},
-        "origins": {source.name: source.origin or source.name for source in sources},
+        "origins": {source.name: source.origin or source.name for source in feed.sources},
     }
     if step == 0:  # lines already there are from an earlier run in the same folder
         log = path.parent.parent / LOG

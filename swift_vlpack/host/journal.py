@@ -12,7 +12,6 @@ from typing import Any
 from swift.utils import is_master
 
 from swift_vlpack.feed.feed import Feed
-from swift_vlpack.feed.packs import epoch_plan_of
 from swift_vlpack.host.ranks import gathered
 from swift_vlpack.rows.samples import PackRecord
 from swift_vlpack.runlog.run_log import CHECKPOINT, END, EPOCH, RESUME, START, STEPS, RunLog
@@ -39,12 +38,8 @@ class Journal:
             self._note(RESUME, step, checkpoint=str(checkpoint.absolute()), **facts)
         self._since = time.perf_counter()
 
-    def begin_epoch(self, step: int) -> None:
+    def begin_epoch(self, step: int, facts: Mapping[str, Any]) -> None:
         """An epoch begins, or what is left of it."""
-        plan = epoch_plan_of(self.feed)
-        facts = (
-            {} if plan is None else {"num_packs": len(plan), "balance": round(plan.packs.balance.slowest_to_mean, 4)}
-        )
         self._note(EPOCH, step, epoch=self.feed.epoch, **facts)
 
     def trained(self, records: Sequence[PackRecord]) -> StepCounts:

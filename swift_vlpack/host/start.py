@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from swift_vlpack.feed.data_report import data_report, size_of_step
-from swift_vlpack.feed.packs import epoch_plan_of
+from swift_vlpack.feed.epoch_report import data_report, plan_facts
 from swift_vlpack.host.ranks import versions
 from swift_vlpack.plan.epoch import EpochPlan
-from swift_vlpack.plan.report import plan_report
-from swift_vlpack.plan.resume_schedule import num_steps
 from swift_vlpack.rows.contents import merge_size
 
 
 def facts_of(trainer: Any, *, attention: str, proof: str | None) -> dict[str, Any]:
     """Plain numbers and texts; `plan` and `data` are None where rows come as they come. On the first rank."""
     feed, args, state = trainer.feed, trainer.args, trainer.state
-    plan = epoch_plan_of(feed)
+    plan = feed.epoch_plan
     checkpoint = trainer.checkpoint_resumed
     return {
         "versions": versions(),
@@ -36,7 +33,7 @@ def facts_of(trainer: Any, *, attention: str, proof: str | None) -> dict[str, An
         "packing_strategy": feed.config.packing_strategy,
         "attention": attention,
         "proof": proof,
-        "plan": None if plan is None else _plan_facts(plan, args.gradient_accumulation_steps),
+        "plan": None if plan is None else plan_facts(plan, accumulation=args.gradient_accumulation_steps),
         "data": None if plan is None else _data_facts(plan, feed.dataset, trainer.template),
     }
 
@@ -52,16 +49,6 @@ def noted(facts: Mapping[str, Any]) -> dict[str, Any]:
     kept["num_remembered"] = facts["data"]["num_remembered"] if facts["data"] else None
     kept["ratio_by"] = facts["data"]["ratio_by"] if facts["data"] else None
     return kept
-
-
-def _plan_facts(plan: EpochPlan, accumulation: int) -> dict[str, Any]:
-    report = plan_report(plan.unshared, plan.packs, num_rows=plan.num_rows, seconds=0.0)
-    return {
-        **report,
-        "packs_per_epoch": len(plan),
-        "steps_per_epoch": num_steps(plan.packs.num_packs_per_rank, accumulation),
-        "step": size_of_step(plan, accumulation=accumulation).as_json(),
-    }
 
 
 def _data_facts(plan: EpochPlan, dataset: Any, template: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch.utils.data import get_worker_info
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.plan.shares import EVERYTHING, Share
-from swift_vlpack.rows.fusion import Row, Template, encode_row, sample_or_error
+from swift_vlpack.rows.fusion import Row, RowSource, Template, encode_row, sample_or_error
 from swift_vlpack.rows.patches import check_worker, no_worker
 from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.row_cutter import for_training
@@ -31,6 +31,7 @@ class StreamedRows:
     def __init__(self, rows: Iterable[Row], template: Template, *, name: str = "stream", strict: bool = False) -> None:
         check_worker()
         self.rows = rows
+        self.sources: tuple[RowSource, ...] = ()
         self.template = template
         self.name = name
         self.strict = strict
