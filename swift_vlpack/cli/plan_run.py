@@ -16,7 +16,7 @@ from swift_vlpack.errors import ConfigError
 from swift_vlpack.feed.epoch_report import data_report, left_out_by, left_out_rows, left_out_warning, plan_facts
 from swift_vlpack.feed.planned_feed import PlannedFeed
 from swift_vlpack.host.run import feed_of, run_of
-from swift_vlpack.rows.contents import merge_size
+from swift_vlpack.rows.families import merge_size
 from swift_vlpack.runlog.left_out_list import listed
 from swift_vlpack.words import counted
 

@@ -15,9 +15,10 @@ from swift_vlpack.plan.epoch import EpochPlan
 from swift_vlpack.plan.report import plan_report
 from swift_vlpack.plan.resume_schedule import num_steps
 from swift_vlpack.remedies import warning_of_left_out
-from swift_vlpack.rows.fusion import FusionCaptionDataset, RowSource
+from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.left_out import as_json, deleted_by_loader
 from swift_vlpack.rows.samples import Address, LeftOut
+from swift_vlpack.rows.source import RowSource
 from swift_vlpack.runlog.telemetry import Telemetry
 
 # -- what an epoch leaves out -----------------------------------------------------------------------------------------

@@ -38,8 +38,8 @@ from swift_vlpack.feed.packs import Packs
 from swift_vlpack.feed.saved_rows import RunRows
 from swift_vlpack.plan.cuts import Cut
 from swift_vlpack.plan.epoch import EpochPlan
-from swift_vlpack.rows.fusion import RowSource
 from swift_vlpack.rows.samples import Encoded, LeftOut, PackRecord, SampleError
+from swift_vlpack.rows.source import RowSource
 from swift_vlpack.runlog.telemetry import Telemetry
 
 MakeLoader = Callable[..., Any]

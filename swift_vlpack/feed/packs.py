@@ -17,11 +17,12 @@ from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import DataError
 from swift_vlpack.plan.epoch import EpochPlan
 from swift_vlpack.plan.oversize import is_single_long
-from swift_vlpack.rows.fusion import FusionCaptionDataset, RowSource, Template
+from swift_vlpack.rows.contents import size_of
+from swift_vlpack.rows.encoder import Template
+from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.samples import Encoded, LeftOut, PackedSamples, PackRecord
-from swift_vlpack.rows.sizes import size_of
+from swift_vlpack.rows.source import RowSource
 from swift_vlpack.rows.streams import StreamedRows
-from swift_vlpack.rows.targets import choose_targets
 
 
 class Packs:
@@ -30,7 +31,7 @@ class Packs:
     def __init__(
         self, dataset: Any, template: Template, config: PackingConfig, *, seed: int = 0, num_ranks: int = 1
     ) -> None:
-        self.dataset: Any = rows_of(dataset, template, config)
+        self.dataset: Any = rows_of(dataset, template)
         """The rows: a `FusionCaptionDataset` or `StreamedRows`."""
         make_packing(template, self.dataset, config)
         self.template = template
@@ -65,7 +66,7 @@ class Packs:
         raise NotImplementedError
 
 
-def rows_of(dataset: Any, template: Template, config: PackingConfig) -> FusionCaptionDataset | StreamedRows:
+def rows_of(dataset: Any, template: Template) -> FusionCaptionDataset | StreamedRows:
     """Return rows in one of the two forms that packs are made of; a plain list becomes a source of its own."""
     if isinstance(dataset, (str, bytes, PathLike)):  # iterating a name would take its letters for rows
         raise DataError(
@@ -73,22 +74,18 @@ def rows_of(dataset: Any, template: Template, config: PackingConfig) -> FusionCa
             f"[json.loads(line) for line in open({str(dataset)!r})]"
         )
     if isinstance(dataset, (FusionCaptionDataset, StreamedRows)):
-        rows = dataset
-    elif hasattr(dataset, "__len__"):
-        rows = FusionCaptionDataset([RowSource(name="data", rows=dataset)], template)
-    else:
-        rows = StreamedRows(dataset, template)
-    rows.cut_by(config)
-    return rows
+        return dataset
+    if hasattr(dataset, "__len__"):
+        return FusionCaptionDataset([RowSource(name="data", rows=dataset)], template)
+    return StreamedRows(dataset, template)
 
 
-def make_packing(template: Template, dataset: Any, config: PackingConfig) -> None:
-    """Switch the template to packing and choose its targets, after a check of it and the templates of sources."""
-    reading = getattr(dataset, "template", template)
-    # Each template once: most sources share the run's.
-    for used in {id(one): one for one in (template, reading, *getattr(dataset, "templates", ()))}.values():
+def make_packing(template: Template, rows: FusionCaptionDataset | StreamedRows, config: PackingConfig) -> None:
+    """Let rows be encoded as these options want them, and the template collate packs, if it is fit for that."""
+    # The rows may be read by another template, such as a copy that asks for URLs in another way.
+    for used in {id(one): one for one in (template, rows.template)}.values():
         check_ready(used, needs_model=False)
-        choose_targets(used, config)
+    rows.encode_for(config)
     template.packing = True
     template.padding_free = True
 

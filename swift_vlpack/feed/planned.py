@@ -28,8 +28,10 @@ from swift_vlpack.plan.cuts import Cut
 from swift_vlpack.plan.epoch import EpochPlan, NameOfRow, Recipe, plan_epoch, saved_digest
 from swift_vlpack.plan.packs import Plan
 from swift_vlpack.plan.parts import Span
-from swift_vlpack.rows.fusion import FusionCaptionDataset, RowSource, Template
+from swift_vlpack.rows.encoder import Template
+from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.samples import Address, Encoded, PackAddress, PackedSamples, SampleError
+from swift_vlpack.rows.source import RowSource
 from swift_vlpack.words import counted
 
 

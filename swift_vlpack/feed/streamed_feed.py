@@ -22,9 +22,9 @@ from swift_vlpack.plan.advice import long_row_warning
 from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.plan.shares import Share, share_of
 from swift_vlpack.remedies import warning_of_left_out
-from swift_vlpack.rows.row_cutter import cutter_of, in_parts
-from swift_vlpack.rows.row_digest import row_bytes
+from swift_vlpack.rows.cutting import in_parts
 from swift_vlpack.rows.samples import Address, Encoded, LeftOut, PackRecord, SampleError
+from swift_vlpack.rows.source import row_bytes
 from swift_vlpack.rows.streams import StreamedRows
 from swift_vlpack.runlog.telemetry import Telemetry
 from swift_vlpack.words import by_reason
@@ -209,7 +209,7 @@ def _of_shares(rows: Any, record: PackRecord, shares: Sequence[Share]) -> Iterat
                     missing.remove(key)
                     held.add(index)
         for row in islice(rows.samples(record.epoch, share, start=sys.maxsize // 2**20, held=held), len(held)):
-            for _, sample in in_parts(row, cutter_of(rows.template)):
+            for _, sample in in_parts(row, rows.encoder.cutter):
                 if not isinstance(sample, LeftOut):
                     yield sample
 

@@ -30,8 +30,8 @@ from swift_vlpack.lengths.retry_key import digest_of_cures
 from swift_vlpack.lengths.source_code import is_installed
 from swift_vlpack.lengths.trust import Trust
 from swift_vlpack.lengths.values import digest_of
-from swift_vlpack.rows.fusion import RowSource, own_template
-from swift_vlpack.rows.row_cutter import cutter_of
+from swift_vlpack.rows.encoder import RowEncoder
+from swift_vlpack.rows.source import RowSource
 from swift_vlpack.rows.urls import Urls
 
 logger = get_logger()
@@ -41,19 +41,21 @@ NUM_ROWS_EQUAL_ON_RANKS = 1024
 thousand, and a million rows need not be read for it."""
 
 
-def with_lengths(source: RowSource, template: Any, args: Any, cache_dir: str | None = None) -> RowSource:
+def with_lengths(source: RowSource, encoder: RowEncoder, args: Any, cache_dir: str | None = None) -> RowSource:
     """Give a source the lengths of its rows; each rank of the run measures some in `dataset_num_proc` processes."""
-    own = own_template(template, source)
+    encoder = encoder.for_source(source)
+    own = encoder.template
     memory_of_urls = lengths_folder(cache_dir, os.environ) / "unreachable.urls"
     # Under `strict` a failing URL ends the run, so failures are not remembered and every URL is requested again.
     urls = Urls(None if args.strict else memory_of_urls)
     encoders = Encoders(
-        by_header=pixel_free(own, urls),
-        in_full=reading_urls(own, urls),
+        by_header=encoder.using(pixel_free(own, urls)),
+        in_full=encoder.using(reading_urls(own, urls)),
         is_strict=args.strict,
         num_processes=args.dataset_num_proc or 1,
     )
-    dependencies = dependencies_of(own, getattr(args, "external_plugins", None) or [])
+    # Targets are counted too, and no part of the template.
+    dependencies = dependencies_of(own, getattr(args, "external_plugins", None) or []) | {"targets": encoder.targets}
     memory = Memory(memory_of_urls.with_name(f"{digest_of(dependencies, 16)}.observed"), source.name)
     observed = _observed(source, encoders, memory)
     found = dependencies_in(observed, but=dependencies["variables"])
@@ -64,8 +66,7 @@ def with_lengths(source: RowSource, template: Any, args: Any, cache_dir: str | N
     if found:
         dependencies["observed"] = found
     context = digest_of(dependencies, 16)
-    cutter = cutter_of(own)
-    cutting = "" if cutter is None else cutter.digest()
+    cutting = "" if encoder.cutter is None else encoder.cutter.digest()
     cache = LengthCache(cache_path(source, context, cache_dir), context, digest_of_cures(), cutting)
     if ranks.num_ranks() > 1:
         _check_same_rows(source, cache, {name: digest_of(part, 4) for name, part in dependencies.items()})
@@ -84,7 +85,7 @@ def with_lengths(source: RowSource, template: Any, args: Any, cache_dir: str | N
     if is_master():
         log_surplus_tags(source, sizes)
         log_failures(source, sizes, memory_of_urls)
-    return replace(source, sizes=sizes, cache=cache)
+    return replace(source, sizes=sizes, remember_size=cache.remember)
 
 
 def _observed(source: RowSource, encoders: Encoders, memory: Memory) -> Observed:

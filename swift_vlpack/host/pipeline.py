@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -34,12 +33,12 @@ from swift_vlpack.host.use_attention import use_attention
 from swift_vlpack.lengths.progress import one_bar
 from swift_vlpack.plan.advice import length_warning, long_row_warning
 from swift_vlpack.plan.registry import WINDOW
-from swift_vlpack.rows.fusion import FusionCaptionDataset, RowSource
+from swift_vlpack.rows.encoder import RowEncoder
+from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.fusion_config import read_fusion_config
 from swift_vlpack.rows.randomness import RandomStream
-from swift_vlpack.rows.row_cutter import for_training
+from swift_vlpack.rows.source import RowSource
 from swift_vlpack.rows.streams import StreamedRows
-from swift_vlpack.rows.targets import choose_targets, encoded
 from swift_vlpack.rows.urls import Urls
 from swift_vlpack.words import counted
 
@@ -87,11 +86,10 @@ def build_feed(args: Any, template: Any, config: PackingConfig) -> tuple[Feed, A
 
 def measured_rows(sources: list[RowSource], template: Any, args: Any, config: PackingConfig) -> FusionCaptionDataset:
     """Measure the rows of the sources, because a plan is made of their lengths, and fuse them into one data set."""
-    choose_targets(template, config)  # first, because which tokens are targets is measured too
-    template = for_training(template, config)
+    encoder = RowEncoder.of(template, config)  # for this config, because which tokens are targets is measured too
     num_rows = sum(-(-len(source.rows) // num_ranks()) for source in sources)  # of this rank, which is shown
-    with without_model(template), one_bar(num_rows, is_shown=is_master()):
-        sources = [with_lengths(source, template, args, config.packing_cache_dir) for source in sources]
+    with without_model(encoder.template), one_bar(num_rows, is_shown=is_master()):
+        sources = [with_lengths(source, encoder, args, config.packing_cache_dir) for source in sources]
     return fused(sources, template, args, config)
 
 
@@ -126,8 +124,6 @@ def _unmeasured_rows(
     args: Any, template: Any, config: PackingConfig
 ) -> tuple[FusionCaptionDataset | StreamedRows, Any]:
     """Load rows that are packed as they come, of a stream or of sized data, and the validation rows."""
-    choose_targets(template, config)
-    template = for_training(template, config)
     if args.streaming:
         return load_stream(args, reading_urls(template, urls_in_training()))
     sources, val_rows = _same_sources(args, config)
@@ -208,11 +204,6 @@ def _validation(rows: Any, pipeline: Any, config: PackingConfig) -> Any:
     args, template = pipeline.args, pipeline.template
     if rows is None or args.predict_with_generate:
         return rows
-    if not config.eval_packing:
-        return LazyLLMDataset(rows, partial(encoded, template), strict=args.strict, random_state=args.data_seed)
-    source = RowSource(name="validation", rows=rows)
-    with without_model(template):
-        sized = with_lengths(source, template, args, config.packing_cache_dir)
     # Evaluate all rows, uncut, because evaluation averages batches of rows, and has no next epoch for a remainder.
     strategy = "greedy" if config.packing_strategy == WINDOW else config.packing_strategy
     everything = dataclasses.replace(
@@ -223,6 +214,12 @@ def _validation(rows: Any, pipeline: Any, config: PackingConfig) -> Any:
         packing_stride=0,
         packing_min_len=1,
     )
+    encoder = RowEncoder.of(template, everything)
+    if not config.eval_packing:
+        return LazyLLMDataset(rows, encoder.encode, strict=args.strict, random_state=args.data_seed)
+    source = RowSource(name="validation", rows=rows)
+    with without_model(template):
+        sized = with_lengths(source, encoder, args, config.packing_cache_dir)
     packs = PlannedPackingDataset(FusionCaptionDataset([sized], template, shuffle=False), template, everything)
     check_rope(pipeline.model.config, packs.dataset, template.max_length, everything)
     return packs

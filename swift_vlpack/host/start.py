@@ -8,7 +8,7 @@ from typing import Any
 from swift_vlpack.feed.epoch_report import data_report, plan_facts
 from swift_vlpack.host.ranks import versions
 from swift_vlpack.plan.epoch import EpochPlan
-from swift_vlpack.rows.contents import merge_size
+from swift_vlpack.rows.families import merge_size
 
 
 def facts_of(trainer: Any, *, attention: str, proof: str | None) -> dict[str, Any]:

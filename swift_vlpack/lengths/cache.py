@@ -38,7 +38,7 @@ from swift_vlpack.plan.cut_rows import PartSize
 from swift_vlpack.reasons import REASONS, about
 from swift_vlpack.rows.faults import Fault
 from swift_vlpack.rows.media import RealFile, names_of_files, real_file
-from swift_vlpack.rows.row_digest import row_bytes
+from swift_vlpack.rows.source import row_bytes
 
 _INCURABLE = [code for code, reason in enumerate(REASONS) if not reason or about(reason).is_of_content]
 _NUM_FOLDERS = 4096  # whose real paths are remembered during a pass

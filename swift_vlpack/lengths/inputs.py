@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from swift_vlpack.lengths.cache import LengthCache
 from swift_vlpack.lengths.environment import Reads
 from swift_vlpack.lengths.trust import Trust
-from swift_vlpack.rows.fusion import Template
+from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.urls import Urls
 
 
@@ -15,9 +15,9 @@ from swift_vlpack.rows.urls import Urls
 class Encoders:
     """How rows are encoded, and by how many processes of each rank."""
 
-    by_header: Template | None
+    by_header: RowEncoder | None
     """Encodes without pixels; None where headers are not to be trusted."""
-    in_full: Template
+    in_full: RowEncoder
     is_strict: bool = False
     """Whether the first row that cannot be encoded ends the run."""
     num_processes: int = 1

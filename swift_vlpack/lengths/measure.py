@@ -31,9 +31,8 @@ from swift_vlpack.lengths.rows_work import Aim, RowsWork, Task
 from swift_vlpack.plan.cut_rows import CutRows
 from swift_vlpack.reasons import REASONS, Reason
 from swift_vlpack.rows.faults import Fault
-from swift_vlpack.rows.fusion import RowSource
-from swift_vlpack.rows.row_cutter import cutter_of
 from swift_vlpack.rows.sizes import LengthIndex, RowSize
+from swift_vlpack.rows.source import RowSource
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ def measure(source: RowSource, known: Known, encoders: Encoders, comm: Comm = AL
         num_remembered=sum(comm.results_of_all(lambda: part.found.num_remembered)),
         surplus_tags=sorted({*chain(*comm.results_of_all(part.found.with_surplus_tags))} - set(index.failures)),
     )
-    if cutter_of(encoders.in_full) is None:
+    if encoders.in_full.cutter is None:
         return index
     parts = comm.results_of_all(lambda: part.found.parts_by_index())
     return replace(index, cut=CutRows.of({at: one for share in parts for at, one in share.items()}))
@@ -122,7 +121,7 @@ def _looked_up(part: _Part) -> str | None:
             part.found.has_surplus_tags[positions] = has_surplus_tags
             bar.update(len(positions))
     remembered = part.known.cache.load()
-    cutter = cutter_of(part.encoders.in_full)
+    cutter = part.encoders.in_full.cutter
     part.found.take_over(remembered, is_strict=part.encoders.is_strict, cutter=cutter)
     if remembered.num_differing:
         return f"they were found to differ at an earlier start, which {part.known.cache.path} remembers"

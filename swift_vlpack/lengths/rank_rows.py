@@ -14,8 +14,8 @@ from swift_vlpack.lengths.environment import Reads
 from swift_vlpack.lengths.length_file import SIZE, Sizes
 from swift_vlpack.plan.cut_rows import PartSize
 from swift_vlpack.rows.faults import Fault
-from swift_vlpack.rows.fusion import Row, RowSource, with_system
 from swift_vlpack.rows.samples import SampleError, SampleId
+from swift_vlpack.rows.source import Row, RowSource, with_system
 
 Positions = NDArray[np.int64]
 """Places among the rows of a rank."""

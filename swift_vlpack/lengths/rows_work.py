@@ -19,14 +19,14 @@ from swift_vlpack.lengths.length_file import AGREED, BY_HEADER, DIFFERS, IN_FULL
 from swift_vlpack.lengths.rank_rows import Chunk, Positions, RankRows, Seen
 from swift_vlpack.lengths.trust import kinds_of
 from swift_vlpack.reasons import REASONS, Reason, about
-from swift_vlpack.rows.contents import contents_of
+from swift_vlpack.rows.contents import contents_of, size_of
+from swift_vlpack.rows.cutting import part_sizes
+from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.faults import timeout_of
-from swift_vlpack.rows.fusion import Row, Template, encode_row
 from swift_vlpack.rows.media import has_surplus_tags, image_urls
-from swift_vlpack.rows.part_sizes import part_sizes
-from swift_vlpack.rows.row_cutter import cutter_of
 from swift_vlpack.rows.samples import SampleError
-from swift_vlpack.rows.sizes import RowSize, size_of
+from swift_vlpack.rows.sizes import RowSize
+from swift_vlpack.rows.source import Row
 from swift_vlpack.rows.watch import Waits, watched
 from swift_vlpack.words import counted
 
@@ -148,14 +148,14 @@ class RowsWork:
             urls.read((url for row in rows for url in image_urls(row)), whole=whole)
         return rows
 
-    def _size(self, template: Template, row: Row, position: int, proof: int) -> tuple[Any, SampleError | None, Seen]:
+    def _size(self, encoder: RowEncoder, row: Row, position: int, proof: int) -> tuple[Any, SampleError | None, Seen]:
         size = np.zeros((), SIZE)
         size["proof"] = proof
         is_strict = self.encoders.is_strict and proof == IN_FULL
         try:
             if not self._goes_on(position):
                 raise self._timeout(row, position, is_strict=is_strict)
-            encoded = encode_row(template, row, self._rows.sample_id(position), strict=is_strict, is_watched=True)
+            encoded = encoder.sample(row, self._rows.sample_id(position), strict=is_strict, is_watched=True)
         except SampleError as error:
             size["reason"] = REASONS.index(error.reason)
             return size, error, Seen()
@@ -165,7 +165,7 @@ class RowsWork:
         kinds = kinds_of(row, int(size["length"]), encoded.get("header_kinds", ()))
         # Of a video only the frames that are sampled are counted, as they are resized; all of it is decoded.
         pixels = max(encoded.get("header_pixels", 0), int(size["patches"]) * _PIXELS_OF_PATCH)
-        return size, None, Seen(kinds, pixels, parts=part_sizes(encoded, cutter_of(template)))
+        return size, None, Seen(kinds, pixels, parts=part_sizes(encoded, encoder.cutter))
 
     def _timeout(self, row: Row, position: int, *, is_strict: bool) -> VLPackError:
         fault, sample_id = timeout_of(self._given_up[position], row), self._rows.sample_id(position)

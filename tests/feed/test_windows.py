@@ -9,7 +9,8 @@ import pytest
 from swift_vlpack import PackingDataset
 from swift_vlpack.feed.epoch_report import count_left_out, data_report, left_out_by, left_out_rows
 from swift_vlpack.feed.streamed import ReaderProgress, StreamedPackingDataset
-from swift_vlpack.rows.fusion import FusionCaptionDataset, RowSource
+from swift_vlpack.rows.fusion import FusionCaptionDataset
+from swift_vlpack.rows.source import RowSource
 from swift_vlpack.rows.streams import StreamedRows
 from swift_vlpack.runlog.telemetry import Telemetry
 from tests.feed import test_parts

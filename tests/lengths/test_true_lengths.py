@@ -16,8 +16,10 @@ from swift_vlpack.lengths.cache import LengthCache
 from swift_vlpack.lengths.inputs import Encoders, Known
 from swift_vlpack.lengths.measure import measure
 from swift_vlpack.lengths.trust import Trust
-from swift_vlpack.rows.fusion import FusionCaptionDataset, RowSource
+from swift_vlpack.rows.encoder import RowEncoder
+from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.samples import SampleId
+from swift_vlpack.rows.source import RowSource
 from tests.data_rows import image_row, mixed_rows, text_row
 from tests.images import noise, photo
 from tests.plain_template import PlainTemplate
@@ -33,8 +35,9 @@ def sized(rows, template, path):
     cache = LengthCache(path, "context")
     cache.take_over_notes()
     source = RowSource(name="data", rows=rows)
-    sizes = measure(source, Known(cache=cache, trust=Trust()), Encoders(by_header=template, in_full=template))
-    return RowSource(name="data", rows=rows, sizes=sizes, cache=cache)
+    encoder = RowEncoder(template)
+    sizes = measure(source, Known(cache=cache, trust=Trust()), Encoders(by_header=encoder, in_full=encoder))
+    return RowSource(name="data", rows=rows, sizes=sizes, remember_size=cache.remember)
 
 
 def packs_of(source, template, **options):
