@@ -19,7 +19,7 @@ from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.left_out import as_json, deleted_by_loader
 from swift_vlpack.rows.samples import Address, LeftOut
 from swift_vlpack.rows.source import RowSource
-from swift_vlpack.runlog.telemetry import Telemetry
+from swift_vlpack.runlog.counts import Counts
 
 # -- what an epoch leaves out -----------------------------------------------------------------------------------------
 
@@ -44,21 +44,14 @@ def left_out_warning(plan: EpochPlan, left_out: Sequence[LeftOut], config: Packi
     return warning_of_left_out(reasons, num_of=len(plan.schedule), what=config.what_is_packed)
 
 
-def count_left_out(counted: Telemetry, left_out: LeftOut) -> None:
-    """Count a sample that is in no pack; for a part that cutting left out, also count its tokens and images."""
-    key = left_out.sample_id
-    counted.dropped(key.source, left_out.reason, is_further=key.is_further_part)
-    counted.lost(left_out.reason, num_tokens=left_out.num_tokens, num_images=left_out.num_images)
-
-
-def count_rows(counted: Telemetry, plan: EpochPlan, rows: FusionCaptionDataset) -> None:
+def count_rows(counted: Counts, plan: EpochPlan, rows: FusionCaptionDataset) -> None:
     """Count all samples of an epoch, and those of them that are in no pack."""
     schedule, further = plan.schedule, plan.is_further_part
     num_further = np.bincount(schedule.source[further], minlength=len(schedule.names)).tolist()
     for name, num_samples, num in zip(schedule.names, schedule.num_rows_per_source, num_further, strict=True):
         counted.read(name, num_samples, num_further=num)
     for left_out in left_out_by(plan, rows):
-        count_left_out(counted, left_out)
+        counted.left_out(left_out)
 
 
 # -- what it holds ----------------------------------------------------------------------------------------------------
@@ -124,9 +117,9 @@ def _cut(epoch: EpochPlan, dataset: FusionCaptionDataset) -> dict[str, Any]:
     }
 
 
-def _account_of(epoch: EpochPlan, dataset: FusionCaptionDataset) -> Telemetry:
+def _account_of(epoch: EpochPlan, dataset: FusionCaptionDataset) -> Counts:
     """Of an epoch whose packs are all trained, counted as one."""
-    counted = Telemetry(packing_length=epoch.packs.config.packing_length)
+    counted = Counts(packing_length=epoch.packs.config.packing_length)
     count_rows(counted, epoch, dataset)
     members, names = epoch.packs.members, epoch.schedule.names
     source = epoch.schedule.source[members]

@@ -40,7 +40,7 @@ from swift_vlpack.plan.cuts import Cut
 from swift_vlpack.plan.epoch import EpochPlan
 from swift_vlpack.rows.samples import Encoded, LeftOut, PackRecord, SampleError
 from swift_vlpack.rows.source import RowSource
-from swift_vlpack.runlog.telemetry import Telemetry
+from swift_vlpack.runlog.counts import Counts
 
 MakeLoader = Callable[..., Any]
 """Makes a dataloader. Also takes `feed`, and passes every batch through `feed.batches`."""
@@ -187,13 +187,13 @@ class Feed(ABC):
         return []
 
     @abstractmethod
-    def count_rows(self, counted: Telemetry) -> None:
+    def count_rows(self, counted: Counts) -> None:
         """Count the rows of the epoch, and those left out that no pack reports.
 
         Called at the end of an epoch, once for all ranks.
         """
 
-    def end(self, counted: Telemetry) -> str | None:
+    def end(self, counted: Counts) -> str | None:
         """Check the counts of an epoch that has ended. Returns a warning; raises `DataError` if nothing was packed."""
         return None
 

@@ -15,7 +15,7 @@ from swift_vlpack.plan.cuts import CUTS, Cut, cuts_from, with_consumed
 from swift_vlpack.plan.epoch import EpochPlan
 from swift_vlpack.plan.resume_schedule import batches_behind
 from swift_vlpack.rows.samples import Encoded, PackAddress, PackRecord, SampleError
-from swift_vlpack.runlog.telemetry import Telemetry
+from swift_vlpack.runlog.counts import Counts
 
 
 class PlannedFeed(Feed):
@@ -94,7 +94,7 @@ class PlannedFeed(Feed):
         self._num_trained += len(records)
         self.packs.make_ahead(self.epoch + 1)
 
-    def count_rows(self, counted: Telemetry) -> None:
+    def count_rows(self, counted: Counts) -> None:
         """Count all scheduled rows, and those of them that are in no pack."""
         count_rows(counted, self.epoch_plan, self.dataset)
 

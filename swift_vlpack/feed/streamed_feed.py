@@ -26,7 +26,7 @@ from swift_vlpack.rows.cutting import in_parts
 from swift_vlpack.rows.samples import Address, Encoded, LeftOut, PackRecord, SampleError
 from swift_vlpack.rows.source import row_bytes
 from swift_vlpack.rows.streams import StreamedRows
-from swift_vlpack.runlog.telemetry import Telemetry
+from swift_vlpack.runlog.counts import Counts
 from swift_vlpack.words import by_reason
 
 logger = logging.getLogger(__name__)
@@ -140,11 +140,11 @@ class StreamedFeed(Feed):
         left_out, self._left_out_after = self._left_out_after, []
         return left_out
 
-    def count_rows(self, counted: Telemetry) -> None:
+    def count_rows(self, counted: Counts) -> None:
         """Count as read what was packed or left out: a stream's rows are unknown before they are read."""
         counted.read_what_came()
 
-    def end(self, counted: Telemetry) -> str | None:
+    def end(self, counted: Counts) -> str | None:
         """Raise `DataError` for an epoch without a pack: the next one would have none either, for ever."""
         if not counted.num_packs:
             raise DataError(

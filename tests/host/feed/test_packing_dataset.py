@@ -21,7 +21,7 @@ from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.samples import Address, SampleId, TooManyFailures
 from swift_vlpack.rows.sizes import LengthIndex, RowSize
 from swift_vlpack.rows.source import RowSource
-from swift_vlpack.runlog.telemetry import Telemetry
+from swift_vlpack.runlog.counts import Counts
 from tests.data_rows import image_row, mixed_rows, text_row
 from tests.feeds import loader_over, planned_feed, streamed_feed
 from tests.images import BROKEN, GOOD, REASON_OF, make, photo
@@ -669,7 +669,7 @@ def test_a_sample_over_a_cap_counts_as_in_the_plan(template, tmp_path, form):
     assert len(template.encode(rows[-1])["input_ids"]) < capacity
     options = {"packing_length": capacity, "packing_strategy": "exact", "packing_max_images": 2}
     dataset = packed(rows, template, form, **options)
-    stats = Telemetry(packing_length=capacity)
+    stats = Counts(packing_length=capacity)
     for pack in packs_of(dataset):
         samples = [("data", length) for length in pack.record.lengths]
         stats.packed(samples, num_images=pack.record.num_images, single_long=pack.record.single_long)
