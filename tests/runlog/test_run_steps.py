@@ -11,7 +11,7 @@ from swift_vlpack.errors import ConfigError
 from swift_vlpack.plan.cuts import with_consumed
 from swift_vlpack.plan.epoch import Recipe, plan_epoch
 from swift_vlpack.plan.mix import Mix, Source
-from swift_vlpack.plan.run_steps import Stretch, find_step, last_before, step_of_pack
+from swift_vlpack.runlog.run_steps import EpochSpan, find_step, span_of_step, step_of_pack
 
 NUM_EPOCHS = 3
 
@@ -30,15 +30,15 @@ def shared(one, num_ranks):
 
 
 def lived(one, rng):
-    """A run that is interrupted and goes on with other ranks: its stretches, and the samples of each step by rank."""
-    stretches, steps, checkpoints = [], {}, []
+    """A run that is interrupted and goes on with other ranks: its spans, and the samples of each step by rank."""
+    spans, steps, checkpoints = [], {}, []
     step, epoch, cuts = 0, 0, ()
     while epoch < NUM_EPOCHS:
         num_ranks, accumulation = rng.choice((1, 2, 3)), rng.choice((1, 2, 3))
         stops_at = step + rng.randint(1, 9)
         while epoch < NUM_EPOCHS and step < stops_at:
             plan = plan_epoch(shared(one, num_ranks), epoch, cuts)
-            stretches.append(Stretch(step, epoch, num_ranks, accumulation, plan.cuts, plan.digest()))
+            spans.append(EpochSpan(step, epoch, num_ranks, accumulation, plan.cuts, plan.digest()))
             ranks = [iter(plan.numbers_left(rank)) for rank in range(num_ranks)]
             while step < stops_at and (taken := [list(islice(rank, accumulation)) for rank in ranks])[0]:
                 step += 1
@@ -53,7 +53,7 @@ def lived(one, rng):
             step, epoch, cuts = rng.choice(checkpoints[-4:])
             steps = {number: packs for number, packs in steps.items() if number <= step}
             checkpoints = [one for one in checkpoints if one[0] <= step]
-    return stretches, steps
+    return spans, steps
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -61,23 +61,23 @@ def test_every_step_leads_to_the_packs_that_were_trained(seed):
     """SEE-3: whatever ranks and accumulation, after any number of resumes, also where steps were trained again."""
     rng = random.Random(seed)
     one = recipe(rng)
-    stretches, steps = lived(one, rng)
+    spans, steps = lived(one, rng)
 
-    def plan_of(stretch):
-        plan = plan_epoch(shared(one, stretch.num_ranks), stretch.epoch, stretch.cuts)
-        assert stretch.digest in (None, plan.digest())
+    def plan_of(span):
+        plan = plan_epoch(shared(one, span.num_ranks), span.epoch, span.cuts)
+        assert span.digest in (None, plan.digest())
         return plan
 
     assert len(steps) > 3
     for step, packs in steps.items():
-        found = find_step(step, stretches, plan_of, num_epochs=NUM_EPOCHS)
+        found = find_step(step, spans, plan_of, num_epochs=NUM_EPOCHS)
         by_rank = [[] for _ in packs]
         for pack in found.packs:
             by_rank[pack.rank].append(sorted(found.plan.packs[pack.number]))
-            assert step_of_pack(found.plan, found.stretch, pack.number) == (pack.rank, step)
+            assert step_of_pack(found.plan, found.span, pack.number) == (pack.rank, step)
         assert by_rank == packs
     with pytest.raises(ConfigError, match=f"the run has {max(steps)} steps; name one from 1 to {max(steps)}"):
-        find_step(max(steps) + 1, stretches, plan_of, num_epochs=NUM_EPOCHS)
+        find_step(max(steps) + 1, spans, plan_of, num_epochs=NUM_EPOCHS)
 
 
 def test_epochs_that_were_not_begun_are_computed_ahead():
@@ -86,7 +86,7 @@ def test_epochs_that_were_not_begun_are_computed_ahead():
 
     def found(step):
         plan_of = lambda at: plan_epoch(one, at.epoch, at.cuts)  # noqa: E731
-        packs = find_step(step, [Stretch(0, 0, 2, 2)], plan_of, num_epochs=NUM_EPOCHS)
+        packs = find_step(step, [EpochSpan(0, 0, 2, 2)], plan_of, num_epochs=NUM_EPOCHS)
         return [(packs.plan.epoch, pack.number) for pack in packs.packs]
 
     steps = [-(-plan_epoch(one, epoch).num_left_per_rank // 2) for epoch in range(NUM_EPOCHS)]
@@ -96,8 +96,8 @@ def test_epochs_that_were_not_begun_are_computed_ahead():
 
 def test_steps_before_the_first_that_is_known_are_refused():
     """SEE-3"""
-    stretches = [Stretch(100, 2, 1, 1)]
+    spans = [EpochSpan(100, 2, 1, 1)]
     with pytest.raises(ConfigError, match=r"step 100: .* steps up to 100 were trained by the run that it resumed"):
-        last_before(stretches, 100)
+        span_of_step(spans, 100)
     with pytest.raises(ConfigError, match="counted from 1"):
-        find_step(0, stretches, lambda stretch: None, num_epochs=1)
+        find_step(0, spans, lambda span: None, num_epochs=1)

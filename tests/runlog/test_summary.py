@@ -2,7 +2,7 @@
 
 import pytest
 
-from swift_vlpack.runlog.start_text import MAX_LINES, WIDTH, start_text
+from swift_vlpack.runlog.summary import MAX_LINES, WIDTH, start_text
 
 STEP = {
     "num_packs": 128,

@@ -1,6 +1,15 @@
 """Write the two summaries of a run: before its first step, on one screen, and after its last step.
 
-The first says what the run trains on, and how; the last says what it trained, and how fast.
+The first says what the run will train on, and how; the last says what it trained, and how fast.
+
+>>> counts = Counts(packing_length=100, num_steps=2, milliseconds=3000)
+>>> for samples in ([("a", 60), ("a", 40)], [("a", 90)]):
+...     counts.packed(samples)
+>>> print(end_text(counts, step=2, num_steps=2, num_ranks=1, output_dir="out"))
+packing: ended at step 2 of 2, 1 rank
+trained      2 steps here: 2 packs, 3 samples, 190 tokens, mean fill 95.0%
+speed        63 tokens and 1.0 samples a second, in 3 s of training
+             look: vlpack report out
 """
 
 from __future__ import annotations
@@ -11,7 +20,7 @@ from typing import Any
 
 from swift_vlpack.plan.advice import StepSize, nothing_packed
 from swift_vlpack.remedies import kept_by
-from swift_vlpack.runlog.step_counts import share
+from swift_vlpack.runlog.counts import Counts
 from swift_vlpack.words import by_reason, counted
 
 WIDTH = 100
@@ -26,45 +35,33 @@ Entry = tuple[str, str, int]
 
 
 def start_text(facts: Mapping[str, Any]) -> str:
-    """Sum up the facts of `host/start.py` in at most 24 lines of 100 columns; a command may be longer."""
+    """Sum up the facts of `facts_at_start` in at most 24 lines of 100 columns; a command may be longer."""
     lines = [_title(facts)]
     for label, text, most in _entries(facts):
         lines += _wrapped(label, text, most)
     return "\n".join(lines[:MAX_LINES])
 
 
-def end_text(facts: Mapping[str, Any], trained: Mapping[str, float]) -> str:
-    """Sum up what this process and its ranks have trained, since the run was begun or resumed.
-
-    >>> counts = {"num_steps": 2, "num_packs": 4, "num_samples": 9, "num_tokens": 390, "num_pack_tokens": 390,
-    ...           "num_single_long": 0, "seconds": 3.0}
-    >>> facts = {"step": 2, "num_steps": 2, "num_ranks": 1, "packing_length": 100, "output_dir": "out"}
-    >>> print(end_text(facts, counts))
-    packing: ended at step 2 of 2, 1 rank
-    trained      2 steps here: 4 packs, 9 samples, 390 tokens, mean fill 97.5%
-    speed        130 tokens and 3.0 samples a second, in 3 s of training
-                 look: vlpack report out
-    """
-    room = (trained["num_packs"] - trained["num_single_long"]) * facts["packing_length"]
-    seconds = max(trained["seconds"], 1e-3)
+def end_text(trained: Counts, *, step: int, num_steps: int, num_ranks: int, output_dir: str) -> str:
+    """Sum up what all ranks have trained since this process was started, or resumed the run."""
+    seconds = max(trained.seconds, 1e-3)
     entries = (
         (
             "trained",
-            f"{counted(int(trained['num_steps']), 'step')} here: {counted(int(trained['num_packs']), 'pack')}, "
-            f"{counted(int(trained['num_samples']), 'sample')}, {counted(int(trained['num_tokens']), 'token')}, "
-            f"mean fill {share(trained['num_pack_tokens'], room):.1%}",
+            f"{counted(trained.num_steps, 'step')} here: {counted(trained.num_packs, 'pack')}, "
+            f"{counted(trained.num_packed, 'sample')}, {counted(trained.num_tokens, 'token')}, "
+            f"mean fill {trained.fill_mean:.1%}",
             2,
         ),
         (
             "speed",
-            f"{trained['num_tokens'] / seconds:.0f} tokens and {trained['num_samples'] / seconds:.1f} samples a "
-            f"second, in {seconds:.0f} s of training",
+            f"{trained.num_tokens / seconds:.0f} tokens and {trained.num_packed / seconds:.1f} samples a second, in "
+            f"{seconds:.0f} s of training",
             2,
         ),
-        ("", f"look: vlpack report {facts['output_dir']}", _WHOLE),
+        ("", f"look: vlpack report {output_dir}", _WHOLE),
     )
-    ranks = counted(facts["num_ranks"], "rank")
-    lines = [f"packing: ended at step {facts['step']} of {facts['num_steps']}, {ranks}"]
+    lines = [f"packing: ended at step {step} of {num_steps}, {counted(num_ranks, 'rank')}"]
     for entry in entries:
         lines += _wrapped(*entry)
     return "\n".join(lines)

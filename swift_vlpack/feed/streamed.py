@@ -11,15 +11,16 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain, islice
 from typing import Any
 
-import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.envelope import Named, Whole, check_shape
 from swift_vlpack.errors import StateMismatch
-from swift_vlpack.feed.packs import counted_failure, make_packing, packed_samples, rows_of
+from swift_vlpack.feed.failures import counted_failure
+from swift_vlpack.feed.packs import Packs, packed_samples
 from swift_vlpack.plan.packer import Packer
 from swift_vlpack.plan.parts import Span
 from swift_vlpack.plan.records import Item, ItemId
@@ -47,7 +48,7 @@ PROGRESS = {
 """The shape of a rank's saved state; the packer checks its own."""
 
 
-class BufferedPackingDataset(IterableDataset[PackedSamples]):
+class StreamedPackingDataset(Packs, IterableDataset[PackedSamples]):
     """The iterable form: a buffer of encoded samples, the packer over their lengths, packs as they fill.
 
     `rank` of `num_ranks` and the dataloader worker that iterates decide which share of the rows is read.
@@ -63,36 +64,28 @@ class BufferedPackingDataset(IterableDataset[PackedSamples]):
         rank: int = 0,
         num_ranks: int = 1,
     ) -> None:
-        rows = rows_of(dataset, template)
-        make_packing(template, rows, config)
-        if isinstance(rows, StreamedRows):
-            rows.seed = seed
-        elif rows.mix.ratio_by != "rows":
-            rows.mix.schedule(0)  # refuses, here and not in a worker
-        self.template = template
-        self.config = config
-        self.dataset = rows
-        self.seed = seed
+        super().__init__(dataset, template, config, seed=seed, num_ranks=num_ranks)
+        if isinstance(self.dataset, StreamedRows):
+            self.dataset.seed = seed
+        elif self.dataset.mix.ratio_by != "rows":
+            self.dataset.mix.schedule(0)  # refuses tokens without lengths: here, and not in a worker
         self.rank = rank
-        self.num_ranks = num_ranks
         self._restored: ReaderProgress | None = None
-        # In shared memory, so that workers that live on see the new epoch.
-        self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
 
     def __repr__(self) -> str:
         return (
-            f"<BufferedPackingDataset: epoch {self.epoch} of {self.dataset!r}, packs of {self.config.packing_length} "
+            f"<StreamedPackingDataset: epoch {self.epoch} of {self.dataset!r}, packs of {self.config.packing_length} "
             f"tokens, rank {self.rank} of {self.num_ranks}>"
         )
 
-    @property
-    def epoch(self) -> int:
-        """The number of the epoch that iterating reads."""
-        return int(self._epoch[0])
+    def preview(self, num_samples: int) -> Iterator[Encoded]:
+        """Encode the first samples of epoch 0, one when it is asked for; rows that fail are passed over.
 
-    def set_epoch(self, epoch: int) -> None:
-        """Let the sources be mixed anew, then pack anew."""
-        self._epoch[0] = epoch
+        Samples and not packs: to see the first pack, a whole buffer would be read and thrown away before step 1.
+        """
+        cutter = self.dataset.encoder.cutter
+        read = chain.from_iterable(in_parts(row, cutter) for row in self.dataset.samples(0))
+        return islice((sample for _, sample in read if isinstance(sample, dict)), num_samples)
 
     def restore(self, progress: ReaderProgress) -> None:
         """Iterate the saved epoch from where it was left: the next pack is the one after the last trained one."""

@@ -1,22 +1,70 @@
-"""What the data of a plan is like, as plain numbers for machines, and which rows of it cannot be encoded."""
+"""Report what an epoch's plan holds and what it leaves out: counts for its account, numbers for commands and logs."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from swift_vlpack.feed.planned import count_rows, left_out_by
+from swift_vlpack.config import PackingConfig
 from swift_vlpack.plan.advice import StepSize, step_size
 from swift_vlpack.plan.epoch import EpochPlan
+from swift_vlpack.plan.report import plan_report
+from swift_vlpack.plan.resume_schedule import num_steps
+from swift_vlpack.remedies import warning_of_left_out
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.left_out import as_json, deleted_by_loader
-from swift_vlpack.rows.samples import Address
+from swift_vlpack.rows.samples import Address, LeftOut
 from swift_vlpack.rows.source import RowSource
-from swift_vlpack.runlog.telemetry import Telemetry
+from swift_vlpack.runlog.counts import Counts
+
+# -- what an epoch leaves out -----------------------------------------------------------------------------------------
+
+
+def left_out_by(plan: EpochPlan, rows: FusionCaptionDataset) -> list[LeftOut]:
+    """List the scheduled samples that are in no pack, with reasons."""
+
+    def address(position: int) -> Address:
+        return Address(*plan.sample(position))
+
+    left_out = [rows.failed(address(position)) for position in plan.unreadable.tolist()]
+    for reason, positions in plan.packs.dropped.items():
+        for position in positions.tolist():
+            said = f"{plan.lengths[position]} tokens, {plan.images[position]} images"
+            left_out.append(LeftOut(rows.sample_id(address(position)), reason, said))
+    return left_out
+
+
+def left_out_warning(plan: EpochPlan, left_out: Sequence[LeftOut], config: PackingConfig) -> str | None:
+    """Say what to do about what an epoch leaves out; None if that is little."""
+    reasons = Counter(one.reason for one in left_out)
+    return warning_of_left_out(reasons, num_of=len(plan.schedule), what=config.what_is_packed)
+
+
+def count_rows(counted: Counts, plan: EpochPlan, rows: FusionCaptionDataset) -> None:
+    """Count all samples of an epoch, and those of them that are in no pack."""
+    schedule, further = plan.schedule, plan.is_further_part
+    num_further = np.bincount(schedule.source[further], minlength=len(schedule.names)).tolist()
+    for name, num_samples, num in zip(schedule.names, schedule.num_rows_per_source, num_further, strict=True):
+        counted.read(name, num_samples, num_further=num)
+    for left_out in left_out_by(plan, rows):
+        counted.left_out(left_out)
+
+
+# -- what it holds ----------------------------------------------------------------------------------------------------
+
+
+def plan_facts(plan: EpochPlan, *, accumulation: int, seconds: float = 0.0) -> dict[str, Any]:
+    """Return numbers of an epoch's packs and steps, for the summary of a run and for `vlpack plan`."""
+    return {
+        **plan_report(plan.unshared, plan.packs, num_rows=plan.num_rows, seconds=seconds),
+        "packs_per_epoch": len(plan),
+        "steps_per_epoch": num_steps(plan.packs.num_packs_per_rank, accumulation),
+        "step": size_of_step(plan, accumulation=accumulation).as_json(),
+    }
 
 
 def data_report(epoch: EpochPlan, dataset: FusionCaptionDataset, merge_size: int | None = None) -> dict[str, Any]:
@@ -69,9 +117,9 @@ def _cut(epoch: EpochPlan, dataset: FusionCaptionDataset) -> dict[str, Any]:
     }
 
 
-def _account_of(epoch: EpochPlan, dataset: FusionCaptionDataset) -> Telemetry:
+def _account_of(epoch: EpochPlan, dataset: FusionCaptionDataset) -> Counts:
     """Of an epoch whose packs are all trained, counted as one."""
-    counted = Telemetry(packing_length=epoch.packs.config.packing_length)
+    counted = Counts(packing_length=epoch.packs.config.packing_length)
     count_rows(counted, epoch, dataset)
     members, names = epoch.packs.members, epoch.schedule.names
     source = epoch.schedule.source[members]

@@ -1,17 +1,15 @@
-"""The legs of a run, from notes that the real writer wrote."""
+"""The segments of a run, from events that the real writer wrote."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from swift_vlpack.cli import main
-from swift_vlpack.runlog.legs import legs_of
-from swift_vlpack.runlog.run_folder import RunFolder
-from swift_vlpack.runlog.run_log import RunLog
-from swift_vlpack.runlog.run_report import run_report
-from swift_vlpack.runlog.step_counts import StepCounts, summed
-from tests.runlog.test_step_counts import Pack, ids
+from swift_vlpack.runlog.events import EventLog
+from swift_vlpack.runlog.folder import RunFolder
+from swift_vlpack.runlog.report import run_report
+from swift_vlpack.runlog.segments import segments_of
+from tests.runlog.test_counts import Pack, ids, steps_event
 
 LENGTH = 100
 
@@ -30,34 +28,33 @@ def facts(num_ranks, accumulation=1, **others):
 
 
 def train(folder, steps, num_ranks, *, resume=None, ends=False, checkpoints=()):
-    """Notes of steps in which each rank has a pack of 60 and 30 tokens, but rank 0, which has 60 and 40."""
-    log = RunLog(folder)
+    """Events of steps in which each rank has a pack of 60 and 30 tokens, but rank 0, which has 60 and 40."""
+    log = EventLog(folder)
     if resume is None:
-        log.note("start", 0, **facts(num_ranks))
+        log.append("start", 0, **facts(num_ranks))
     else:
-        log.note("resume", steps[0] - 1, checkpoint=str(resume), **facts(num_ranks))
+        log.append("resume", steps[0] - 1, checkpoint=str(resume), **facts(num_ranks))
     for step in steps:
-        packs = [Pack(ids("a", "a"), (60, 30 if rank else 40)) for rank in range(num_ranks)]
-        counts = [StepCounts.of_step([pack], 1) for pack in packs]
-        log.note("steps", step, epoch=0, seconds=2.0, **summed(counts))
+        packs = [[Pack(ids("a", "a"), (60, 30 if rank else 40))] for rank in range(num_ranks)]
+        log.append("steps", step, epoch=0, **steps_event(*packs))
         if step in checkpoints:
             (folder / f"checkpoint-{step}").mkdir()
-            log.note("checkpoint", step, checkpoint=f"checkpoint-{step}")
+            log.append("checkpoint", step, checkpoint=f"checkpoint-{step}")
     if ends:
-        log.note("end", steps[-1])
+        log.append("end", steps[-1])
 
 
 def report(folder):
     return run_report(RunFolder(folder))
 
 
-def test_legs_on_other_ranks_and_in_other_folders_are_one_run(tmp_path):
+def test_segments_on_other_ranks_and_in_other_folders_are_one_run(tmp_path):
     """REPORT-7: two ranks are killed, three go on in another folder, one ends it there."""
     first, second = tmp_path / "v0-a", tmp_path / "v1-b"
     train(first, range(1, 6), 2, checkpoints=(3,))
     train(second, range(4, 7), 3, resume=first / "checkpoint-3", checkpoints=(5,))
     train(second, range(6, 9), 1, resume=second / "checkpoint-5", ends=True)
-    assert [(leg.facts["num_ranks"], leg.last_step) for leg in legs_of(second)] == [(2, 3), (3, 5), (1, None)]
+    assert [(one.start["num_ranks"], one.stops_at) for one in segments_of(second)] == [(2, 3), (3, 5), (1, None)]
     made = report(second)
     assert made["run"]["num_ranks"] == [2, 3, 1]
     assert made["trained"]["num_steps"] == 3 + 2 + 3
@@ -81,7 +78,7 @@ def test_run_that_was_started_anew_in_its_folder_is_the_new_one(tmp_path):
 
 
 def test_folders_that_were_moved_together_are_found(tmp_path):
-    """REPORT-7: paths in notes are those of then."""
+    """REPORT-7: paths in events are those of the time of writing."""
     then = tmp_path / "then"
     train(then / "v0-a", range(1, 4), 1, checkpoints=(3,))
     train(then / "v1-b", range(4, 6), 1, resume=then / "v0-a" / "checkpoint-3")
@@ -94,17 +91,15 @@ def test_checkpoint_that_is_gone_is_said(tmp_path):
     train(tmp_path / "out", range(4, 6), 1, resume="/gone/run/checkpoint-3")
     made = report(tmp_path / "out")
     assert made["trained"]["num_steps"] == 2
-    assert (
-        "/gone/run/checkpoint-3, whose run is not there any more: the numbers begin behind step 3" in made["notes"][0]
-    )
+    assert "/gone/run/checkpoint-3, whose run is not there any more: the numbers begin after step 3" in made["notes"][0]
 
 
-def test_notes_that_lead_in_a_circle_end(tmp_path):
+def test_logs_that_lead_in_a_circle_end(tmp_path):
     """REPORT-7: a copied folder may name itself."""
     train(tmp_path / "a", range(4, 6), 1, resume=tmp_path / "b" / "checkpoint-3")
     train(tmp_path / "b", range(4, 6), 1, resume=tmp_path / "a" / "checkpoint-3")
-    assert len(legs_of(tmp_path / "b")) == 2
-    assert len(legs_of(tmp_path / "a")) <= 2
+    assert len(segments_of(tmp_path / "b")) == 2
+    assert len(segments_of(tmp_path / "a")) <= 2
 
 
 def test_lists_of_several_folders_become_one(tmp_path):
@@ -132,26 +127,3 @@ EPOCH = {
     "epoch": 0, "global_step": 4, "num_packs": 1, "num_samples": 1, "num_tokens": 60, "fill_mean": 0.6, "fill_p5": 60,
     "fill_p50": 60, "fill_p95": 60, "fill_histogram": {"60": 1}, "num_single_long": 0, "account": "counts add up",
 }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("make", "told"),
-    [
-        (lambda path: None, "no such directory"),
-        (lambda path: path.mkdir(), "is no run: it has neither vlpack/ nor logging.jsonl nor a checkpoint"),
-        (lambda path: path.write_text(""), "no such directory"),
-    ],
-    ids=["nothing", "empty", "file"],
-)
-def test_directory_that_is_no_run_is_one_clear_error(make, told, tmp_path, capsys):
-    """REPORT-8"""
-    make(tmp_path / "here")
-    assert main(["report", str(tmp_path / "here")]) == 2
-    assert told in capsys.readouterr().err
-
-
-def test_page_that_cannot_be_written_is_one_clear_error(tmp_path, capsys):
-    """REPORT-10"""
-    train(tmp_path, range(1, 3), 1)
-    assert main(["report", str(tmp_path), "--html", str(tmp_path / "no" / "page.html")]) == 2
-    assert "no such directory; name a file in one that exists" in capsys.readouterr().err
