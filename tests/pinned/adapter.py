@@ -149,7 +149,7 @@ def of_a_run(name: str, flags: Sequence[str], folder: Path, *, num_ranks: int = 
 
     `own` are flags of the command itself.
     """
-    from swift_vlpack.cli.process import run
+    from swift_vlpack.host import run
 
     path = folder / f"{name}.json"
     with path.open("w") as file:
