@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swift_vlpack.reasons import REASONS, Kind, Reason, of_part_code, warning_of_left_out
-from swift_vlpack.runlog.telemetry import Telemetry
+from swift_vlpack.runlog.counts import Counts
 from tests.doc_tables import reason_row
 from tests.parsed import nodes_of
 
@@ -124,7 +124,7 @@ def test_no_reason_is_a_literal():
 
 def test_a_word_that_is_not_registered_is_not_counted():
     """STAT-7"""
-    stats = Telemetry(packing_length=8)
+    stats = Counts(packing_length=8)
     with pytest.raises(ValueError, match="too_blue"):
         stats.dropped("a", "too_blue")
     assert stats.num_dropped == {}
