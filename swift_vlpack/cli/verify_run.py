@@ -20,7 +20,7 @@ from swift_vlpack.host.losses import add_up
 from swift_vlpack.host.proof import attention_of, prove_first_batch, prove_isolation
 from swift_vlpack.host.run import TrainableRun, run_of
 from swift_vlpack.host.use_attention import choose_for
-from swift_vlpack.lengths.true_lengths import SourceLengths, checked_lengths
+from swift_vlpack.lengths.audit import SourceLengths, checked_lengths
 from swift_vlpack.proof.isolation import IsolationError, Proof
 
 EXIT_DOES_NOT_HOLD, EXIT_NOT_VERIFIED = 1, 2

@@ -26,13 +26,12 @@ from swift_vlpack.feed.planned_feed import PlannedFeed
 from swift_vlpack.feed.streamed_feed import StreamedFeed
 from swift_vlpack.host.args import packing_config
 from swift_vlpack.host.headers import reading_urls
-from swift_vlpack.host.length_pass import with_lengths
+from swift_vlpack.host.length_pass import with_all_lengths
 from swift_vlpack.host.objective import objective_of
-from swift_vlpack.host.ranks import RanksOfRun, num_ranks, num_ranks_of_run, rank
+from swift_vlpack.host.ranks import RanksOfRun, num_ranks_of_run, rank
 from swift_vlpack.host.same_rows import check_same_files, check_same_validation
 from swift_vlpack.host.sources import load_sources, load_stream
 from swift_vlpack.host.use_attention import use_attention
-from swift_vlpack.lengths.progress import one_bar
 from swift_vlpack.plan.advice import length_warning, long_row_warning
 from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.rows.fusion import FusionCaptionDataset, RowSource
@@ -92,9 +91,8 @@ def measured_rows(sources: list[RowSource], template: Any, args: Any, config: Pa
     """Sized rows, each with its length, which is what a plan is made of."""
     choose_targets(template, config)  # which are measured too
     template = for_training(template, config)
-    num_rows = sum(-(-len(source.rows) // num_ranks()) for source in sources)  # of this rank, which is shown
-    with without_model(template), one_bar(num_rows, is_shown=is_master()):
-        sources = [with_lengths(source, template, args, config.packing_cache_dir) for source in sources]
+    with without_model(template):
+        sources = with_all_lengths(sources, template, args, config.packing_cache_dir)
     return fused(sources, template, args, config)
 
 
@@ -204,7 +202,7 @@ def _validation(rows: Any, pipeline: Any, config: PackingConfig) -> Any:
         return LazyLLMDataset(rows, partial(encoded, template), strict=args.strict, random_state=args.data_seed)
     source = RowSource(name="validation", rows=rows)
     with without_model(template):
-        sized = with_lengths(source, template, args, config.packing_cache_dir)
+        sized = with_all_lengths([source], template, args, config.packing_cache_dir)
     # Evaluate all rows, uncut, because evaluation averages batches of rows, and has no next epoch for a remainder.
     strategy = "greedy" if config.packing_strategy == WINDOW else config.packing_strategy
     everything = dataclasses.replace(
@@ -215,7 +213,7 @@ def _validation(rows: Any, pipeline: Any, config: PackingConfig) -> Any:
         packing_stride=0,
         packing_min_len=1,
     )
-    packs = PlannedPackingDataset(FusionCaptionDataset([sized], template, shuffle=False), template, everything)
+    packs = PlannedPackingDataset(FusionCaptionDataset(sized, template, shuffle=False), template, everything)
     check_rope(pipeline.model.config, packs.dataset, template.max_length, everything)
     return packs
 
