@@ -33,8 +33,13 @@ def test_several_processes_give_what_one_gives(template, images, tmp_path):
     assert _num_records(ones) == _num_records(twos) > 300
 
 
+def cache_of(measured):
+    return measured.remember_size.__self__
+
+
 def _num_records(measured):
-    return int(measured.cache.load().of(measured.cache.keys(measured.rows))[0].sum())
+    cache = cache_of(measured)
+    return int(cache.load().of(cache.keys(measured.rows))[0].sum())
 
 
 def test_process_that_is_killed_is_one_clear_error(template, tmp_path, monkeypatch):
@@ -79,7 +84,7 @@ def killed_again_and_again(template, folder, num_kills):
     """Start, kill -9 at a random moment, look at the file, and start again."""
     rows = dataset([*texts(500), *[image_row([photo(folder, str(n), 60 + n, 90)]) for n in range(20)]])
     measured = with_lengths(source(rows), template, ARGS, str(folder / "never killed"))
-    right, context = measured.sizes, measured.remember_size.__self__._context.decode()
+    right, context = measured.sizes, cache_of(measured)._context.decode()
     rng, sessions, num_known, num_part = random.Random(0), [], [0], 0
     start = time.monotonic()  # a run that nobody kills says how long one takes on this machine
     alone = mp.get_context("fork").Process(target=_slow_pass, args=(template, rows, folder / "alone"))

@@ -10,7 +10,7 @@ from swift.template import vision_utils
 from swift_vlpack.host.headers import reading_urls
 from swift_vlpack.host.length_pass import with_lengths
 from swift_vlpack.host.pipeline import urls_in_training
-from swift_vlpack.lengths import measure
+from swift_vlpack.lengths.measured_sizes import MeasuredSizes
 from swift_vlpack.rows import urls as module
 from swift_vlpack.rows.fusion import FusionCaptionDataset, RowSource
 from swift_vlpack.rows.samples import Address, SampleError
@@ -111,10 +111,9 @@ def test_processes_share_what_cannot_be_reached(template, web, tmp_path, monkeyp
 
 def test_source_that_is_encoded_in_full_asks_once_too(template, web, asked, tmp_path, monkeypatch):
     """LEN-20"""
-
     rows = rows_of(web, 6, [web.url("gone.jpg")])
     unchecked(monkeypatch)
-    monkeypatch.setattr(measure, "_looked_up", lambda part: "as an earlier start found")
+    monkeypatch.setattr(MeasuredSizes, "look_up", lambda sizes, **options: True)  # an earlier start found a difference
     sizes = sizes_of(rows, template, tmp_path)
     assert sizes.failures == {7: "url_unreachable"}
     assert set(asked.values()) == {1}
