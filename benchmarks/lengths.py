@@ -20,7 +20,7 @@ import torch
 from datasets import Dataset
 
 from swift_vlpack.host.length_pass import with_lengths
-from swift_vlpack.rows.fusion import RowSource
+from swift_vlpack.rows.source import RowSource
 from tests.data_rows import image_row, sentence, text_row
 from tests.images import photo
 from tests.tiny import save_model

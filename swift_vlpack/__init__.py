@@ -20,8 +20,9 @@ if TYPE_CHECKING:  # for type checkers and editors; all of it needs torch, and i
     from swift_vlpack.feed.dataset import PackingDataset
     from swift_vlpack.proof.prove import prove
     from swift_vlpack.proof.verify import verify
-    from swift_vlpack.rows.fusion import FusionCaptionDataset, RowSource
+    from swift_vlpack.rows.fusion import FusionCaptionDataset
     from swift_vlpack.rows.sizes import LengthIndex
+    from swift_vlpack.rows.source import RowSource
 
 __version__ = "0.1.0"
 __all__ = [

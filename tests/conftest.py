@@ -68,7 +68,7 @@ def _environment_of_module() -> Iterator[None]:
 def _is_first(record: logging.LogRecord) -> bool:
     """Not a line of a room without ms-swift that ms-swift's log was handed and that the root hears again."""
     is_handed_on = record.name != "swift_vlpack" and not record.name.startswith("swift_vlpack.")
-    return not (is_handed_on and re.search(r"/swift_vlpack/(?!host|cli)\w+/", record.pathname))
+    return not (is_handed_on and re.search(r"/swift_vlpack/(?!(host|cli)/)", record.pathname))
 
 
 @pytest.fixture

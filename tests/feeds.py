@@ -38,7 +38,8 @@ def loader_over(feed, **options):
 
 
 def planned_feed(rows, template, config, *, num_epochs=1, **options):
-    data = rows_of(rows, template, config)
+    data = rows_of(rows, template)
+    data.encode_for(config)
     data.measure()
     return PlannedFeed(data, template, config, extent=Extent(num_epochs), **options)
 

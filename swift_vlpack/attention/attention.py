@@ -20,7 +20,7 @@ from swift_vlpack.attention.masks import RowMask, SampleMask, of_block_mask, row
 from swift_vlpack.attention.row_kernels import CannotDo, RowKernel
 from swift_vlpack.attention.samples import PackedRow, States, attend, check_mask, segments
 from swift_vlpack.errors import AttentionError
-from swift_vlpack.rows.configs import text_config_of
+from swift_vlpack.rows.families import text_config_of
 
 NAME = "vlpack"
 _kernels: WeakKeyDictionary[torch.nn.Module, RowKernel] = WeakKeyDictionary()

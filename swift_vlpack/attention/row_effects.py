@@ -10,7 +10,7 @@ import torch
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError
-from swift_vlpack.rows.configs import text_config_of
+from swift_vlpack.rows.families import text_config_of
 
 logger = logging.getLogger(__name__)
 

@@ -31,9 +31,10 @@ from swift_vlpack.host.run import NO_TRACE, NOT_PACKED, TrainableRun, run_of
 from swift_vlpack.host.sources import load_sources
 from swift_vlpack.host.use_attention import choose_for, use_attention
 from swift_vlpack.plan.advice import suggested_length
-from swift_vlpack.rows.fusion import FusionCaptionDataset, RowSource
+from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.fusion_config import read_fusion_config
 from swift_vlpack.rows.samples import Address, SampleError
+from swift_vlpack.rows.source import RowSource
 
 ALONE = (
     *("--gradient_accumulation_steps", "1", "--save_strategy", "no", "--eval_strategy", "no"),

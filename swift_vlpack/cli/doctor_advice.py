@@ -37,7 +37,7 @@ def _on_packages(facts: Mapping[str, Any]) -> Iterator[Advice]:
     if missing := [name for name, package in required.items() if package["version"] is None]:
         yield Advice(STOP, f"{', '.join(missing)} not installed; {INSTALL} brings all that trains")
     for name, package in required.items():
-        if package["version"] is not None and not package["fits"]:
+        if package["version"] is not None and package["fits"] is False:
             wanted = f"{name}{package['wanted']}"
             yield Advice(STOP, f"{name} {package['version']} is not in the supported range; `pip install '{wanted}'`")
     optional = facts["packages"]["optional"]

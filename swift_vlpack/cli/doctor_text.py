@@ -21,10 +21,9 @@ def _about_packages(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     swift = required.get("ms-swift", {"version": None, "wanted": "", "fits": False})
     if swift["version"] is None:
         about_swift = "not installed: nothing can be trained here; `vlpack plan --lengths` and `vlpack cache` work"
-    elif not swift["fits"]:
-        about_swift = f"{swift['version']}, not in the supported range {swift['wanted']}"
     else:
-        about_swift = f"{swift['version']}, in the supported range {swift['wanted']}"
+        where = {True: "in", False: "not in", None: "to be compared with"}[swift["fits"]]
+        about_swift = f"{swift['version']}, {where} the supported range {swift['wanted']}"
     if looked_at.get("swift_problem") is None and "seam" in looked_at:
         about_swift += f"; all {looked_at['seam']} places that packing holds on to are there"
     others = [f"{name} {package['version'] or '-'}" for name, package in required.items() if name != "ms-swift"]

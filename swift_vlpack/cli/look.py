@@ -20,11 +20,9 @@ from swift_vlpack.host.loader import collator_of
 from swift_vlpack.pages.shown_packs import Place, Reading, member_of, shown
 from swift_vlpack.pages.values import Member, PackShown
 from swift_vlpack.plan.epoch import EpochPlan
-from swift_vlpack.rows.fusion import RowSource, with_system
-from swift_vlpack.rows.layout import MediaWords
-from swift_vlpack.rows.places import place
+from swift_vlpack.rows.families import MediaTokens, placeholder_ids
 from swift_vlpack.rows.samples import Address, Encoded, SampleId
-from swift_vlpack.rows.targets import ATTRIBUTE as TARGETS
+from swift_vlpack.rows.source import RowSource, place
 
 EVERY_ANSWER = "default"
 """ms-swift's loss_scale that trains every answer, whole."""
@@ -38,7 +36,7 @@ class PlannedPacks:
         self._template = with_shape(run.template)
         self._collator = collator_of(run.args, run.template, feed.seed)
         self._reader = PackReader(feed.dataset, feed.config, feed.seed, len(feed))
-        self._every_answer = [_every_answer(template) for template in feed.dataset.templates]
+        self._every_answer = [_every_answer(encoder.template) for encoder in feed.dataset.encoders]
         self._with_thumbnails = with_thumbnails
 
     def shown(self, plan: EpochPlan, number: int, where: Place) -> PackShown:
@@ -68,8 +66,7 @@ class PlannedPacks:
         )
 
     def _row(self, address: Address) -> Mapping[str, Any]:
-        source = self.feed.dataset.sources[address.source]
-        return with_system(source.rows[address.row_index], source.system)
+        return self.feed.dataset.sources[address.source].row(address.row_index)
 
     def _answer(self, address: Address) -> Sequence[int] | None:
         row = dict(self._row(address))
@@ -148,14 +145,11 @@ def where_in(sources: Sequence[RowSource], sample_id: SampleId) -> str:
 
 def placeholders_of(template: Any) -> frozenset[int]:
     """Tokens that stand for what the vision tower gives."""
-    named = [token for token in template.placeholder_tokens if isinstance(token, int)]
-    return frozenset((*named, *MediaWords.of(template).placeholders.values()))
+    return frozenset((*placeholder_ids(template), *MediaTokens.of(template).placeholders.values()))
 
 
 def _every_answer(template: Any) -> Any:
     """A template that trains every answer, so that what is masked of one can be told from a prompt."""
     own = copy.copy(template)
     own._loss_scale, own._loss_scale_cache = EVERY_ANSWER, {}
-    if hasattr(own, TARGETS):
-        delattr(own, TARGETS)
     return own

@@ -1,4 +1,4 @@
-"""Which packages are installed, in which versions, and whether these are supported."""
+"""Find out which packages are installed, in which versions, and whether these are supported."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ OPTIONAL = (
     Optional("wandb", "--report_to wandb"),
 )
 """What a run may ask for, and by what."""
-_REQUIREMENT = re.compile(r"([\w.-]+)\s*\(?([^;)]*)\)?\s*(;.*)?")
-_CLAUSE = re.compile(r"(>=|<=|==|!=|<|>|~=)\s*([\w.]+)")
+_NAME = re.compile(r"[\w.-]+")
 
 
 def version_of(package: str) -> str | None:
-    """Its version; None where it is not installed."""
+    """Return the installed version of a package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -43,7 +42,7 @@ def version_of(package: str) -> str | None:
 
 
 def packages() -> dict[str, Any]:
-    """What this package requires, with what is wrong with it, and what is optional."""
+    """Return every required package with its version, range and whether it fits, and every optional one."""
     required = {
         name: {"version": (version := version_of(name)), "wanted": wanted, "fits": fits(version, wanted)}
         for name, wanted in requirements().items()
@@ -53,7 +52,7 @@ def packages() -> dict[str, Any]:
 
 
 def requirements() -> dict[str, str]:
-    """Name and range of versions of all that an install brings; empty where this copy was not installed."""
+    """Return the range of versions of every package that an install brings; empty if this copy was not installed."""
     try:
         return ranges(metadata.requires(OURS) or [])
     except metadata.PackageNotFoundError:
@@ -61,46 +60,33 @@ def requirements() -> dict[str, str]:
 
 
 def ranges(lines: Iterable[str]) -> dict[str, str]:
-    """Of requirements as metadata has them; what an extra adds is left out.
+    """Split requirements as metadata writes them into name and range; leave out what an extra adds.
 
     >>> ranges(["ms-swift<4.7,>=4.5.3", "torchvision", "pytest>=8; extra == 'test'"])
     {'ms-swift': '<4.7,>=4.5.3', 'torchvision': ''}
     """
-    found = (_REQUIREMENT.fullmatch(line.strip()) for line in lines)
-    return {match[1]: match[2].strip() for match in found if match and "extra ==" not in (match[3] or "")}
+    found = {}
+    for line in lines:
+        requirement, _, marker = line.partition(";")
+        if "extra ==" not in marker and (name := _NAME.match(requirement)):
+            found[name[0]] = requirement[name.end() :].strip()
+    return found
 
 
-def fits(version: str | None, wanted: str) -> bool:
-    """Whether a version is in a range.
+def fits(version: str | None, wanted: str) -> bool | None:
+    """Tell whether a version is in a range; None if `packaging`, which knows the rules, is not installed.
 
     >>> fits("4.6.0", ">=4.5.3,<4.7"), fits("4.7.0", ">=4.5.3,<4.7"), fits(None, ""), fits("2.15.0+cpu", ">=2.4")
     (True, False, False, True)
+    >>> fits("1.30", "~=1.26"), fits("2.0", "~=1.26")
+    (True, False)
     """
     if version is None:
         return False
-    return all(_holds(numbers(version), relation, numbers(other)) for relation, other in _CLAUSE.findall(wanted))
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    """The numbers of a release, without what is behind them.
-
-    >>> numbers("2.15.0a1+cu128"), numbers("4.7")
-    ((2, 15), (4, 7))
-    """
-    found = re.match(r"\d+(\.\d+)*", version)
-    parts = [int(part) for part in found[0].split(".")] if found else []
-    while parts and not parts[-1]:  # 4.7 is 4.7.0
-        parts.pop()
-    return tuple(parts)
-
-
-def _holds(version: tuple[int, ...], relation: str, other: tuple[int, ...]) -> bool:
-    return {
-        ">=": version >= other,
-        "<=": version <= other,
-        ">": version > other,
-        "<": version < other,
-        "==": version == other,
-        "!=": version != other,
-        "~=": version >= other,
-    }[relation]
+    try:
+        # Not at the top: `vlpack doctor` has to answer where nothing but numpy is installed.
+        from packaging.specifiers import SpecifierSet
+    except ModuleNotFoundError:
+        return None
+    # A nightly build of a later version is in the range: its user knows that it is one.
+    return SpecifierSet(wanted).contains(version, prereleases=True)

@@ -19,7 +19,7 @@ from swift_vlpack.feed.planned_feed import PlannedFeed
 from swift_vlpack.host.run import feed_of, run_of
 from swift_vlpack.plan.report import plan_report
 from swift_vlpack.plan.resume_schedule import num_steps as num_steps_of
-from swift_vlpack.rows.contents import merge_size
+from swift_vlpack.rows.families import merge_size
 from swift_vlpack.runlog.left_out_list import listed
 from swift_vlpack.words import counted
 

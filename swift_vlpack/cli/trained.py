@@ -25,9 +25,7 @@ from swift_vlpack.pages.values import Trained
 from swift_vlpack.plan.cuts import cuts_from
 from swift_vlpack.plan.epoch import EpochPlan
 from swift_vlpack.plan.run_steps import Stretch
-from swift_vlpack.rows.places import place
-from swift_vlpack.rows.row_cutter import for_training
-from swift_vlpack.rows.targets import choose_targets
+from swift_vlpack.rows.source import place
 from swift_vlpack.runlog.loss_log import Loss, losses_of
 from swift_vlpack.runlog.run_files import ARGS, BEGUN, LOG, checkpoints
 from swift_vlpack.runlog.run_log import FOLDER
@@ -124,8 +122,7 @@ class TrainedRun:
             return planned_feed(measured_rows(sources, run.template, run.args, config), run.template, run.args, config)
         path = self.checkpoints[-1][1]
         _, state = read_state(path, PlannedFeed.kind)
-        choose_targets(run.template, config)
-        rows = fused(sources, for_training(run.template, config), run.args, config)
+        rows = fused(sources, run.template, run.args, config)
         rows = rows.with_sources(_as_planned(RunRows(rows), load_rows(path, state), path))
         return planned_feed(rows, run.template, run.args, config)
 

@@ -25,10 +25,10 @@ from swift_vlpack.plan.parts import Span
 from swift_vlpack.plan.records import Item, ItemId
 from swift_vlpack.plan.shares import Share, share_of
 from swift_vlpack.reasons import Reason
-from swift_vlpack.rows.fusion import Template
-from swift_vlpack.rows.row_cutter import RowCutter, cutter_of, in_parts
+from swift_vlpack.rows.contents import size_of
+from swift_vlpack.rows.cutting import RowCutter, in_parts
+from swift_vlpack.rows.encoder import Template
 from swift_vlpack.rows.samples import Encoded, LeftOut, PackedSamples, PackRecord, SampleError, SampleId
-from swift_vlpack.rows.sizes import size_of
 from swift_vlpack.rows.streams import StreamedRows
 
 WorkerState = dict[str, Any]
@@ -63,7 +63,7 @@ class BufferedPackingDataset(IterableDataset[PackedSamples]):
         rank: int = 0,
         num_ranks: int = 1,
     ) -> None:
-        rows = rows_of(dataset, template, config)
+        rows = rows_of(dataset, template)
         make_packing(template, rows, config)
         if isinstance(rows, StreamedRows):
             rows.seed = seed
@@ -107,7 +107,7 @@ class BufferedPackingDataset(IterableDataset[PackedSamples]):
             # A dataloader asks its worker 0 first; the saved run would have asked worker `turn` next.
             worker = (worker + self._restored.turn) % num_workers
             saved = self._restored.workers.get(worker)
-        cutter = cutter_of(self.dataset.template)
+        cutter = self.dataset.encoder.cutter
         buffer = _Buffer(self.config, self.epoch, worker, seed=self.seed + self.epoch, cutter=cutter)
         if saved is not None:
             buffer.load(saved)

@@ -16,7 +16,7 @@ from swift_vlpack.feed.join import completed
 from swift_vlpack.feed.padding import padded, placeholder
 from swift_vlpack.plan.boundaries import Boundaries
 from swift_vlpack.rows.contents import num_vision_tokens
-from swift_vlpack.rows.fusion import Template
+from swift_vlpack.rows.encoder import Template
 from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.samples import Encoded, PackedSamples, PackRecord
 

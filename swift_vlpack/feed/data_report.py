@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from swift_vlpack.feed.planned import count_rows, left_out_by
 from swift_vlpack.plan.advice import StepSize, step_size
 from swift_vlpack.plan.epoch import EpochPlan
-from swift_vlpack.rows.fusion import FusionCaptionDataset, RowSource
+from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.left_out import as_json, deleted_by_loader
 from swift_vlpack.rows.samples import Address
+from swift_vlpack.rows.source import RowSource
 from swift_vlpack.runlog.telemetry import Telemetry
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from swift_vlpack.config import PackingConfig, is_planned
 from swift_vlpack.feed.buffered import BufferedPackingDataset
 from swift_vlpack.feed.planned import PlannedPackingDataset
-from swift_vlpack.rows.fusion import Template
+from swift_vlpack.rows.encoder import Template
 
 
 def PackingDataset(

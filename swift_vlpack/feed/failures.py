@@ -7,8 +7,8 @@ from collections import Counter, deque
 from collections.abc import Iterable
 
 from swift_vlpack.reasons import is_failure
-from swift_vlpack.rows.fusion import RowSource
 from swift_vlpack.rows.samples import LeftOut, TooManyFailures
+from swift_vlpack.rows.source import RowSource
 from swift_vlpack.words import by_reason
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,9 @@ from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import DataError
 from swift_vlpack.plan.epoch import EpochPlan
 from swift_vlpack.plan.oversize import is_single_long
-from swift_vlpack.rows.fusion import FusionCaptionDataset, RowSource, Template
+from swift_vlpack.rows.contents import size_of
+from swift_vlpack.rows.encoder import Template
+from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.samples import (
     Encoded,
     LeftOut,
@@ -21,9 +23,8 @@ from swift_vlpack.rows.samples import (
     SampleError,
     TooManyFailures,
 )
-from swift_vlpack.rows.sizes import size_of
+from swift_vlpack.rows.source import RowSource
 from swift_vlpack.rows.streams import StreamedRows
-from swift_vlpack.rows.targets import choose_targets
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ def epoch_plan_of(packs: Packs) -> EpochPlan | None:
     return getattr(packs, "epoch_plan", None)
 
 
-def rows_of(dataset: Any, template: Template, config: PackingConfig) -> FusionCaptionDataset | StreamedRows:
+def rows_of(dataset: Any, template: Template) -> FusionCaptionDataset | StreamedRows:
     """What was given as one of the two forms of rows: sized rows are the one source of a FusionCaptionDataset."""
     if isinstance(dataset, (str, bytes, PathLike)):  # whose letters would be the rows
         raise DataError(
@@ -49,22 +50,18 @@ def rows_of(dataset: Any, template: Template, config: PackingConfig) -> FusionCa
             f"[json.loads(line) for line in open({str(dataset)!r})]"
         )
     if isinstance(dataset, (FusionCaptionDataset, StreamedRows)):
-        rows = dataset
-    elif hasattr(dataset, "__len__"):
-        rows = FusionCaptionDataset([RowSource(name="data", rows=dataset)], template)
-    else:
-        rows = StreamedRows(dataset, template)
-    rows.cut_by(config)
-    return rows
+        return dataset
+    if hasattr(dataset, "__len__"):
+        return FusionCaptionDataset([RowSource(name="data", rows=dataset)], template)
+    return StreamedRows(dataset, template)
 
 
 def make_packing(template: Template, dataset: Any, config: PackingConfig) -> None:
-    """Let the template collate packs of the targets that are wanted, if it and the templates of sources are fit."""
-    reading = getattr(dataset, "template", template)
-    # Each template once: most sources share the run's.
-    for used in {id(one): one for one in (template, reading, *getattr(dataset, "templates", ()))}.values():
+    """Let the rows be encoded as the run wants them, and the template collate packs of them, if it is fit for that."""
+    # The rows may be read by another one, such as a copy that asks for URLs in another way.
+    for used in {id(one): one for one in (template, dataset.template)}.values():
         check_ready(used, needs_model=False)
-        choose_targets(used, config)
+    dataset.encode_for(config)
     template.packing = True
     template.padding_free = True
 

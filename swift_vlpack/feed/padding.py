@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from swift_vlpack.rows.contents import NO_LABEL
-from swift_vlpack.rows.fusion import Template
+from swift_vlpack.rows.encoder import Template
 from swift_vlpack.rows.samples import Encoded
 
 _PLACEHOLDER_ROW = {"messages": [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]}

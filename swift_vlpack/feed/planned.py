@@ -19,8 +19,10 @@ from swift_vlpack.feed.reader import PackReader
 from swift_vlpack.plan.epoch import EpochPlan, NameOfRow, Recipe
 from swift_vlpack.plan.packs import Plan
 from swift_vlpack.remedies import warning_of_left_out
-from swift_vlpack.rows.fusion import FusionCaptionDataset, RowSource, Template
+from swift_vlpack.rows.encoder import Template
+from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.samples import Address, LeftOut, PackAddress, PackedSamples
+from swift_vlpack.rows.source import RowSource
 from swift_vlpack.runlog.telemetry import Telemetry
 from swift_vlpack.words import counted
 
@@ -44,7 +46,7 @@ class PlannedPackingDataset(Dataset[PackedSamples]):
         num_packs: int | None = None,
     ) -> None:
         """Plan for `num_epochs`, or, where steps are given instead, for as many as `num_packs` packs take."""
-        rows = rows_of(dataset, template, config)
+        rows = rows_of(dataset, template)
         if not isinstance(rows, FusionCaptionDataset):
             raise DataError("data without a length cannot be planned; use PackingDataset, which packs it as it comes")
         make_packing(template, rows, config)

@@ -21,7 +21,8 @@ from swift_vlpack.feed.saved_rows import NUM_PLANNED_COLUMNS
 from swift_vlpack.plan.cuts import Cut, cuts_from, with_consumed
 from swift_vlpack.plan.epoch import EpochPlan, plan_epoch, saved_digest
 from swift_vlpack.plan.resume_schedule import batches_behind
-from swift_vlpack.rows.fusion import FusionCaptionDataset, Template
+from swift_vlpack.rows.encoder import Template
+from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.samples import LeftOut, PackAddress, PackRecord
 from swift_vlpack.runlog.telemetry import Telemetry
 

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from swift_vlpack.feed.collate import Batch
-from swift_vlpack.rows.contents import NO_LABEL
+from swift_vlpack.rows.contents import NO_LABEL, num_supervised
 from swift_vlpack.rows.samples import Encoded
-from swift_vlpack.rows.sizes import num_supervised
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 3e-2}
 """Relative difference of two losses that are equal, by the coarsest precision in them."""

@@ -19,7 +19,8 @@ from swift_vlpack.feed.saved_rows import (
     to_bytes,
     with_sizes,
 )
-from swift_vlpack.rows.fusion import FusionCaptionDataset, RowSource
+from swift_vlpack.rows.fusion import FusionCaptionDataset
+from swift_vlpack.rows.source import RowSource
 
 
 class RunRows:

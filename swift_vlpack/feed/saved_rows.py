@@ -21,10 +21,9 @@ from swift_vlpack.errors import StateMismatch
 from swift_vlpack.plan.cut_rows import CutRows
 from swift_vlpack.plan.shuffle import permutation
 from swift_vlpack.reasons import about
-from swift_vlpack.rows.fusion import RowSource
 from swift_vlpack.rows.media import looks_like_path, names_of_files
-from swift_vlpack.rows.row_digest import row_bytes
 from swift_vlpack.rows.sizes import NUM_COLUMNS, LengthIndex
+from swift_vlpack.rows.source import RowSource, row_bytes
 
 NUM_ROWS_READ = 10_000
 """Rows of a source whose content has a digest; all rows have a size."""

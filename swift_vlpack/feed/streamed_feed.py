@@ -19,8 +19,8 @@ from swift_vlpack.feed.packs import packed_samples
 from swift_vlpack.feed.run_rows import RunRows, digest_of
 from swift_vlpack.plan.advice import long_row_warning
 from swift_vlpack.remedies import warning_of_left_out
-from swift_vlpack.rows.row_digest import row_bytes
 from swift_vlpack.rows.samples import LeftOut, PackRecord
+from swift_vlpack.rows.source import row_bytes
 from swift_vlpack.rows.streams import StreamedRows
 from swift_vlpack.runlog.telemetry import Telemetry
 from swift_vlpack.words import by_reason

@@ -27,8 +27,8 @@ from swift_vlpack.lengths.rank_rows import rows_at
 from swift_vlpack.lengths.rows_work import Encoders
 from swift_vlpack.lengths.source_code import is_installed
 from swift_vlpack.lengths.trust import Trust
-from swift_vlpack.rows.fusion import RowSource, own_template
-from swift_vlpack.rows.row_cutter import cutter_of
+from swift_vlpack.rows.encoder import RowEncoder
+from swift_vlpack.rows.source import RowSource
 from swift_vlpack.rows.urls import Urls
 
 logger = get_logger()
@@ -39,35 +39,36 @@ thousand, and a million rows need not be read to see it."""
 
 
 def with_all_lengths(
-    sources: Sequence[RowSource], template: Any, args: Any, cache_dir: str | None = None
+    sources: Sequence[RowSource], encoder: RowEncoder, args: Any, cache_dir: str | None = None
 ) -> list[RowSource]:
     """Measure the rows of all sources with one progress bar, which the first rank shows."""
     num_rows = sum(-(-len(source.rows) // ranks.num_ranks()) for source in sources)
     with Progress(num_rows, is_shown=is_master()) as progress:
-        return [with_lengths(source, template, args, cache_dir, progress) for source in sources]
+        return [with_lengths(source, encoder, args, cache_dir, progress) for source in sources]
 
 
 def with_lengths(
-    source: RowSource, template: Any, args: Any, cache_dir: str | None = None, progress: Progress | None = None
+    source: RowSource, encoder: RowEncoder, args: Any, cache_dir: str | None = None, progress: Progress | None = None
 ) -> RowSource:
     """Measure the rows of a source. Each rank of the run measures some of them in `dataset_num_proc` processes."""
-    own = own_template(template, source)
+    encoder = encoder.for_source(source)
+    template = encoder.template
     folder = lengths_folder(cache_dir, os.environ)
     # Under `strict` a failing URL ends the run, so failures are not remembered and every URL is requested again.
     urls = Urls(None if args.strict else folder / UNREACHABLE_URLS)
     encoders = Encoders(
-        by_header=pixel_free(own, urls),
-        in_full=reading_urls(own, urls),
+        by_header=encoder.using(pixel_free(template, urls)),
+        in_full=encoder.using(reading_urls(template, urls)),
         urls=urls,
-        cutter=cutter_of(own),
         is_strict=args.strict,
         num_processes=args.dataset_num_proc or 1,
     )
-    dependencies = dependencies_of(own, getattr(args, "external_plugins", None) or [])
+    dependencies = dependencies_of(template, getattr(args, "external_plugins", None) or [])
+    dependencies["targets"] = encoder.targets  # they are counted too, and no part of the template
     observed_file = ObservedFile(folder / f"{digest_of(dependencies, 16)}.observed", source.name)
     observed = _observed(source, encoders, observed_file)
     dependencies |= _observed_dependencies(observed, but=dependencies["variables"])
-    cache = _cache(source, own, dependencies, encoders, folder)
+    cache = _cache(source, encoder, dependencies, folder)
     # A resumed run goes on with the plan it had; the notes wait for the next new one.
     if not getattr(args, "resume_from_checkpoint", None):
         cache.take_over_notes()
@@ -76,23 +77,22 @@ def with_lengths(
         sizes = measure(source, caches, encoders, ranks.RanksOfRun(), progress)
     _save_reads(source, observed_file, observed.variables.union(dependencies["variables"]), caches.reads)
     # A text-only model trains every tag as words, so no tag is surplus.
-    sizes = sizes if own.model_meta.is_multimodal else replace(sizes, surplus_tags=())
+    sizes = sizes if template.model_meta.is_multimodal else replace(sizes, surplus_tags=())
     if is_master():
         log_surplus_tags(source, sizes)
         log_failures(source, sizes, folder / UNREACHABLE_URLS)
     return replace(source, sizes=sizes, remember_size=cache.remember)
 
 
-def _cache(
-    source: RowSource, template: Any, dependencies: dict[str, Any], encoders: Encoders, folder: Path
-) -> LengthCache:
+def _cache(source: RowSource, encoder: RowEncoder, dependencies: dict[str, Any], folder: Path) -> LengthCache:
     """Open the cache for this source and template, after a check that all ranks mean the same one."""
     context = digest_of(dependencies, 16)
-    cutting = "" if encoders.cutter is None else encoders.cutter.digest()
+    cutting = "" if encoder.cutter is None else encoder.cutter.digest()
     cache = LengthCache(lengths_path(folder, source.name, context), context, retry_key(), cutting)
     if ranks.num_ranks() > 1:
         _check_same_rows(source, {name: digest_of(part, 4) for name, part in dependencies.items()})
     if is_master():
+        template = encoder.template
         of_model = (str(template.template_meta.template_type), str(template.model_meta.model_type))
         write_about(cache.path, About(source.name, source.origin, *of_model, swift_vlpack.__version__))
     return cache

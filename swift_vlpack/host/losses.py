@@ -25,9 +25,8 @@ from swift_vlpack.proof.choose_samples import short_samples
 from swift_vlpack.proof.isolation import IsolationError
 from swift_vlpack.proof.prove import is_ordinary_token
 from swift_vlpack.proof.reference import untouched
-from swift_vlpack.rows.contents import NO_LABEL
+from swift_vlpack.rows.contents import NO_LABEL, num_supervised
 from swift_vlpack.rows.samples import Encoded
-from swift_vlpack.rows.sizes import num_supervised
 
 logger = get_logger()
 

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -34,13 +33,14 @@ from swift_vlpack.host.sources import load_sources, load_stream
 from swift_vlpack.host.use_attention import use_attention
 from swift_vlpack.plan.advice import length_warning, long_row_warning
 from swift_vlpack.plan.registry import WINDOW
-from swift_vlpack.rows.fusion import FusionCaptionDataset, RowSource
+from swift_vlpack.rows.cutting import in_parts
+from swift_vlpack.rows.encoder import RowEncoder
+from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.fusion_config import read_fusion_config
 from swift_vlpack.rows.randomness import RandomStream
-from swift_vlpack.rows.row_cutter import cutter_of, for_training, in_parts
 from swift_vlpack.rows.samples import Address, Encoded, SampleError
+from swift_vlpack.rows.source import RowSource
 from swift_vlpack.rows.streams import StreamedRows
-from swift_vlpack.rows.targets import choose_targets, encoded
 from swift_vlpack.rows.urls import Urls
 from swift_vlpack.words import counted
 
@@ -89,10 +89,9 @@ def build_feed(args: Any, template: Any, config: PackingConfig) -> tuple[Feed, A
 
 def measured_rows(sources: list[RowSource], template: Any, args: Any, config: PackingConfig) -> FusionCaptionDataset:
     """Sized rows, each with its length, which is what a plan is made of."""
-    choose_targets(template, config)  # which are measured too
-    template = for_training(template, config)
-    with without_model(template):
-        sources = with_all_lengths(sources, template, args, config.packing_cache_dir)
+    encoder = RowEncoder.of(template, config)
+    with without_model(encoder.template):
+        sources = with_all_lengths(sources, encoder, args, config.packing_cache_dir)
     return fused(sources, template, args, config)
 
 
@@ -116,8 +115,6 @@ def _unmeasured_rows(
     args: Any, template: Any, config: PackingConfig
 ) -> tuple[FusionCaptionDataset | StreamedRows, Any]:
     """Rows that are packed as they come, of a stream or of sized data, and the validation rows."""
-    choose_targets(template, config)
-    template = for_training(template, config)
     if args.streaming:
         return load_stream(args, reading_urls(template, urls_in_training()))
     sources, val_rows = _same_sources(args, config)
@@ -198,11 +195,6 @@ def _validation(rows: Any, pipeline: Any, config: PackingConfig) -> Any:
     args, template = pipeline.args, pipeline.template
     if rows is None or args.predict_with_generate:
         return rows
-    if not config.eval_packing:
-        return LazyLLMDataset(rows, partial(encoded, template), strict=args.strict, random_state=args.data_seed)
-    source = RowSource(name="validation", rows=rows)
-    with without_model(template):
-        sized = with_all_lengths([source], template, args, config.packing_cache_dir)
     # Evaluate all rows, uncut, because evaluation averages batches of rows, and has no next epoch for a remainder.
     strategy = "greedy" if config.packing_strategy == WINDOW else config.packing_strategy
     everything = dataclasses.replace(
@@ -213,6 +205,12 @@ def _validation(rows: Any, pipeline: Any, config: PackingConfig) -> Any:
         packing_stride=0,
         packing_min_len=1,
     )
+    encoder = RowEncoder.of(template, everything)
+    if not config.eval_packing:
+        return LazyLLMDataset(rows, encoder.encode, strict=args.strict, random_state=args.data_seed)
+    source = RowSource(name="validation", rows=rows)
+    with without_model(template):
+        sized = with_all_lengths([source], encoder, args, config.packing_cache_dir)
     packs = PlannedPackingDataset(FusionCaptionDataset(sized, template, shuffle=False), template, everything)
     check_rope(pipeline.model.config, packs.dataset, template.max_length, everything)
     return packs
@@ -236,7 +234,7 @@ def _show_plan(pipeline: Any, feed: PlannedFeed) -> None:
 
 def _show_stream(pipeline: Any, feed: StreamedFeed) -> None:
     """The same of the beginning of the rows: a pack would be a whole window, read and thrown away before step 1."""
-    cutter = cutter_of(feed.dataset.template)
+    cutter = feed.dataset.encoder.cutter
     read = chain.from_iterable(in_parts(row, cutter) for row in islice(feed.dataset.samples(0), NUM_ROWS_SEEN))
     rows = [sample for _, sample in read if isinstance(sample, dict)][:NUM_ROWS_SEEN]
     _print_first(pipeline, rows)

@@ -9,9 +9,8 @@ from swift_vlpack.comm import Comm
 from swift_vlpack.feed.run_rows import digest_of
 from swift_vlpack.feed.saved_rows import rows_read
 from swift_vlpack.host.ranks import RanksDiffer, refuse_differences
-from swift_vlpack.rows.fusion import Row, RowSource
 from swift_vlpack.rows.media import is_name, names_of_files, real_file
-from swift_vlpack.rows.row_digest import row_bytes
+from swift_vlpack.rows.source import Row, RowSource, row_bytes
 
 NUM_ROWS_OF_STREAM = 16
 NUM_ROWS_NAMED = 3

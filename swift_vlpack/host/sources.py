@@ -28,8 +28,8 @@ from swift_vlpack.errors import DataError, VLPackError
 from swift_vlpack.host.messages import Refused, said_by_swift
 from swift_vlpack.host.row_numbers import NumberedPreprocess, Part, column
 from swift_vlpack.json_lines import broken_line
-from swift_vlpack.rows.fusion import RowSource
 from swift_vlpack.rows.fusion_config import SourceSpec, read_fusion_config, specs_of
+from swift_vlpack.rows.source import RowSource
 from swift_vlpack.rows.streams import StreamedRows
 
 logger = get_logger()

@@ -11,7 +11,7 @@ from swift_vlpack.host.ranks import versions
 from swift_vlpack.plan.epoch import EpochPlan
 from swift_vlpack.plan.report import plan_report
 from swift_vlpack.plan.resume_schedule import num_steps
-from swift_vlpack.rows.contents import merge_size
+from swift_vlpack.rows.families import merge_size
 
 
 def facts_of(trainer: Any, *, attention: str, proof: str | None) -> dict[str, Any]:

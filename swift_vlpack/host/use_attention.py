@@ -12,9 +12,7 @@ from swift_vlpack.feed.choose_attention import choose_attention
 from swift_vlpack.host.args import OWN_ATTENTION
 from swift_vlpack.host.proof import model_of
 from swift_vlpack.host.ranks import results_of_all
-
-_GIVEN_BOUNDARIES_BY_SWIFT = ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
-"""Layers whose kernels of flash-linear-attention ms-swift tells where samples start."""
+from swift_vlpack.rows.families import GIVEN_BOUNDARIES_BY_SWIFT
 
 
 def use_attention(model: Any, asked_for: str | None) -> None:
@@ -24,7 +22,7 @@ def use_attention(model: Any, asked_for: str | None) -> None:
     """
     if asked_for in OWN_ATTENTION:
         model.set_attn_implementation(attention.NAME)
-    restart_at_boundaries(model, leave=_GIVEN_BOUNDARIES_BY_SWIFT if is_flash_linear_attention_available() else ())
+    restart_at_boundaries(model, leave=GIVEN_BOUNDARIES_BY_SWIFT if is_flash_linear_attention_available() else ())
 
 
 def choose_for(trainer: Any) -> str:

@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.plan.shuffle import permutation
+from swift_vlpack.rows.contents import size_of
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.samples import Address, SampleError
-from swift_vlpack.rows.sizes import LengthIndex, RowSize, size_of
+from swift_vlpack.rows.sizes import LengthIndex, RowSize
 
 NUM_ROWS_OF_A_KIND = 16
 """Rows of each kind (text, one image, several images, video) to encode in every source. The smallest and the largest of

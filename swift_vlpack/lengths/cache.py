@@ -42,7 +42,7 @@ from swift_vlpack.plan.cut_rows import PartSize
 from swift_vlpack.reasons import REASONS, about
 from swift_vlpack.rows.faults import Fault
 from swift_vlpack.rows.media import RealFile, names_of_files, real_file
-from swift_vlpack.rows.row_digest import row_bytes
+from swift_vlpack.rows.source import row_bytes
 
 _PERMANENT = [code for code, reason in enumerate(REASONS) if not reason or about(reason).is_of_content]
 """Codes of results that no retry changes: sizes, and failures that come from the content of the row itself."""

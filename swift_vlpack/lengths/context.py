@@ -45,7 +45,7 @@ _PACKAGES = (
     "torchcodec",
 )
 _NOT_OF_LENGTH = re.compile(
-    r"packing|padding_free|vlpack_row_cutter|model|dummy_model|processor|tokenizer|config|model_info"
+    r"packing|padding_free|model|dummy_model|processor|tokenizer|config|model_info"
     r"|\w*_cache|_handles|_deepspeed_initialize|TOKENIZERS_PARALLELISM|root_image_dir|ROOT_IMAGE_DIR"
 )
 """Attributes and variables that change from run to run, or within a run, and that lengths do not depend on. Folders of

@@ -21,8 +21,8 @@ from typing import Any
 from PIL import Image, ImageFile, PngImagePlugin, features
 
 from swift_vlpack.reasons import Reason
-from swift_vlpack.rows.fusion import RowSource
 from swift_vlpack.rows.sizes import LengthIndex
+from swift_vlpack.rows.source import RowSource
 from swift_vlpack.rows.urls import NUM_FAILURES, SECONDS_REMEMBERED
 from swift_vlpack.words import by_reason, counted
 

@@ -51,6 +51,11 @@ class _Answer(NamedTuple):
     cause: BaseException | None = None
     """The cause of the error, which pickle forgets; for an unexpected error, its traceback."""
 
+    def get(self) -> Any:
+        if self.error is not None:
+            raise self.error from self.cause
+        return self.value
+
 
 class _Worker:
     """A process, and the numbers of the tasks it was given; it does them in order."""
@@ -71,14 +76,12 @@ class _Worker:
         except OSError as error:  # the process is gone
             raise _killed() from error
 
-    def take(self) -> tuple[int, Any]:
+    def take(self) -> tuple[int, _Answer]:
         try:
             answer: _Answer = self.pipe.recv()
         except (EOFError, OSError) as error:
             raise _killed() from error
-        if answer.error is not None:
-            raise answer.error from answer.cause
-        return self.numbers.popleft(), answer.value
+        return self.numbers.popleft(), answer
 
 
 class _Crew:
@@ -88,7 +91,7 @@ class _Crew:
         self._workers = workers
 
     def results(self, tasks: deque[Any]) -> Iterator[Any]:
-        waiting: dict[int, Any] = {}
+        waiting: dict[int, _Answer] = {}
         num_given = num_yielded = 0
         while True:
             num_given += self._give(tasks, num_given, num_given - num_yielded)
@@ -97,7 +100,8 @@ class _Crew:
             while num_yielded not in waiting:
                 waiting.update(self._take())
                 num_given += self._give(tasks, num_given, num_given - num_yielded)
-            yield waiting.pop(num_yielded)
+            # Errors wait for their turn, too, so that the results before them are not lost.
+            yield waiting.pop(num_yielded).get()
             num_yielded += 1
 
     def _give(self, tasks: deque[Any], number: int, num_open: int) -> int:
@@ -116,7 +120,7 @@ class _Crew:
             number += 1
         return number - start
 
-    def _take(self) -> list[tuple[int, Any]]:
+    def _take(self) -> list[tuple[int, _Answer]]:
         """Wait for at least one result."""
         busy = [worker for worker in self._workers if worker.numbers]
         # Wait for the sentinels, too: workers forked later hold a pipe open, so that it does not end with its process.

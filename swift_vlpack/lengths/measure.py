@@ -4,12 +4,14 @@
 >>> from tempfile import TemporaryDirectory
 >>> from types import SimpleNamespace
 >>> from swift_vlpack.lengths import cache, trust
+>>> from swift_vlpack.rows.encoder import RowEncoder
 >>> template = SimpleNamespace(encode=lambda row, return_length: {"input_ids": row["caption"].split()})
+>>> encoder = RowEncoder(template)  # of ms-swift, `length_pass.py` makes one that reads headers and one that encodes
 >>> source = RowSource(name="captions", rows=[{"caption": "a cat on a mat"}, {"caption": "a dog"}])
 >>> with TemporaryDirectory() as folder:
 ...     saved = cache.LengthCache(Path(folder, "captions.lengths"), context="settings")
 ...     caches = LengthCaches(cache=saved, trust=trust.Trust())
-...     measure(source, caches, Encoders(by_header=template, in_full=template)).lengths.tolist()
+...     measure(source, caches, Encoders(by_header=encoder, in_full=encoder)).lengths.tolist()
 [5, 2]
 
 Decoding every image takes hours; its header takes a millisecond. So `Encoders` has two ways to encode a row, and trust
@@ -38,8 +40,8 @@ from swift_vlpack.lengths.rows_work import Encoders, RowsWork, Task, TaskKind
 from swift_vlpack.lengths.trust import Checks, Unconfirmed, extremes
 from swift_vlpack.plan.cut_rows import CutRows
 from swift_vlpack.reasons import REASONS, Reason
-from swift_vlpack.rows.fusion import RowSource
 from swift_vlpack.rows.sizes import LengthIndex, RowSize
+from swift_vlpack.rows.source import RowSource
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +86,9 @@ def measure(
         comm.results_of_all(mine.measure)
         sizes = joined(comm.results_of_all(lambda: mine.sizes.sizes))
     findings = comm.results_of_all(mine.sizes.findings)
-    return _index_of(sizes, findings, difference or _silence_of_headers(sizes), is_cut=encoders.cutter is not None)
+    return _index_of(
+        sizes, findings, difference or _silence_of_headers(sizes), is_cut=encoders.in_full.cutter is not None
+    )
 
 
 class _RankPass:
@@ -117,7 +121,7 @@ class _RankPass:
             for found in self._results(tasks, num_processes):
                 self.sizes.take_keys(found)
                 bar.update(len(found.positions))
-        if self.sizes.look_up(is_strict=self._encoders.is_strict, cutter=self._encoders.cutter):
+        if self.sizes.look_up(is_strict=self._encoders.is_strict, cutter=self._encoders.in_full.cutter):
             return f"they were found to differ at an earlier start, which {self._caches.cache.path} remembers"
         return None
 

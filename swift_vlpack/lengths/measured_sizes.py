@@ -17,8 +17,8 @@ from swift_vlpack.lengths.trust import Trust
 from swift_vlpack.plan.cut_rows import PartSize
 from swift_vlpack.plan.shuffle import permutation
 from swift_vlpack.reasons import REASONS
+from swift_vlpack.rows.cutting import RowCutter
 from swift_vlpack.rows.faults import Fault
-from swift_vlpack.rows.row_cutter import RowCutter
 
 _FROM_HEADERS = (BY_HEADER, VOUCHED)
 

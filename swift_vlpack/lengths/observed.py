@@ -34,8 +34,8 @@ from swift_vlpack.lengths.source_code import (
     names_in,
     parts_of_function,
 )
-from swift_vlpack.rows.fusion import Row, RowSource, encode_row, with_system
 from swift_vlpack.rows.media import image_urls
+from swift_vlpack.rows.source import Row, RowSource, with_system
 from swift_vlpack.rows.watch import Waits, watched
 
 _NUM_ROWS_LOOKED_AT, _NUM_ROWS_OBSERVED = 64, 8
@@ -137,9 +137,9 @@ def _encoding(source: RowSource, encoders: Encoders, row: Row) -> Callable[[], A
     """Return a function that encodes the row: by its header, or in full if that fails."""
 
     def encode() -> None:
-        for template in filter(None, (encoders.by_header, encoders.in_full)):
+        for encoder in filter(None, (encoders.by_header, encoders.in_full)):
             with suppress(Exception):
-                encode_row(template, row, source.sample_id(0), is_watched=True)
+                encoder.sample(row, source.sample_id(0), is_watched=True)
                 return
 
     return encode

@@ -23,9 +23,9 @@ from swift_vlpack.lengths.environment import Reads
 from swift_vlpack.lengths.length_file import SIZE, Sizes
 from swift_vlpack.plan.cut_rows import PartSize
 from swift_vlpack.rows.faults import Fault
-from swift_vlpack.rows.fusion import Row, RowSource, with_system
 from swift_vlpack.rows.media import content_of
 from swift_vlpack.rows.samples import SampleError, SampleId
+from swift_vlpack.rows.source import Row, RowSource, with_system
 
 _MANY_IMAGES = 3
 """Rows with this many images or more are one kind: a template may treat one or two images in a special way."""

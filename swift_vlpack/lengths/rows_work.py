@@ -17,14 +17,14 @@ from swift_vlpack.lengths.environment import noted_reads
 from swift_vlpack.lengths.length_file import AGREED, BY_HEADER, DIFFERS, IN_FULL, KEY, NO_KEY, SIZE, Keys, Stamps
 from swift_vlpack.lengths.rank_rows import Chunk, HeaderFacts, Measured, Positions, RankRows, kinds_of
 from swift_vlpack.reasons import REASONS, Reason, about
-from swift_vlpack.rows.contents import contents_of
+from swift_vlpack.rows.contents import contents_of, size_of
+from swift_vlpack.rows.cutting import part_sizes
+from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.faults import timeout_of
-from swift_vlpack.rows.fusion import Row, Template, encode_row
 from swift_vlpack.rows.media import has_surplus_tags, image_urls
-from swift_vlpack.rows.part_sizes import part_sizes
-from swift_vlpack.rows.row_cutter import RowCutter
 from swift_vlpack.rows.samples import SampleError
-from swift_vlpack.rows.sizes import RowSize, size_of
+from swift_vlpack.rows.sizes import RowSize
+from swift_vlpack.rows.source import Row
 from swift_vlpack.rows.urls import Urls
 from swift_vlpack.rows.watch import Waits, watched
 from swift_vlpack.words import counted
@@ -37,13 +37,11 @@ _KNOWN_BY_HEADERS = (Reason.OVER_MAX_LENGTH, Reason.URL_UNREACHABLE)  # the full
 class Encoders:
     """How rows are encoded, and by how many processes of each rank."""
 
-    by_header: Template | None
+    by_header: RowEncoder | None
     """Encodes without decoding images; None if headers are not to be trusted."""
-    in_full: Template
+    in_full: RowEncoder
     urls: Urls | None = None
-    """Fetches the images of a chunk in parallel, for both templates; None if URLs are not fetched ahead."""
-    cutter: RowCutter | None = None
-    """Cuts long rows into parts, which are measured, too; None if rows stay whole."""
+    """Fetches the images of a chunk in parallel, for both encoders; None if URLs are not fetched ahead."""
     is_strict: bool = False
     """True if the first row that cannot be encoded ends the run."""
     num_processes: int = 1
@@ -172,14 +170,14 @@ class RowsWork:
             urls.read((url for row in rows for url in image_urls(row)), whole=whole)
         return rows
 
-    def _encoded(self, template: Template, row: Row, position: int, proof: int) -> Measured:
+    def _encoded(self, encoder: RowEncoder, row: Row, position: int, proof: int) -> Measured:
         size = np.zeros((), SIZE)
         size["proof"] = proof
         is_strict = self.encoders.is_strict and proof == IN_FULL
         try:
             if not self._is_readable(position):
                 raise self._timeout(row, position, is_strict=is_strict)
-            encoded = encode_row(template, row, self._rows.sample_id(position), strict=is_strict, is_watched=True)
+            encoded = encoder.sample(row, self._rows.sample_id(position), strict=is_strict, is_watched=True)
         except SampleError as error:
             size["reason"] = REASONS.index(error.reason)
             return Measured(size, error)
@@ -189,7 +187,7 @@ class RowsWork:
         kinds = kinds_of(row, int(size["length"]), encoded.get("header_kinds", ()))
         # A video counts by its patches: those of the sampled frames as they are resized, though all of it is decoded.
         pixels = max(encoded.get("header_pixels", 0), int(size["patches"]) * _PIXELS_OF_PATCH)
-        return Measured(size, None, HeaderFacts(kinds, pixels), part_sizes(encoded, self.encoders.cutter))
+        return Measured(size, None, HeaderFacts(kinds, pixels), part_sizes(encoded, encoder.cutter))
 
     def _timeout(self, row: Row, position: int, *, is_strict: bool) -> VLPackError:
         fault, sample_id = timeout_of(self._gave_up[position], row), self._rows.sample_id(position)

@@ -1,26 +1,76 @@
-"""Plots as SVG in the text of a page: colours are the page's variables, so they are right in light and dark.
+"""Draw the plots of a report with matplotlib, as SVG inside the text of the page.
 
-Small on purpose: a plot is as wide as a phone, and two stand side by side where there is room.
+A plot is as wide as a phone, and two stand side by side where there is room. Colours are the variables of `page.css`,
+so that one drawing is right in light and in dark; its texts stay texts, in the font of the page.
 """
 
 from __future__ import annotations
 
+import math
+import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from io import StringIO
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
+from xml.etree import ElementTree
 
-WIDTH, HEIGHT = 420, 200
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 14, 30
-_NUM_TICKS = 4
-MOST_POINTS = 300
-"""Of a line: more than there are places, and a page of a long run would be many MB."""
-_DASHES = ("", "6 3", "2 3")
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.axis import XAxis, YAxis
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+from swift_vlpack.pages.visible import visible
+
+WIDTH, HEIGHT = 420, 220
+"""Units of a plot's drawing; the page scales it to its column."""
+MOST_POINTS, NUM_MEANS = 300, 100
+"""A line of more points would be a smear: it is drawn pale, with so many means of neighbours on top. The pale line
+keeps what means hide, a single spike."""
+MOST_DOTS = 60
+"""Up to so many points of a line have a dot each."""
+LOG_FROM = 20.0
+"""From this ratio of the highest to the lowest loss on the axis is logarithmic: on a linear one up to 2, halving a loss
+of 0.1 moves the curve by 2.5 % of the height."""
+
+# matplotlib wants real colours; each is replaced by its variable when the drawing is put into the page.
+_VARIABLES = ("fg", "muted", "line", "bad", "c1", "c2", "c3")
+_COLORS = {name: f"#0000{number:02x}" for number, name in enumerate(_VARIABLES, 1)}
+_SERIES = ("c1", "c2", "c3")
+_ROUND = (1, 2, 2.5, 5, 10)
+"""Steps between ticks, times a power of ten."""
+_DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)))
 """Lines are told apart by more than their colour."""
-
+_SETTINGS: Any = {
+    # Of matplotlib itself, not of its user: with `text.usetex` in a matplotlibrc every plot would need LaTeX.
+    **{name: value for name, value in mpl.rcParamsDefault.items() if not name.startswith("backend")},
+    "svg.fonttype": "none",
+    "text.parse_math": False,  # `$` in the name of a source is a dollar
+    "font.size": 12,
+    "text.color": _COLORS["fg"],
+    "axes.labelcolor": _COLORS["muted"],
+    "axes.edgecolor": _COLORS["line"],
+    "grid.color": _COLORS["line"],
+    "xtick.color": _COLORS["line"],
+    "ytick.color": _COLORS["line"],
+    "xtick.labelcolor": _COLORS["fg"],
+    "ytick.labelcolor": _COLORS["fg"],
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "xtick.major.pad": 6,
+    "axes.spines.left": False,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+}
 
 Point = tuple[float, float | None]
+Axis = Literal["share", "rate", "loss"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,205 +81,246 @@ class Line:
     points: Sequence[Point]
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """From values to places."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-
-    def __call__(self, value: float) -> float:
-        """The place of a value."""
-        span = (self.high - self.low) or 1.0
-        return round(self.start + (value - self.low) / span * (self.end - self.start), 1)
-
-
+@mpl.rc_context(_SETTINGS)
 def line_chart(
-    title: str, lines: Sequence[Line], *, is_share: bool = False, marks: Sequence[tuple[float, str]] = ()
+    title: str, lines: Sequence[Line], axis: Axis, *, span: Sequence[float] = (), resumes: Sequence[float] = ()
 ) -> str:
-    """Lines over optimizer steps; `marks` are steps with what happened there."""
-    lines = [Line(line.name, thinned(line.points)) for line in lines]
-    points = [point for line in lines for point in line.points]
-    values = [value for _, value in points if value is not None]
+    """Draw lines over optimizer steps, and at least over those of `span`; return nothing if there is no value.
+
+    A "share" is drawn from 0 % to 100 %, a "rate" from zero. A "loss" has the range of its values; gaps in it are
+    steps whose loss is no number, and have a cross at the foot of the plot.
+    """
+    values = [value for line in lines for _, value in line.points if value is not None]
     if not values:
         return ""
-    steps = [step for step, _ in points]
-    x = Scale(min(steps), max(steps), _LEFT, WIDTH - _RIGHT)
-    top = 1.0 if is_share else _round_up(max(values))
-    y = Scale(0.0, max(top, *values), HEIGHT - _BOTTOM, _TOP)
-    parts = [_y_axis(y, is_share), _x_axis(x)]
-    parts += [_mark(x(step), said) for step, said in marks]
+    figure, axes = _empty()
     for number, line in enumerate(lines):
-        parts.append(_line(line, number, x, y, is_share))
-    return _figure(title, _legend(lines), "".join(parts), HEIGHT)
+        _draw_line(axes, line, number, label=line.name if len(lines) > 1 else None)
+    gaps = [step for line in lines for step, value in line.points if value is None] if axis == "loss" else []
+    if gaps:
+        foot = axes.get_xaxis_transform()  # x in steps, y in shares of the height
+        cross: Any = {"marker": "x", "linestyle": "", "color": _COLORS["bad"], "clip_on": False}
+        axes.plot(gaps, [0.0] * len(gaps), transform=foot, label="no number", **cross)
+    for at, step in enumerate(resumes):
+        label = None if at else "resumed"
+        axes.axvline(step, color=_COLORS["muted"], linewidth=1, linestyle=(0, (3, 3)), label=label)
+    _limit(axes, axis, values)
+    axes.update_datalim([(step, values[0]) for step in span], updatey=False)
+    _count(axes.xaxis)
+    num_points = max(len(line.points) for line in lines)
+    pale = f" (pale: all {num_points:,}; line: means of about {round(num_points / NUM_MEANS):,})"
+    axes.set_xlabel("step" + (pale if num_points > MOST_POINTS else ""))
+    if len(lines) > 1 or gaps or len(resumes):
+        figure.legend(loc="outside upper left", ncols=3)
+    return _figure(title, figure, "; ".join(_told(line, axis) for line in lines))
 
 
-def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> Sequence[Point]:
-    """At most so many points: means of neighbours, each at the step of the last of them.
+def _draw_line(axes: Axes, line: Line, number: int, label: str | None) -> None:
+    color, style = _COLORS[_SERIES[number]], _DASHES[number]
+    if len(line.points) > MOST_POINTS:
+        axes.plot(*_arrays(line.points), color=color, linewidth=0.8, alpha=0.35, clip_on=False)
+    steps, values = _arrays(means(line.points))
+    known = [False, *(not math.isnan(value) for value in values), False]
+    alone = [at for at in range(len(values)) if known[at + 1] and not known[at] and not known[at + 2]]
+    dots = None if len(values) <= MOST_DOTS else alone  # a point between two gaps has no line
+    look: Any = {"linewidth": 1.8, "linestyle": style, "marker": "o", "markersize": 3, "markevery": dots}
+    # A line along the edge of its axes, as a fill of 100 % is, would be cut in half.
+    look["clip_on"] = False
+    axes.plot(steps, values, color=color, label=label, **look)
 
-    >>> thinned([(1, 2.0), (2, 4.0), (3, None), (4, 8.0)], most=2)
-    [(2, 3.0), (4, 8.0)]
+
+def _arrays(points: Sequence[Point]) -> tuple[list[float], list[float]]:
+    return [step for step, _ in points], [math.nan if value is None else value for _, value in points]
+
+
+def means(points: Sequence[Point]) -> Sequence[Point]:
+    """Replace neighbours by their mean, at the step of the last of them, where there are too many points.
+
+    >>> means([(1, 2.0), (2, None)])
+    [(1, 2.0), (2, None)]
+    >>> means([(step, float(step)) for step in range(1000)])[:2]
+    [(9, 4.5), (19, 14.5)]
     """
-    if len(points) <= most:
+    if len(points) <= MOST_POINTS:
         return points
-    cuts = [round(at * len(points) / most) for at in range(most + 1)]
+    cuts = [round(at * len(points) / NUM_MEANS) for at in range(NUM_MEANS + 1)]
     groups = [points[start:end] for start, end in pairwise(cuts)]
     known = [(group[-1][0], [value for _, value in group if value is not None]) for group in groups]
     return [(step, sum(values) / len(values) if values else None) for step, values in known]
 
 
+def _limit(axes: Axes, axis: Axis, values: Sequence[float]) -> None:
+    """Choose limits and ticks of the values: every tick says exactly where it stands."""
+    low, high = min(values), max(values)
+    axes.yaxis.set_major_locator(MaxNLocator(6, steps=_ROUND))
+    axes.yaxis.set_major_formatter(FuncFormatter(_number))
+    if axis == "share":
+        axes.set_ylim(min(0.0, low), max(1.0, high))
+        axes.yaxis.set_major_formatter(FuncFormatter(_percent))
+    elif axis == "rate":
+        axes.set_ylim(min(0.0, low), high * 1.05 or 1.0)
+    elif low > 0 and high > LOG_FROM * low:
+        axes.set_yscale("log")
+        axes.set_ylabel("logarithmic")
+        few = high < 1000 * low
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,), numticks=8))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(FuncFormatter(_number))
+
+
+def _told(line: Line, axis: Axis) -> str:
+    """Say in words what a line shows, for those who do not see it."""
+    known = [(step, value) for step, value in line.points if value is not None]
+    (first, start), (last, end) = known[0], known[-1]
+    values = [value for _, value in known]
+    shown = _percent if axis == "share" else _rounded
+    return (
+        f"{line.name} {shown(start)} at step {first:g} and {shown(end)} at step {last:g}, "
+        f"between {shown(min(values))} and {shown(max(values))}"
+    )
+
+
+@mpl.rc_context(_SETTINGS)
 def bar_chart(title: str, names: Sequence[str], series: Mapping[str, Sequence[float | None]]) -> str:
-    """Shares of each name, one bar for each series, lying."""
+    """Draw shares of each name, one lying bar for each series, with the share in numbers."""
     if not names:
         return ""
-    thick, gap = 14, 26
-    rows, parts = len(series), []
-    high = len(names) * (rows * thick + gap) + 6
-    top = max([value for values in series.values() for value in values if value is not None] or [1.0]) or 1.0
-    x = Scale(0.0, top, 4, WIDTH - 60)
+    thick = 14.0
+    high = thick * (len(series) + 1.7)
+    figure, axes = _empty(len(names) * high + 30)
     for at, name in enumerate(names):
-        above = at * (rows * thick + gap)
-        parts.append(f'<text x="4" y="{above + 14}">{escape(_cut(name))}</text>')
-        for number, (label, values) in enumerate(series.items()):
-            parts.append(_bar(values[at], f"{name}, {label}", x, above + 19 + number * thick, number, thick))
-    return _figure(title, _legend([Line(name, ()) for name in series], is_bar=True), "".join(parts), high)
+        axes.text(0, at * high + thick / 2, _cut(name), va="center")
+    for number, (label, shares) in enumerate(series.items()):
+        places = [at * high + (number + 1.5) * thick for at in range(len(names))]
+        lengths = [share or 0.0 for share in shares]
+        bars = axes.barh(places, lengths, height=thick - 2, color=_COLORS[_SERIES[number]], label=label)
+        said = ["" if share is None else f"{share:.1%}" for share in shares]
+        axes.bar_label(bars, said, padding=4, fontsize=11)
+    most = max((share for shares in series.values() for share in shares if share is not None), default=1.0)
+    axes.set_xlim(0, 1.18 * most or 1.0)  # room for the number behind the longest bar
+    axes.set_ylim(len(names) * high, 0)
+    axes.set_axis_off()
+    figure.legend(loc="outside upper left", ncols=3)
+    return _figure(title, figure, "the table of sources has these numbers")
 
 
+@mpl.rc_context(_SETTINGS)
 def histogram(title: str, counts: Mapping[int, int]) -> str:
-    """How many packs have which fill, in whole per cent."""
+    """Draw how many packs have which fill, in whole per cent."""
     if not counts:
         return ""
-    most = -(-max(counts.values()) // _NUM_TICKS) * _NUM_TICKS  # whole packs at every tick
-    x, y = Scale(0, 101, _LEFT, WIDTH - _RIGHT), Scale(0, most, HEIGHT - _BOTTOM, _TOP)
-    wide = (WIDTH - _RIGHT - _LEFT) / 101
-    bars = "".join(
-        f'<rect x="{x(fill)}" y="{y(number)}" width="{max(wide - 0.5, 2):.1f}" '
-        f'height="{HEIGHT - _BOTTOM - y(number):.1f}" fill="var(--c1)"><title>{fill}%: {number} packs</title></rect>'
-        for fill, number in sorted(counts.items())
-    )
-    ticks = "".join(_x_label(x(at + 0.5), f"{at}%") for at in (0, 25, 50, 75, 100))
-    return _figure(title, "", _y_axis(y, is_share=False) + ticks + bars, HEIGHT)
+    figure, axes = _empty()
+    axes.bar(list(counts), list(counts.values()), width=0.9, color=_COLORS["c1"])
+    axes.set_xlim(-1, 101)
+    axes.set_xticks((0, 25, 50, 75, 100), ("0%", "25%", "50%", "75%", "100%"))
+    _count(axes.yaxis)
+    most = max(counts, key=lambda fill: counts[fill])
+    total = sum(counts.values())
+    return _figure(title, figure, f"most often {most}%, {counts[most]:,} of {total:,} packs")
 
 
+@mpl.rc_context(_SETTINGS)
 def legs_chart(title: str, legs: Sequence[Mapping[str, Any]], num_steps: int) -> str:
-    """One bar for each leg over steps; what was lost behind a checkpoint is hollow, checkpoints are ticks."""
+    """Draw a bar of steps for each leg: what was lost after a checkpoint is hollow, checkpoints are ticks."""
     if not legs:
         return ""
-    row, x = 34, Scale(0, max(1, num_steps), 4, WIDTH - _RIGHT)
-    parts = []
+    high = 34.0
+    figure, axes = _empty(len(legs) * high + 40)
+    axes.grid(visible=False)
     for number, leg in enumerate(legs):
-        above = number * row
+        above = number * high
         first, kept, last = (float(leg[name]) for name in ("first", "kept", "last"))
-        parts.append(f'<text x="4" y="{above + 12}">{escape(_cut(str(leg["name"])))}</text>')
-        parts.append(_segment(x(first), x(kept), above + 17, 'fill="var(--c1)"'))
-        hollow = 'fill="none" stroke="var(--c2)" stroke-dasharray="3 2"'
-        parts.append(_segment(x(kept), x(last), above + 17, hollow) if last > kept else "")
-        parts += [_tick(x(step), above + 14, f"checkpoint-{step}") for step in leg["checkpoints"]]
-    high = len(legs) * row + 24
-    parts += [_x_label(x(at), f"{at:g}", high) for at in (0, max(1, num_steps))]
-    return _figure(title, "", "".join(parts), high)
+        axes.text(0, above + 8, _cut(str(leg["name"])), va="center")
+        axes.barh(above + 22, kept - first, left=first, height=10, color=_COLORS["c1"])
+        if last > kept:
+            hollow: Any = {"facecolor": "none", "edgecolor": _COLORS["c2"], "linestyle": (0, (3, 2))}
+            axes.barh(above + 22, last - kept, left=kept, height=10, **hollow)
+        axes.vlines(leg["checkpoints"], above + 14, above + 30, color=_COLORS["fg"], linewidth=2)
+    axes.set_ylim(len(legs) * high, 0)
+    axes.set_xlim(0, max(1, num_steps))
+    axes.set_yticks([])
+    axes.set_xlabel("step")
+    _count(axes.xaxis)
+    return _figure(title, figure, "the timeline has these steps")
 
 
-def _tick(place: float, above: float, said: str) -> str:
-    return f'<path d="M{place} {above}v15" stroke="var(--fg)" stroke-width="2"><title>{escape(said)}</title></path>'
+def _empty(high: float = HEIGHT) -> tuple[Figure, Axes]:
+    """Make a drawing without anything in it, outside of pyplot, which keeps every figure until it is closed."""
+    figure = Figure(figsize=(WIDTH / 72, high / 72), layout="constrained", facecolor="none")
+    FigureCanvasSVG(figure)
+    axes: Axes = figure.add_subplot(facecolor="none")
+    axes.grid(axis="y")
+    return figure, axes
 
 
-def _segment(start: float, end: float, above: float, look: str) -> str:
-    return f'<rect x="{start}" y="{above}" width="{max(end - start, 1):.1f}" height="9" {look}></rect>'
+def _count(axis: XAxis | YAxis) -> None:
+    """Put ticks at whole numbers."""
+    axis.set_major_locator(MaxNLocator(6, steps=_ROUND, integer=True, min_n_ticks=1))
+    axis.set_major_formatter(FuncFormatter(_number))
 
 
-def _bar(value: float | None, said: str, x: Scale, above: float, number: int, thick: float) -> str:
-    if value is None:
-        return ""
-    shown = f"{value:.1%}"
+def _number(value: float, _: Any = None) -> str:
+    """Write a number as it is: two ticks are never rounded to the same text.
+
+    >>> _number(0.1 + 0.2), _number(12500.0), _number(2.3025)
+    ('0.3', '12,500', '2.3025')
+    """
+    return f"{value:,.10g}"
+
+
+def _rounded(value: float) -> str:
+    return f"{value:,.4g}"
+
+
+def _percent(value: float, _: Any = None) -> str:
+    return f"{_rounded(100 * value)}%"
+
+
+def _figure(title: str, figure: Figure, told: str) -> str:
+    with warnings.catch_warnings():
+        # Its own font lacks signs that the font of the page has; it only measures with it.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        text = StringIO()
+        # What is drawn decides its names inside of the page: equal reports are equal pages.
+        with mpl.rc_context({"svg.hashsalt": title}):
+            figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    label = escape(f"{title}: {told}")
     return (
-        f'<rect x="4" y="{above}" width="{max(x(value) - 4, 1):.1f}" height="{thick - 2}" fill="var(--c{number + 1})">'
-        f"<title>{escape(said)}: {shown}</title></rect>"
-        f'<text x="{x(value) + 5}" y="{above + thick - 3}" style="font-size:11px">{shown}</text>'
+        f'<figure class="plot"><figcaption>{escape(title)}</figcaption>'
+        f'<svg viewBox="0 0 {WIDTH} {figure.get_figheight() * 72:g}" role="img" aria-label="{label}">'
+        f"{_inside(text.getvalue())}</svg></figure>"
     )
 
 
-def _line(line: Line, number: int, x: Scale, y: Scale, is_share: bool) -> str:
-    color, dash = f"var(--c{number + 1})", _DASHES[number % len(_DASHES)]
-    known = [(step, value) for step, value in line.points if value is not None]
-    gaps = {step for step, value in line.points if value is None}
-    path = f"M{x(known[0][0])} {y(known[0][1])}" if known else ""
-    for (before, _), (step, value) in pairwise(known):
-        is_joined = not any(before < gap < step for gap in gaps)
-        path += f"{'L' if is_joined else 'M'}{x(step)} {y(value)}"
-    dots = "".join(
-        f'<circle cx="{x(step)}" cy="{y(value)}" r="{2.5 if len(known) < 60 else 1.2}" fill="{color}">'
-        f"<title>{escape(line.name)}, step {step:g}: {_shown(value, is_share)}</title></circle>"
-        for step, value in known
-    )
-    look = f'fill="none" stroke="{color}" stroke-width="1.8" stroke-dasharray="{dash}"'
-    return f'<path d="{path}" {look}></path>{dots}'
+def _inside(svg: str) -> str:
+    """Return the elements of a drawing as a page takes them: its colours, its font, a tenth of a pixel."""
+    root = ElementTree.fromstring(svg)
+    for element in root.iter():
+        element.tag = element.tag.rpartition("}")[2]
+        attributes = {name.rpartition("}")[2]: _of_page(value) for name, value in element.attrib.items()}
+        if element.tag == "g":
+            attributes.pop("id", None)  # the same in every drawing, and nothing refers to it
+        if attributes.get("transform", "").startswith("rotate(-0 "):
+            del attributes["transform"]
+        element.attrib.clear()
+        element.attrib.update(attributes)
+        if element.tag != "text":
+            element.text = None
+        element.tail = None
+    # Its only style is of every element of the page.
+    parts = [part for part in root if part.tag == "g" or (part.tag == "defs" and part.find("style") is None)]
+    return "".join(ElementTree.tostring(part, encoding="unicode") for part in parts)
 
 
-def _mark(place: float, said: str) -> str:
-    return (
-        f'<path d="M{place} {_TOP}V{HEIGHT - _BOTTOM}" stroke="var(--muted)" stroke-dasharray="3 3">'
-        f"<title>{escape(said)}</title></path>"
-    )
-
-
-def _y_axis(y: Scale, is_share: bool) -> str:
-    found = ""
-    for number in range(_NUM_TICKS + 1):
-        value = y.low + (y.high - y.low) * number / _NUM_TICKS
-        found += f'<path d="M{_LEFT} {y(value)}H{WIDTH - _RIGHT}" stroke="var(--line)"></path>'
-        found += f'<text x="{_LEFT - 6}" y="{y(value) + 4}" text-anchor="end">{_shown(value, is_share)}</text>'
-    return found
-
-
-def _x_axis(x: Scale) -> str:
-    ends = sorted({x.low, x.high})
-    return "".join(_x_label(x(value), f"{'step ' if value == ends[0] else ''}{value:g}") for value in ends)
-
-
-def _x_label(place: float, said: str, high: float = HEIGHT) -> str:
-    anchor = "start" if place < _LEFT + 4 else "end" if place > WIDTH - _RIGHT - 12 else "middle"
-    return f'<text x="{place}" y="{high - 10}" text-anchor="{anchor}">{escape(said)}</text>'
-
-
-def _shown(value: float, is_share: bool) -> str:
-    if is_share:
-        return f"{value:.0%}" if value in (0, 0.25, 0.5, 0.75, 1) else f"{value:.1%}"
-    if value >= 10_000:
-        return f"{value / 1000:,.0f}k"
-    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
-
-
-def _round_up(value: float) -> float:
-    """The next number with one digit that counts, or with 1.5 or 2.5 before its zeros."""
-    scale = 1.0
-    while value > 10 * scale:
-        scale *= 10
-    while 0 < value <= scale:
-        scale /= 10
-    return next((step * scale for step in (1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if value <= step * scale), value)
-
-
-def _legend(lines: Sequence[Line], is_bar: bool = False) -> str:
-    if len(lines) < 2:
-        return ""
-    keys = []
-    for number, line in enumerate(lines):
-        look = f'stroke="var(--c{number + 1})" stroke-width="{8 if is_bar else 2}"'
-        dash = "" if is_bar else f' stroke-dasharray="{_DASHES[number % len(_DASHES)]}"'
-        key = f'<svg width="24" height="10" aria-hidden="true"><path d="M0 5H24" {look}{dash}></path></svg>'
-        keys.append(f"<span>{key} {escape(line.name)}</span>")
-    return f'<div class="legend">{"".join(keys)}</div>'
-
-
-def _figure(title: str, legend: str, inside: str, high: float) -> str:
-    return (
-        f'<figure class="plot"><figcaption>{escape(title)}</figcaption>{legend}'
-        f'<svg viewBox="0 0 {WIDTH} {high}" role="img" aria-label="{escape(title)}">{inside}</svg></figure>'
-    )
+def _of_page(value: str) -> str:
+    """Rewrite an attribute, none of which holds a text of the run."""
+    value = re.sub(r" ?font-family: [^;]*;", "", value)
+    for name, color in _COLORS.items():
+        value = value.replace(color, f"var(--{name})")
+    return re.sub(r"\d+\.\d+", lambda found: f"{float(found[0]):.1f}".removesuffix(".0"), " ".join(value.split()))
 
 
 def _cut(text: str, most: int = 48) -> str:
+    """Shorten a name from its front, where names of files are alike, and make it what XML can hold."""
+    text = visible(text).encode(errors="backslashreplace").decode()
     return text if len(text) <= most else f"...{text[3 - most :]}"

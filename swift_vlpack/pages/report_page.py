@@ -9,9 +9,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from swift_vlpack.pages.charts import Line, bar_chart, histogram, legs_chart, line_chart
 from swift_vlpack.pages.page import page, subject, without_home
 from swift_vlpack.pages.sections import Report, Section, grouped, percent, sections, state
+from swift_vlpack.words import INSTALL
 
 STYLE = """
 .plots { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); }
@@ -35,7 +35,7 @@ def report_page(report: Report) -> str:
     folder = Path(report["folder"]).resolve()
     name = subject(report["run"]["model"], report["sources"])
     report = _without_place(report, f"{folder.parent}/" if folder.parent.name else "")
-    parts = [f"<p>{escape(state(report))}</p>", _tiles(report), f'<div class="plots">{"".join(_plots(report))}</div>']
+    parts = [f"<p>{escape(state(report))}</p>", _tiles(report), _plots(report)]
     parts += [_section(section) for section in sections(report)]
     return page(f"Report: {name} ({folder.name})" if name else f"Report: {folder.name}", "\n".join(parts), STYLE)
 
@@ -63,42 +63,53 @@ def _tiles(report: Report) -> str:
     return f'<div class="tiles">{inside}</div>'
 
 
-def _plots(report: Report) -> list[str]:
+def _plots(report: Report) -> str:
+    try:
+        # matplotlib takes a quarter of a second to import, which only pages need.
+        from swift_vlpack.pages.charts import Line, bar_chart, histogram, legs_chart, line_chart
+    except ModuleNotFoundError as error:
+        return (
+            f'<p class="muted">No plots: {escape(str(error.name))} is not installed; {escape(INSTALL)} brings it.</p>'
+        )
     series = report["series"]
-    marks = _resumes(series)
+    # All over the same steps: the loss may be logged more rarely.
+    steps: dict[str, Any] = {
+        "span": [point["step"] for point in (*series[:1], *series[-1:])],
+        "resumes": _resumes(series),
+    }
+    no_number = set(report["steps_without_loss"])
 
     def line(name: str, key: str) -> Line:
         return Line(name, [(point["step"], point[key]) for point in series])
 
-    loss = Line("loss", [(point["step"], point["loss"]) for point in series if point["loss"] is not None])
+    logged = [point for point in series if point["loss"] is not None or point["step"] in no_number]
+    loss = Line("loss", [(point["step"], point["loss"]) for point in logged])
     fills: Counter[int] = Counter()
     for epoch in report["epochs"]:
         fills.update({int(fill): number for fill, number in epoch.get("fill_histogram", {}).items()})
     shares = [line("vision tokens", "vision_share")]
     if any(point["padding_saved"] for point in series):
         shares.insert(0, line("padding saved", "padding_saved"))
-    return [
-        line_chart("Fill of packs", [line("fill", "fill")], is_share=True, marks=marks),
-        line_chart("Tokens a second", [line("tokens a second", "tokens_per_second")], marks=marks),
-        line_chart(_titled(shares), shares, is_share=True, marks=marks),
-        line_chart("Loss", [loss], marks=marks),
+    titled = " and ".join(one.name for one in shares).capitalize()  # padding that is nowhere saved is no line
+    plots = [
+        line_chart("Fill of packs", [line("fill", "fill")], "share", **steps),
+        line_chart("Tokens a second", [line("tokens a second", "tokens_per_second")], "rate", **steps),
+        line_chart(f"{titled}, shares of tokens", shares, "share", **steps),
+        line_chart("Loss", [loss], "loss", **steps),
         histogram("Packs by fill, all epochs", fills),
-        _sources(report["sources"]),
+        bar_chart("Shares of sources", list(report["sources"]), _shares(report["sources"])),
         legs_chart("Legs of the run, by steps (hollow: lost)", _legs(report), report["run"]["step"]),
     ]
+    return f'<div class="plots">{"".join(plots)}</div>'
 
 
-def _titled(shares: Sequence[Line]) -> str:
-    """Name what is drawn: padding that is nowhere saved is no line."""
-    return " and ".join(line.name for line in shares).capitalize() + ", shares of tokens"
-
-
-def _resumes(series: Sequence[Report]) -> list[tuple[float, str]]:
+def _resumes(series: Sequence[Report]) -> list[float]:
+    """Return the first step of every leg that goes on from another."""
     starts = {point["leg"]: point["step"] for point in reversed(series)}
-    return [(step, f"resumed before step {step}") for leg, step in sorted(starts.items()) if leg]
+    return [step for leg, step in sorted(starts.items()) if leg]
 
 
-def _sources(sources: Report) -> str:
+def _shares(sources: Report) -> dict[str, list[float | None]]:
     series = {
         "asked": [source["asked_share"] for source in sources.values()],
         "of samples": [source["share_of_samples"] for source in sources.values()],
@@ -106,7 +117,7 @@ def _sources(sources: Report) -> str:
     }
     if all(share is None for share in series["asked"]):
         del series["asked"]
-    return bar_chart("Shares of sources", list(sources), series)
+    return series
 
 
 def _legs(report: Report) -> list[dict[str, Any]]:

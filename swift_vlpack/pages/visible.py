@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
+_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ufffe\uffff]")
 _PICTURES = 0x2400  # of control characters, in Unicode
 _NUM_PICTURES = 0x20
 

@@ -16,9 +16,9 @@ from swift_vlpack.plan.packs import Plan
 from swift_vlpack.proof.changes import kinds_of_media
 from swift_vlpack.proof.proof_model import length_of
 from swift_vlpack.rows.contents import contents_of
+from swift_vlpack.rows.cutting import in_parts
 from swift_vlpack.rows.media import media
 from swift_vlpack.rows.randomness import RandomStream
-from swift_vlpack.rows.row_cutter import cutter_of, in_parts
 from swift_vlpack.rows.samples import Address, Encoded, SampleError
 
 FEWEST = 4
@@ -132,7 +132,7 @@ def _encoded(packs: Packs, samples: Iterable[Where]) -> Iterator[Encoded]:
 
 
 def _streamed(packs: Packs) -> list[Encoded]:
-    read = chain.from_iterable(in_parts(row, cutter_of(packs.dataset.template)) for row in packs.dataset.samples(0))
+    read = chain.from_iterable(in_parts(row, packs.dataset.encoder.cutter) for row in packs.dataset.samples(0))
     return list(islice((sample for _, sample in read if isinstance(sample, dict)), NUM_STREAMED))
 
 

@@ -19,7 +19,7 @@ from swift_vlpack.feed.reader import PackReader
 from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.plan.shares import Share, share_of
 from swift_vlpack.rows.contents import NO_LABEL
-from swift_vlpack.rows.row_cutter import cutter_of, in_parts
+from swift_vlpack.rows.cutting import in_parts
 from swift_vlpack.rows.samples import Address, Encoded, PackRecord, SampleId
 from swift_vlpack.rows.streams import StreamedRows
 
@@ -83,7 +83,7 @@ def _of_shares(rows: Any, record: PackRecord, shares: Sequence[Share]) -> Iterat
                     missing.remove(key)
                     held.add(index)
         for row in islice(rows.samples(record.epoch, share, start=sys.maxsize // 2**20, held=held), len(held)):
-            yield from (sample for _, sample in in_parts(row, cutter_of(rows.template)))
+            yield from (sample for _, sample in in_parts(row, rows.encoder.cutter))
 
 
 def difference(

@@ -18,7 +18,7 @@ from swift_vlpack.proof.changes import can_be_replaced
 from swift_vlpack.proof.choose_samples import chosen_samples, rows_of_plan, short_samples, tokens_of_epoch
 from swift_vlpack.proof.isolation import IsolationError, Proof, proved
 from swift_vlpack.proof.proof_model import Subject, TemplateRows
-from swift_vlpack.rows.sizes import num_supervised
+from swift_vlpack.rows.contents import num_supervised
 
 
 def prove(

@@ -15,9 +15,8 @@ from swift_vlpack.errors import DataError
 from swift_vlpack.proof.changes import can_be_replaced
 from swift_vlpack.proof.isolation import IsolationError, proved
 from swift_vlpack.proof.proof_model import Row, Subject
-from swift_vlpack.rows.contents import NO_LABEL
+from swift_vlpack.rows.contents import NO_LABEL, num_supervised
 from swift_vlpack.rows.samples import Encoded
-from swift_vlpack.rows.sizes import num_supervised
 
 NUM_EXAMPLES = 16
 """Rows that are looked at: their documents are what is compared, and the first of them whole."""

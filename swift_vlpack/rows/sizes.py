@@ -11,9 +11,7 @@ from numpy.typing import NDArray
 
 from swift_vlpack.plan.cut_rows import CutRows
 from swift_vlpack.reasons import Reason
-from swift_vlpack.rows.contents import NO_LABEL, contents_of
 from swift_vlpack.rows.faults import Fault
-from swift_vlpack.rows.samples import Encoded
 from swift_vlpack.words import counted
 
 
@@ -92,17 +90,3 @@ class LengthIndex:
     def supervised(self) -> NDArray[np.int64]:
         """Tokens of each row that are predicted."""
         return self.columns[3]
-
-
-def size_of(sample: Encoded) -> RowSize:
-    """The size of an encoded sample."""
-    length = int(sample.get("length") or len(sample["input_ids"]))
-    held = contents_of(sample)
-    return RowSize(length, held.images, held.patches, num_supervised(sample))
-
-
-def num_supervised(sample: Encoded) -> int:
-    """Tokens of an encoded sample that are predicted: those with a label, but for the first, which nothing precedes."""
-    labels = sample.get("labels")
-    predicted = [] if labels is None else list(labels)[1:]
-    return len(predicted) - predicted.count(NO_LABEL)

@@ -11,11 +11,11 @@ from torch.utils.data import get_worker_info
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.plan.shares import EVERYTHING, Share
-from swift_vlpack.rows.fusion import Row, Template, encode_row, sample_or_error
+from swift_vlpack.rows.encoder import RowEncoder, Template, sample_or_error
 from swift_vlpack.rows.patches import check_worker, no_worker
 from swift_vlpack.rows.randomness import RandomStream
-from swift_vlpack.rows.row_cutter import for_training
 from swift_vlpack.rows.samples import Encoded, SampleError, SampleId
+from swift_vlpack.rows.source import Row
 
 _END: Any = object()
 
@@ -32,6 +32,7 @@ class StreamedRows:
         check_worker()
         self.rows = rows
         self.template = template
+        self.encoder = RowEncoder(template)
         self.name = name
         self.strict = strict
         self.seed = 0
@@ -40,9 +41,9 @@ class StreamedRows:
     def __repr__(self) -> str:
         return f"<StreamedRows: {self.name}>"
 
-    def cut_by(self, config: PackingConfig) -> None:
-        """Encode rows to be cut as the options say, from now on."""
-        self.template = for_training(self.template, config)
+    def encode_for(self, config: PackingConfig) -> None:
+        """Encode rows as a run with these options wants them, from now on."""
+        self.encoder = RowEncoder.of(self.template, config)
 
     def __getstate__(self) -> dict[str, Any]:
         """For spawned workers. ms-swift maps a lambda over the rows of a stream, which pickle itself refuses."""
@@ -95,7 +96,7 @@ class StreamedRows:
         return _unsplit(shard)
 
     def _encode(self, row: Row, sample_id: SampleId) -> Encoded:
-        return encode_row(self.template, row, sample_id, strict=self.strict)
+        return self.encoder.sample(row, sample_id, strict=self.strict)
 
 
 def _set_epoch(rows: Any, epoch: int) -> None:

@@ -56,6 +56,7 @@ def run_report(run: RunFolder) -> dict[str, Any]:
         "timeline": timeline_of(legs, checkpoints),
         "checkpoints": [_about_checkpoint(one) for one in checkpoints],
         "series": series_of(legs, losses) if legs else series_of_lines(losses),
+        "steps_without_loss": without_number(losses),
         "notes": [*_notes(run, legs), *_note_of_losses(without_number(losses))],
     }
 

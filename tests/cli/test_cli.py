@@ -156,7 +156,7 @@ def test_report_counts_in_singular_and_plural_and_nothing_comes_before_it(length
     """CLI-2 PACK-6: no line for each sample that is alone."""
     (tmp_path / "lengths.json").write_text(json.dumps(lengths))
     done = subprocess.run(
-        [sys.executable, "-m", "swift_vlpack.cli", "plan", "--lengths", str(tmp_path / "lengths.json"),
+        [sys.executable, "-m", "swift_vlpack", "plan", "--lengths", str(tmp_path / "lengths.json"),
          "--packing_length", "100", "--packing_drop_last", "false", "--packing_strategy", "exact"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
@@ -312,7 +312,7 @@ def test_the_installed_command_runs_and_stays_light(length_file):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["num_packs"] == 4
     missing = subprocess.run(
-        [sys.executable, "-m", "swift_vlpack.cli", "plan", "--lengths", "nowhere.json", "--packing_length", "9"],
+        [sys.executable, "-m", "swift_vlpack", "plan", "--lengths", "nowhere.json", "--packing_length", "9"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert missing.returncode == 2

@@ -7,12 +7,12 @@ import select
 import shutil
 import subprocess
 import time
+from contextlib import redirect_stdout
 
 import pytest
 
-from swift_vlpack.cli import all_commands, main, parser
-from swift_vlpack.cli.completion_shells import SHELLS
-from swift_vlpack.cli.completion_words import words_of
+from swift_vlpack.cli import all_commands, main
+from swift_vlpack.cli.completion import SHELLS
 from swift_vlpack.config import option_names
 from swift_vlpack.host.swift_flags import flag_names
 
@@ -20,7 +20,11 @@ WANTED = [
     ("vlpack ve", ["verify"]),
     ("vlpack plan --packing_mo", ["--packing_mode"]),
     ("vlpack sft --packing_mode ", ["auto", "plan", "buffer"]),
+    ("vlpack sft --packing_mode b", ["buffer"]),
     ("vlpack sft --packing_drop_last f", ["false"]),
+    ("vlpack sft --packing_pad_to l", ["length"]),
+    ("vlpack sft train.yaml --packing_mode b", ["buffer"]),
+    ("vlpack sft --dataset a.jsonl b.jsonl --packing_mode b", ["buffer"]),
     ("vlpack verify --learning_r", ["--learning_rate"]),
     ("vlpack verify --torch_dtype b", ["bfloat16"]),
     ("vlpack cache ", ["list", "clear"]),
@@ -28,6 +32,7 @@ WANTED = [
     ("vlpack completion f", ["fish"]),
     ("vlpack plan --config tra", ["train.yaml"]),
     ("vlpack sft tra", ["train.yaml"]),
+    ("vlpack sft --model tra", ["train.yaml"]),
     ("vlpack verify p", ["pt"]),
     ("vlpack report tra", ["train.yaml"]),
     ("vlpack doctor --packing_mo", []),
@@ -36,63 +41,36 @@ WANTED = [
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory):
-    """A script of each shell, and a folder with a training file."""
+    """A folder with a training file, and with the script of each shell where docs/commands.md puts it."""
     folder = tmp_path_factory.mktemp("completion")
-    for name, write in SHELLS.items():
-        (folder / f"script.{name}").write_text(write(words_of(parser())))
+    for shell in SHELLS:
+        (folder / shell).mkdir()
+        with (folder / shell / "_vlpack").open("w") as script, redirect_stdout(script):
+            assert main(["completion", shell]) == 0
     (folder / "train.yaml").write_text("")
     return folder
 
 
-def test_words_are_those_of_the_parser():
+@pytest.mark.parametrize("shell", SHELLS)
+def test_scripts_have_every_command_and_flag(shell, scripts):
     """CLI-21"""
-    words = {one.name: one for one in words_of(parser())}
-    assert list(words) == [command.name for command in all_commands()]
-    flags = {option.flag: option for option in words["verify"].options}
-    assert {f"--{name}" for name in (*option_names(), *flag_names())} <= set(flags)
-    assert flags["--packing_strategy"].choices[:2] == ("binpack", "greedy")
-    assert flags["--packing_drop_last"].choices == ("true", "false")
-    assert flags["--packing_pad_to"].choices == ("none", "length")
-    assert flags["--config"].takes_file
-    assert flags["--json"].is_switch
-    assert flags["--packing_buffer"].text == "window: samples the packer may choose from at a time"
+    words = set(re.findall(r"[\w-]+", (scripts / shell / "_vlpack").read_text()))
+    flags = {name if shell == "fish" else f"--{name}" for name in (*option_names(), *flag_names())}
+    assert len(flags) > 300
+    assert flags | {command.name for command in all_commands()} <= words
 
 
-BASH = """
-source "$1"
-while IFS= read -r line; do
-    read -ra COMP_WORDS <<< "$line"
-    [[ "$line" == *" " ]] && COMP_WORDS+=("")
-    COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
-    _vlpack
-    printf '%s|' "${COMPREPLY[@]}"
-    echo
-done
-"""
-
-
-@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
-def test_bash_completes(scripts):
+def test_other_shell_is_refused(capsys):
     """CLI-21"""
-    lines = [
-        *WANTED,
-        ("vlpack sft --packing_mode = bu", ["buffer"]),
-        ("vlpack sft --packing_mode =", ["auto", "plan", "buffer"]),
-    ]
-    done = subprocess.run(
-        ["bash", "-c", BASH, "bash", str(scripts / "script.bash")],
-        input="".join(f"{line}\n" for line, _ in lines), cwd=scripts, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert done.stderr == ""
-    found = [[word for word in line.split("|") if word] for line in done.stdout.splitlines()]
-    assert dict(zip([line for line, _ in lines], found, strict=True)) == dict(lines)
+    assert main(["completion", "tcsh"]) == 2
+    assert "invalid choice: 'tcsh'" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="there is no fish")
 def test_fish_completes(scripts):
     """CLI-21"""
     asked = "; ".join(f"echo '# {line}'; complete -C '{line}'" for line, _ in WANTED)
-    command = ["fish", "--no-config", "-c", f"source script.fish; {asked}"]
+    command = ["fish", "--no-config", "-c", f"source fish/_vlpack; {asked}"]
     environ = {**os.environ, "HOME": str(scripts)}
     done = subprocess.run(command, cwd=scripts, capture_output=True, text=True, check=True, env=environ)
     answers = [part.splitlines() for part in done.stdout.split("# ")[1:]]
@@ -100,21 +78,21 @@ def test_fish_completes(scripts):
     assert {line: set(words) <= found[line] for line, words in WANTED} == {line: True for line, _ in WANTED}
 
 
-@pytest.mark.skipif(shutil.which("zsh") is None, reason="there is no zsh")
-def test_zsh_can_read_its_script(scripts):
-    """CLI-21"""
-    done = subprocess.run(["zsh", "-n", str(scripts / "script.zsh")], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-# Completion of zsh exists in its line editor only: this one is a terminal's, shows its line at Ctrl-X, and empties it.
+# Completion is a part of the line editor: these are set up to show their line at Ctrl-O, and to empty it.
+BASH = r"""
+PS1=; bind 'set enable-bracketed-paste off'; source bash/_vlpack
+show() { printf '<<%s>>' "$READLINE_LINE"; READLINE_LINE=; READLINE_POINT=0; }
+bind -x '"\C-o": show'
+echo REA''DY
+"""
 ZSH = r"""
 PROMPT=; RPROMPT=; zle_bracketed_paste=()
-autoload -Uz compinit; compinit -u -D; source script.zsh
+fpath=($PWD/zsh $fpath); autoload -Uz compinit; compinit -u -D
 show() { print -rn -- "<<$BUFFER>>"; BUFFER= }
-zle -N show; bindkey '^I' complete-word; bindkey '^X' show
+zle -N show; bindkey '^I' complete-word; bindkey '^O' show
 print REA''DY
 """
+TERMINALS = {"bash": (["bash", "--norc", "--noprofile", "-i"], BASH), "zsh": (["zsh", "-f", "-i"], ZSH)}
 
 
 def read_until(terminal, pattern, seconds=60):
@@ -127,51 +105,28 @@ def read_until(terminal, pattern, seconds=60):
     return found
 
 
-@pytest.mark.skipif(shutil.which("zsh") is None, reason="there is no zsh")
-def test_zsh_completes(scripts):
+@pytest.mark.parametrize("shell", TERMINALS)
+def test_line_in_a_terminal_is_completed(shell, scripts):
     """CLI-21: whatever has one answer."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell}")
+    command, set_up = TERMINALS[shell]
     terminal, inside = pty.openpty()
     environ = {**os.environ, "HOME": str(scripts), "TERM": "dumb"}
     process = subprocess.Popen(
-        ["zsh", "-f", "-i"],
-        stdin=inside,
-        stdout=inside,
-        stderr=inside,
-        cwd=scripts,
-        env=environ,
-        start_new_session=True,
+        command, stdin=inside, stdout=inside, stderr=inside, cwd=scripts, env=environ, start_new_session=True
     )
     try:
         os.close(inside)
-        os.write(terminal, ZSH.encode())
+        os.write(terminal, set_up.encode())
         read_until(terminal, b"READY")
-        for line, words in [*WANTED, ("vlpack sft --packing_mode b", ["buffer"])]:
+        for line, words in WANTED:
             if len(words) > 1:
                 continue
-            os.write(terminal, f"{line}\t\x18".encode())
-            made = read_until(terminal, b"<<(.*)>>")[1].decode().rstrip(" =")
+            os.write(terminal, f"{line}\t\x0f".encode())
+            made = read_until(terminal, b"<<(.*)>>")[1].decode().rstrip()
             assert made == " ".join([*line.split(" ")[:-1], *(words or line.split(" ")[-1:])]), line
     finally:
         process.kill()
         process.wait()
         os.close(terminal)
-
-
-def test_script_of_zsh_has_every_command_in_quotes_that_close(scripts):
-    """CLI-21: also where there is no zsh."""
-    script = (scripts / "script.zsh").read_text()
-    for command in all_commands():
-        assert f"        {command.name})\n            _arguments -S" in script
-    assert "'*--packing_mode=[plan packs ahead of time and refuses data without a length, buffer packs rows" in script
-    assert ":value:(auto plan buffer)'" in script
-    lines = [line for line in script.splitlines() if line.lstrip().startswith("'")]
-    assert len(lines) > 1000
-    assert [line for line in lines if line.replace("'\\''", "").count("'") != 2] == []
-
-
-def test_command_prints_the_script(scripts, capsys):
-    """CLI-21"""
-    assert main(["completion", "bash"]) == 0
-    assert capsys.readouterr().out == (scripts / "script.bash").read_text()
-    assert main(["completion", "tcsh"]) == 2
-    assert "invalid choice: 'tcsh'" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import pytest
 from swift_vlpack.cli import doctor, main
 from swift_vlpack.cli.doctor_advice import GB, MB, advice_on
 from swift_vlpack.cli.doctor_text import doctor_text
-from swift_vlpack.cli.packages import fits, numbers, packages, ranges, requirements, version_of
+from swift_vlpack.cli.packages import fits, packages, ranges, requirements, version_of
 from swift_vlpack.lengths.cache_folder import lengths_folder
 
 ROOT = Path(__file__).parent.parent.parent
@@ -108,10 +108,21 @@ def declared(text):
     return lines
 
 
-def test_numbers_of_versions():
-    """CLI-18"""
-    assert numbers("4.7.0") == numbers("4.7") > numbers("4.6.9")
-    assert numbers("2.15.0a0+git") == (2, 15)
+@pytest.mark.parametrize(
+    ("version", "wanted", "is_in"),
+    [
+        ("2.0", "~=1.26", False),
+        ("1.30", "~=1.26", True),
+        ("4.7.0.dev0", ">=4.5.3,<4.7", False),
+        ("2.15.0.dev20260101+cu128", ">=2.4", True),
+        ("2.15.0a0+git", ">=2.4", True),
+        ("unknown", ">=2", False),
+        ("4.7", "!=4.7.0", False),
+    ],
+)
+def test_ranges_mean_what_they_mean_to_installers(version, wanted, is_in):
+    """CLI-18: builds of a later version count, the one that an upper limit leaves out does not."""
+    assert fits(version, wanted) is is_in
 
 
 def test_cache_is_where_ms_swift_has_its_models():

@@ -20,7 +20,7 @@ from tests.data_rows import mixed_rows, text_row, write_jsonl
 from tests.host.runs import packed_argv
 
 FAMILY = "qwen2_5_vl"
-SABOTAGE = Path(__file__).parent.parent.parent / "plugins" / "sabotage.py"
+SABOTAGE = Path(__file__).parent.parent / "plugins" / "sabotage.py"
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,7 @@ def started(command, tmp_path, **environ):
     (tmp_path / "temporary").symlink_to(folder)
     environ = {**clean, "TEST_RUN": str(tmp_path), "TMPDIR": folder, **environ}
     with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
-        command = [sys.executable, "-m", "swift_vlpack.cli", *map(str, command)]
+        command = [sys.executable, "-m", "swift_vlpack", *map(str, command)]
         return subprocess.Popen(command, stdout=out, stderr=err, env=environ, start_new_session=True)
 
 

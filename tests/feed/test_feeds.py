@@ -14,8 +14,9 @@ from swift_vlpack.feed import epochs
 from swift_vlpack.feed.saved_rows import from_bytes
 from swift_vlpack.plan import steps
 from swift_vlpack.rows.faults import Fault
-from swift_vlpack.rows.fusion import FusionCaptionDataset, RowSource
+from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.sizes import LengthIndex, RowSize
+from swift_vlpack.rows.source import RowSource
 from tests.feeds import loader_over, planned_feed, resumed
 
 CONFIG = PackingConfig(packing_length=100, packing_strategy="best_fit", packing_drop_last=False)

@@ -16,7 +16,8 @@ from swift_vlpack.feed.feed import count_left_out
 from swift_vlpack.feed.planned import address_of, count_rows, left_out_by
 from swift_vlpack.feed.reader import PackReader
 from swift_vlpack.feed.saved_rows import from_bytes
-from swift_vlpack.rows.fusion import FusionCaptionDataset, RowSource
+from swift_vlpack.rows.fusion import FusionCaptionDataset
+from swift_vlpack.rows.source import RowSource
 from swift_vlpack.rows.streams import StreamedRows
 from swift_vlpack.runlog.telemetry import Telemetry
 from tests.feeds import planned_feed, resumed, streamed_feed
@@ -305,7 +306,6 @@ def test_row_whose_tensors_are_not_what_its_tokens_say_is_counted(mode):
 def test_sizes_without_parts_are_refused_where_rows_are_to_be_cut():
     """CUT-12: or long rows would stay whole without a word."""
     data = FusionCaptionDataset([RowSource(name="data", rows=rows(5))], Template())
-    data.templates[0].max_length = None
     data.measure()
     with pytest.raises(DataError, match="was measured for rows that stay whole"):
         PackingDataset(data, Template(), config())

@@ -16,10 +16,9 @@ from swift_vlpack.feed.row_loss import (
     with_fewer_targets,
 )
 from swift_vlpack.plan.parts import Span
-from swift_vlpack.rows.contents import NO_LABEL
-from swift_vlpack.rows.cut_tensors import cut_sample
+from swift_vlpack.rows.contents import NO_LABEL, num_supervised
+from swift_vlpack.rows.cutting import cut_sample
 from swift_vlpack.rows.samples import PackRecord, SampleId
-from swift_vlpack.rows.sizes import num_supervised
 
 
 @pytest.mark.parametrize(

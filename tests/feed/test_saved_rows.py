@@ -6,8 +6,8 @@ import pytest
 from swift_vlpack.errors import StateMismatch
 from swift_vlpack.feed import saved_rows
 from swift_vlpack.feed.saved_rows import changes, from_bytes, row_digests, saved_source, to_bytes, with_sizes
-from swift_vlpack.rows.fusion import RowSource
 from swift_vlpack.rows.sizes import LengthIndex, RowSize
+from swift_vlpack.rows.source import RowSource
 from tests.data_rows import text_row
 
 NUM_ROWS = 40

@@ -11,7 +11,8 @@ from swift_vlpack.feed.buffered import BufferedPackingDataset, ReaderProgress
 from swift_vlpack.feed.data_report import data_report, left_out_rows
 from swift_vlpack.feed.feed import count_left_out
 from swift_vlpack.feed.planned import left_out_by
-from swift_vlpack.rows.fusion import FusionCaptionDataset, RowSource
+from swift_vlpack.rows.fusion import FusionCaptionDataset
+from swift_vlpack.rows.source import RowSource
 from swift_vlpack.rows.streams import StreamedRows
 from swift_vlpack.runlog.telemetry import Telemetry
 from tests.feed import test_parts

@@ -150,7 +150,7 @@ def test_two_machines_train_one_run(workplace, small_model, tmp_path):
     """DOC-4 TRAIN-3 RANKS-1: a process of one rank each, over gloo; variables of the shell win over the file."""
     own = {"external_plugins": SMALL_VOCABULARY, "ddp_backend": "gloo", "use_cpu": "true", "num_train_epochs": 1}
     options = {**SHORT, "model": small_model, "output_dir": tmp_path, "max_steps": -1, **own}
-    command = [sys.executable, "-m", "swift_vlpack.cli", "sft", *arguments("two_nodes.yaml", **options)]
+    command = [sys.executable, "-m", "swift_vlpack", "sft", *arguments("two_nodes.yaml", **options)]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NPROC_PER_NODE": "1"}
     machines = [
         subprocess.Popen(

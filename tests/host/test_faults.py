@@ -214,7 +214,7 @@ def test_training_goes_on_where_shared_memory_is_short(small_folder, tmp_path):
         small_folder(FAMILY), FAMILY, tmp_path / "out", dataset=dataset, val_dataset=dataset, num_train_epochs=1,
         dataloader_num_workers=2, eval_strategy="epoch",
     )  # fmt: skip
-    done = with_shared_memory_of("2m", "-m", "swift_vlpack.cli", "sft", *few, timeout_seconds=400)
+    done = with_shared_memory_of("2m", "-m", "swift_vlpack", "sft", *few, timeout_seconds=400)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (done.stdout + done.stderr).count("MB free and a batch takes") == 1
     assert epoch_report(tmp_path / "out")["num_samples"] == 4

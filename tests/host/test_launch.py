@@ -12,7 +12,7 @@ from swift_vlpack.errors import ConfigError
 from swift_vlpack.host.launch import plugin_path, run_launch, split_flags, train_launch
 from swift_vlpack.host.swift_flags import flag_names
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def test_packing_flags_are_separated_from_the_others():

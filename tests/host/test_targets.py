@@ -8,7 +8,7 @@ from swift_vlpack import PackingConfig, PackingDataset
 from swift_vlpack.cli.plan_run import training_report
 from swift_vlpack.errors import StateMismatch
 from swift_vlpack.rows.contents import NO_LABEL
-from swift_vlpack.rows.targets import ATTRIBUTE, Targets
+from swift_vlpack.rows.encoder import Targets
 from tests.data_rows import image_row, text_row, write_jsonl
 from tests.environment import packing_options
 from tests.host.runs import argv, packed_argv, train
@@ -31,10 +31,7 @@ def data(rows, tmp_path_factory):
 
 @pytest.fixture
 def template(tiny):
-    """The template of a tiny model, with the targets of nobody."""
-    made = tiny(FAMILY).template
-    yield made
-    vars(made).pop(ATTRIBUTE, None)
+    return tiny(FAMILY).template
 
 
 def by_hand(template, row):

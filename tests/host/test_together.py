@@ -17,7 +17,7 @@ from swift_vlpack.host.ranks import RanksDiffer, RanksOfRun, check_same_paramete
 from swift_vlpack.host.same_rows import check_same_files, check_same_validation
 from swift_vlpack.host.state import FILE
 from swift_vlpack.host.together import check_checkpoint
-from swift_vlpack.rows.fusion import RowSource
+from swift_vlpack.rows.source import RowSource
 from tests.data_rows import image_row, text_row, write_jsonl
 from tests.host.lengths.test_ranks import on_two_ranks
 from tests.host.runs import packed_argv, train

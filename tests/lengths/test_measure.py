@@ -18,8 +18,9 @@ from swift_vlpack.lengths.measured_sizes import LengthCaches, MeasuredSizes
 from swift_vlpack.lengths.rank_rows import RankRows
 from swift_vlpack.lengths.rows_work import Encoders
 from swift_vlpack.lengths.trust import Trust
-from swift_vlpack.rows.fusion import RowSource
-from swift_vlpack.rows.sizes import size_of
+from swift_vlpack.rows.contents import size_of
+from swift_vlpack.rows.encoder import RowEncoder
+from swift_vlpack.rows.source import RowSource
 from tests.data_rows import image_row, mixed_rows, text_row
 from tests.images import photo
 from tests.plain_template import HeaderTemplate, PlainTemplate
@@ -34,7 +35,7 @@ class Start(NamedTuple):
     in_full: PlainTemplate
 
     def measured(self, rows, comm=ALONE, **options):
-        encoders = Encoders(by_header=self.by_header, in_full=self.in_full, **options)
+        encoders = Encoders(by_header=RowEncoder(self.by_header), in_full=RowEncoder(self.in_full), **options)
         return measure(RowSource(name="data", rows=rows), self.caches, encoders, comm)
 
 

@@ -17,8 +17,10 @@ from swift_vlpack.lengths.measure import measure
 from swift_vlpack.lengths.measured_sizes import LengthCaches
 from swift_vlpack.lengths.rows_work import Encoders
 from swift_vlpack.lengths.trust import Trust
-from swift_vlpack.rows.fusion import FusionCaptionDataset, RowSource
+from swift_vlpack.rows.encoder import RowEncoder
+from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.samples import SampleId
+from swift_vlpack.rows.source import RowSource
 from tests.data_rows import image_row, mixed_rows, text_row
 from tests.images import noise, photo
 from tests.plain_template import PlainTemplate
@@ -34,7 +36,8 @@ def sized(rows, template, path):
     cache = LengthCache(path, "context")
     cache.take_over_notes()
     source = RowSource(name="data", rows=rows)
-    sizes = measure(source, LengthCaches(cache=cache, trust=Trust()), Encoders(by_header=template, in_full=template))
+    encoder = RowEncoder(template)
+    sizes = measure(source, LengthCaches(cache=cache, trust=Trust()), Encoders(by_header=encoder, in_full=encoder))
     return RowSource(name="data", rows=rows, sizes=sizes, remember_size=cache.remember)
 
 

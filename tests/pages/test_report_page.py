@@ -34,7 +34,9 @@ def test_page_asks_no_network_for_anything(tmp_path):
     """REPORT-10"""
     train(tmp_path, range(1, 4), 2, checkpoints=(2,), ends=True)
     elements = Elements(report_page(report(tmp_path)))
-    assert not [attrs for _, attrs in elements.found if {"src", "href", "action"} & set(attrs)]
+    assert not [attrs for _, attrs in elements.found if {"src", "action"} & set(attrs)]
+    links = {attrs["href"] for _, attrs in elements.found if "href" in attrs}
+    assert [link for link in links if not link.startswith("#")] == [], "but to a part of a plot in the page itself"
 
 
 def tables(made):
@@ -130,17 +132,19 @@ def test_report_loads_neither_torch_nor_ms_swift(tmp_path):
     assert "3 packs, 6 samples, 300 tokens" in done.stdout
 
 
-def test_losses_that_are_no_numbers_are_named_and_not_drawn(tmp_path, capsys):
-    """REPORT-6 REPORT-9: of a run that went wrong, in every form."""
+def test_losses_that_are_no_numbers_are_named_and_marked(tmp_path, capsys):
+    """REPORT-6 REPORT-9 REPORT-13: of a run that went wrong, in every form."""
     train(tmp_path, range(1, 6), 1)
     losses = [2.0, math.nan, math.inf, 3.0, 2.5]
     lines = [{"loss": loss, "global_step/max_steps": f"{step}/5"} for step, loss in enumerate(losses, 1)]
     json_lines.append(tmp_path / "logging.jsonl", lines)
     made = report(tmp_path)
     assert [point["loss"] for point in made["series"]] == [2.0, None, None, 3.0, 2.5]
+    assert made["steps_without_loss"] == [2, 3]
     said = "the logged loss is infinite or no number at 2 steps: 2, 3 ("
     assert any(said in note for note in made["notes"])
     assert said in report_page(made)
+    assert ">no number</text>" in report_page(made)
     print_report(made, sys.stdout)
     assert said in " ".join(capsys.readouterr().out.split())
     assert main(["report", str(tmp_path), "--json"]) == 0

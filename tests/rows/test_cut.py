@@ -5,7 +5,7 @@ import torch
 
 from swift_vlpack.plan.parts import Span
 from swift_vlpack.rows.contents import NO_LABEL
-from swift_vlpack.rows.cut_tensors import cut_sample
+from swift_vlpack.rows.cutting import cut_sample
 
 LABELS = [NO_LABEL, 11, 12, 13, 14, 15]
 WEIGHTS = [0.0, 0.5, 2.0, 0.5, 2.0, 0.5]

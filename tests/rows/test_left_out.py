@@ -10,10 +10,10 @@ import pytest
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.feed.failures import FailedShare, check_measured
-from swift_vlpack.rows.fusion import RowSource
 from swift_vlpack.rows.left_out import LeftOutRows
 from swift_vlpack.rows.samples import LeftOut, SampleId, TooManyFailures
 from swift_vlpack.rows.sizes import LengthIndex, RowSize
+from swift_vlpack.rows.source import RowSource
 from swift_vlpack.runlog.left_out_list import listed
 
 

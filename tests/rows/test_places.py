@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from swift_vlpack.rows.fusion import RowSource
-from swift_vlpack.rows.places import place
+from swift_vlpack.rows.source import RowSource, place
 
 
 def write(path: Path, text: str) -> str:

@@ -1,14 +1,10 @@
 """What tells one row from another, for lengths and for checkpoints."""
 
-import doctest
-
 import pytest
 
 from swift_vlpack.feed.saved_rows import row_digests
 from swift_vlpack.lengths.cache import LengthCache, fingerprint
-from swift_vlpack.rows import row_digest
-from swift_vlpack.rows.fusion import RowSource
-from swift_vlpack.rows.row_digest import row_bytes
+from swift_vlpack.rows.source import RowSource, row_bytes
 
 ASKED = [{"role": "user", "content": "h\u00e9"}]
 ROW = {"messages": ASKED, "tools": [{"name": "b", "a": 1}], "dataset": "x.jsonl"}
@@ -46,8 +42,3 @@ def test_object_is_its_class_for_a_checkpoint_and_nothing_for_a_length():
     assert row_bytes({"image": object()}) == b'{"image": "object"}'
     with pytest.raises(TypeError, match="object has no content"):
         row_bytes({"image": object()}, as_encoded=True)
-
-
-def test_examples_of_the_module():
-    assert doctest.testmod(row_digest).attempted == 2
-    assert doctest.testmod(row_digest).failed == 0

@@ -17,8 +17,10 @@ from swift_vlpack.lengths.measured_sizes import LengthCaches
 from swift_vlpack.lengths.rows_work import Encoders
 from swift_vlpack.lengths.trust import Trust
 from swift_vlpack.rows import watch
-from swift_vlpack.rows.fusion import FusionCaptionDataset, RowSource
+from swift_vlpack.rows.encoder import RowEncoder
+from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.samples import LeftOut, SampleId
+from swift_vlpack.rows.source import RowSource
 from swift_vlpack.rows.watch import Waits, watched
 from tests.data_rows import image_row, text_row
 from tests.images import photo
@@ -70,7 +72,8 @@ def some_rows(folder):
 
 def measured(rows, template, path, num_processes=1, is_strict=False):
     caches = LengthCaches(cache=LengthCache(path, "context"), trust=Trust())
-    encoders = Encoders(by_header=template, in_full=template, is_strict=is_strict, num_processes=num_processes)
+    encoder = RowEncoder(template)
+    encoders = Encoders(by_header=encoder, in_full=encoder, is_strict=is_strict, num_processes=num_processes)
     return measure(RowSource(name="data", rows=rows), caches, encoders)
 
 

@@ -10,8 +10,9 @@ from torch.utils.data import DataLoader
 from swift_vlpack import PackingConfig
 from swift_vlpack.errors import ConfigError, StateMismatch
 from swift_vlpack.feed.buffered import BufferedPackingDataset, ReaderProgress
-from swift_vlpack.rows.fusion import FusionCaptionDataset, RowSource
+from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.samples import SampleId
+from swift_vlpack.rows.source import RowSource
 from swift_vlpack.rows.streams import StreamedRows
 from tests.data_rows import image_row, sentence, text_row
 from tests.images import photo

@@ -16,9 +16,10 @@ from swift_vlpack.feed.collate import Collator
 from swift_vlpack.feed.dataset import PackingDataset
 from swift_vlpack.feed.planned import PlannedPackingDataset, left_out_by
 from swift_vlpack.plan.planner import plan
-from swift_vlpack.rows.fusion import FusionCaptionDataset, RowSource
+from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.samples import Address, SampleId, TooManyFailures
 from swift_vlpack.rows.sizes import LengthIndex, RowSize
+from swift_vlpack.rows.source import RowSource
 from swift_vlpack.runlog.telemetry import Telemetry
 from tests.data_rows import image_row, mixed_rows, text_row
 from tests.feeds import loader_over, planned_feed, streamed_feed

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 from datasets import Dataset
 from swift.template import get_template
 
+from swift_vlpack.host import length_pass
 from swift_vlpack.lengths import failures, measure, trust
-from swift_vlpack.rows.fusion import RowSource
-from swift_vlpack.rows.sizes import size_of
+from swift_vlpack.rows.contents import size_of
+from swift_vlpack.rows.encoder import RowEncoder
+from swift_vlpack.rows.source import RowSource
 from tests.data_rows import image_row, text_row
 from tests.images import photo
 
@@ -36,6 +38,11 @@ def variant(tiny, family, **options):
     made = get_template(tiny(family).template.processor, template_type=family, **{"max_length": 2048, **options})
     made.set_mode("train")
     return made
+
+
+def with_lengths(source, template, *args):
+    """The lengths of a source, of rows as a template encodes them."""
+    return length_pass.with_lengths(source, RowEncoder(template), *args)
 
 
 def source(rows, name="rows", **options):

@@ -8,12 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from swift_vlpack.errors import DataError
-from swift_vlpack.host.length_pass import with_lengths
 from swift_vlpack.lengths import failures
-from swift_vlpack.rows.fusion import encode_row
+from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.samples import SampleId
 from tests.data_rows import image_row, text_row, write_jsonl
-from tests.host.lengths.support import ARGS, FAMILY, dataset, source, texts, variant, warnings_of
+from tests.host.lengths.support import ARGS, FAMILY, dataset, source, texts, variant, warnings_of, with_lengths
 from tests.host.rows.test_faults import bad_rows
 from tests.host.runs import epoch_report, packed_argv, train
 from tests.images import photo
@@ -149,7 +148,7 @@ def test_rows_with_more_tags_than_media_are_counted_and_are_as_training_has_them
             "Give every tag its medium, or take it out of the text"
         ]
     for row, length in zip(rows, sizes.lengths.tolist(), strict=True):
-        trained = encode_row(template, row, SampleId("rows", 0))
+        trained = RowEncoder(template).sample(row, SampleId("rows", 0))
         plain = template.encode(row, return_length=True)
         assert trained["input_ids"] == plain["input_ids"]
         assert len(plain["input_ids"]) == length

@@ -8,11 +8,21 @@ from swift.template import Template
 
 from swift_vlpack.host import headers
 from swift_vlpack.host.headers import HeaderImage, NoPixels
-from swift_vlpack.host.length_pass import with_lengths
 from swift_vlpack.lengths import trust
 from swift_vlpack.lengths.length_file import SIZE
 from tests.data_rows import image_row, text_row
-from tests.host.lengths.support import ARGS, FAMILY, dataset, outcome, source, texts, unchecked, variant, warnings_of
+from tests.host.lengths.support import (
+    ARGS,
+    FAMILY,
+    dataset,
+    outcome,
+    source,
+    texts,
+    unchecked,
+    variant,
+    warnings_of,
+    with_lengths,
+)
 from tests.images import REASON_OF, photo
 
 BROKEN_BEHIND_ITS_HEADER = {"truncated.jpg", "broken.png"}

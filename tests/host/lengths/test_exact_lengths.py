@@ -4,9 +4,19 @@ import pytest
 
 from swift_vlpack.host import headers
 from swift_vlpack.host.headers import HeaderImage, NoPixels, pixel_free
-from swift_vlpack.host.length_pass import with_lengths
 from tests.data_rows import image_row, text_row
-from tests.host.lengths.support import ARGS, FAMILY, dataset, odd_rows, outcome, source, texts, unchecked, variant
+from tests.host.lengths.support import (
+    ARGS,
+    FAMILY,
+    dataset,
+    odd_rows,
+    outcome,
+    source,
+    texts,
+    unchecked,
+    variant,
+    with_lengths,
+)
 from tests.images import KINDS, photo, wild
 from tests.marks import quick_only
 from tests.tiny import FAMILIES

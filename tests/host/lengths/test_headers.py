@@ -13,10 +13,9 @@ from swift.template import Template
 
 from swift_vlpack.host import headers
 from swift_vlpack.host.headers import HeaderImage, NoPixels, pixel_free
-from swift_vlpack.host.length_pass import with_lengths
-from swift_vlpack.rows.fusion import RowSource
+from swift_vlpack.rows.source import RowSource
 from tests.data_rows import image_row
-from tests.host.lengths.support import ARGS, outcome, unchecked, warnings_of
+from tests.host.lengths.support import ARGS, outcome, unchecked, warnings_of, with_lengths
 from tests.images import noise, photo
 
 FAMILY = "qwen2_5_vl"

@@ -10,12 +10,13 @@ from swift.dataset import load_dataset
 from swift.template import Template
 
 from swift_vlpack.host import headers
-from swift_vlpack.host.length_pass import with_lengths
 from swift_vlpack.lengths.context import context_of
 from swift_vlpack.lengths.source_code import code_of
-from swift_vlpack.rows.fusion import RowSource, encode_row
+from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.samples import SampleId
+from swift_vlpack.rows.source import RowSource
 from tests.data_rows import image_row, text_row, write_jsonl
+from tests.host.lengths.support import with_lengths
 from tests.images import noise, photo
 
 FAMILY = "qwen2_5_vl"
@@ -208,7 +209,7 @@ def test_file_urls_are_the_paths_that_they_name(template, tmp_path):
     assert found.failures == {}
     assert found.lengths[:5].tolist() == [template.encode(image_row([path]), return_length=True)["length"]] * 5
     assert found.images.tolist() == [1] * 6
-    sample = encode_row(template, rows[1], SampleId("rows", 1))
+    sample = RowEncoder(template).sample(rows[1], SampleId("rows", 1))
     assert sample["length"] == found.lengths[1], "as training has it"
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from swift_vlpack.host.length_pass import with_lengths
 from swift_vlpack.lengths.context import context_of
 from tests.data_rows import image_row, text_row
-from tests.host.lengths.support import ARGS, FAMILY, dataset, odd_rows, outcome, source, texts, variant
+from tests.host.lengths.support import ARGS, FAMILY, dataset, odd_rows, outcome, source, texts, variant, with_lengths
 from tests.images import noise, photo
 from tests.marks import telling
 

@@ -7,7 +7,7 @@ import pytest
 
 from swift_vlpack import PackingConfig
 from swift_vlpack.host.pipeline import measured_rows
-from swift_vlpack.rows.fusion import RowSource
+from swift_vlpack.rows.source import RowSource
 from tests.data_rows import text_row
 from tests.lengths.test_progress import lines
 

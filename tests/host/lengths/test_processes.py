@@ -10,13 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch.multiprocessing as mp
 
-from swift_vlpack.host.length_pass import with_lengths
 from swift_vlpack.lengths import measure, trust
 from swift_vlpack.lengths.cache import LengthCache
 from swift_vlpack.lengths.cache_folder import lengths_path
 from swift_vlpack.lengths.rows_work import RowsWork
 from tests.data_rows import image_row, text_row
-from tests.host.lengths.support import ARGS, dataset, source, texts
+from tests.host.lengths.support import ARGS, dataset, source, texts, with_lengths
 from tests.images import photo
 
 

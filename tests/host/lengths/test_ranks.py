@@ -11,10 +11,9 @@ from swift.template import Template
 from swift_vlpack.errors import DataError
 from swift_vlpack.host import headers
 from swift_vlpack.host.headers import HeaderImage
-from swift_vlpack.host.length_pass import with_lengths
 from swift_vlpack.host.ranks import RankFailed, RanksDiffer
 from tests.data_rows import image_row, text_row
-from tests.host.lengths.support import ARGS, dataset, outcome, source, texts, unchecked
+from tests.host.lengths.support import ARGS, dataset, outcome, source, texts, unchecked, with_lengths
 from tests.images import photo
 
 

@@ -10,11 +10,10 @@ from swift.template import Template
 
 from swift_vlpack.host import headers
 from swift_vlpack.host.headers import HeaderImage
-from swift_vlpack.host.length_pass import with_lengths
 from swift_vlpack.lengths import trust
-from swift_vlpack.rows.fusion import RowSource
+from swift_vlpack.rows.source import RowSource
 from tests.data_rows import image_row, text_row
-from tests.host.lengths.support import ARGS, dataset, outcome, texts, warnings_of
+from tests.host.lengths.support import ARGS, dataset, outcome, texts, warnings_of, with_lengths
 from tests.images import noise, photo
 from tests.marks import quick_only
 

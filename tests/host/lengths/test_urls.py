@@ -8,15 +8,15 @@ import pytest
 from swift.template import vision_utils
 
 from swift_vlpack.host.headers import reading_urls
-from swift_vlpack.host.length_pass import with_lengths
 from swift_vlpack.host.pipeline import urls_in_training
 from swift_vlpack.lengths.measured_sizes import MeasuredSizes
 from swift_vlpack.rows import urls as module
-from swift_vlpack.rows.fusion import FusionCaptionDataset, RowSource
+from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.samples import Address, SampleError
+from swift_vlpack.rows.source import RowSource
 from swift_vlpack.rows.urls import NUM_FAILURES
 from tests.data_rows import image_row, text_row
-from tests.host.lengths.support import ARGS, outcome, unchecked, warnings_of
+from tests.host.lengths.support import ARGS, outcome, unchecked, warnings_of, with_lengths
 from tests.rows.test_urls import Web, black_hole, jpeg, refused
 
 

@@ -5,12 +5,11 @@ from types import SimpleNamespace
 import pytest
 
 from swift_vlpack.host.headers import pixel_free
-from swift_vlpack.host.length_pass import with_lengths
 from swift_vlpack.rows import video_readers
-from swift_vlpack.rows.fusion import RowSource
-from swift_vlpack.rows.sizes import size_of
+from swift_vlpack.rows.contents import size_of
+from swift_vlpack.rows.source import RowSource
 from tests.data_rows import text_row
-from tests.host.lengths.support import warnings_of
+from tests.host.lengths.support import warnings_of, with_lengths
 from tests.images import photo
 from tests.marks import quick_only
 from tests.tiny import FAMILIES

@@ -150,12 +150,12 @@ def test_ms_swifts_split_is_ours(run, small_folder, data, tmp_path, monkeypatch)
 
 def test_parts_are_remembered_with_the_lengths(run, small_folder, data, tmp_path, monkeypatch):
     """CUT-16: nothing is encoded again under the same options; under another pack length what is longer."""
-    from swift_vlpack.lengths import rows_work
+    from swift_vlpack.rows.encoder import RowEncoder
 
     measured = []
-    measure = rows_work.encode_row
+    measure = RowEncoder.sample
     monkeypatch.setattr(
-        rows_work, "encode_row", lambda *args, **options: measured.append(args[2].row) or measure(*args, **options)
+        RowEncoder, "sample", lambda *args, **options: measured.append(args[2].row) or measure(*args, **options)
     )
 
     def report(**options):

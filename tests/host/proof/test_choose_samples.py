@@ -79,17 +79,17 @@ def test_data_of_one_sample_make_a_pack(packs, form):
 
 def breaking(monkeypatch, packs, is_broken):
     """Rows that cannot be encoded any more, though they were measured."""
-    from swift_vlpack.rows import fusion
+    from swift_vlpack.rows.encoder import RowEncoder
     from swift_vlpack.rows.samples import SampleError
 
-    encode_row = fusion.encode_row
+    sample = RowEncoder.sample
 
-    def encode(template, row, sample_id, **options):
+    def encode(encoder, row, sample_id, **options):
         if is_broken(sample_id.row):
             raise SampleError(sample_id, "file_missing", "gone")
-        return encode_row(template, row, sample_id, **options)
+        return sample(encoder, row, sample_id, **options)
 
-    monkeypatch.setattr(fusion, "encode_row", encode)
+    monkeypatch.setattr(RowEncoder, "sample", encode)
 
 
 @pytest.mark.parametrize("num_broken", [3, 30])

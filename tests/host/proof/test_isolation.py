@@ -13,7 +13,7 @@ from swift_vlpack.proof.isolation import IsolationError
 from swift_vlpack.proof.measure import measured
 from swift_vlpack.proof.prove import is_ordinary_token
 from swift_vlpack.proof.reference import untouched
-from swift_vlpack.rows.fusion import encode_row
+from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.samples import SampleId
 from tests.data_rows import text_row
 from tests.host.proof.subjects import template_subject
@@ -201,7 +201,7 @@ def test_first_label_is_masked_where_the_template_cut_the_sample(training):
     """ISO-4 DATA-8"""
     template = copy.copy(training(FAMILY).template)
     template.max_length, template.truncation_strategy = 25, "left"
-    sample = encode_row(template, text_row(answer="word " * 100), SampleId("text", 0))
+    sample = RowEncoder(template).sample(text_row(answer="word " * 100), SampleId("text", 0))
     assert sample["length"] == 25
     assert sample["labels"][0] == -100
     assert -100 not in sample["labels"][1:], "the cut went through the answer"

@@ -9,8 +9,8 @@ import pytest
 import torchvision
 
 from swift_vlpack.reasons import REASONS
+from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.faults import fault_of, is_lasting
-from swift_vlpack.rows.fusion import encode_row
 from swift_vlpack.rows.samples import SampleError, SampleId
 from tests.data_rows import image_row, text_row
 from tests.images import noise, photo
@@ -99,7 +99,7 @@ def template(tiny):
 
 def failure(template, row):
     with pytest.raises(SampleError) as caught:
-        encode_row(template, row, SampleId("rows", 7))
+        RowEncoder(template).sample(row, SampleId("rows", 7))
     return caught.value
 
 
