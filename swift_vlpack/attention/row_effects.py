@@ -68,7 +68,7 @@ def rope_limits(model_config: Any) -> Iterator[tuple[str, int]]:
 
 def _longest(rows: Any, max_length: int | None) -> int:
     """Tokens of the longest sample there is, or, of rows that were not measured, can be."""
-    sizes = [source.sizes for source in getattr(rows, "sources", ())]
+    sizes = [source.sizes for source in rows.sources]
     if sizes and all(of_source is not None for of_source in sizes):
         return max(int(of_source.lengths.max(initial=0)) for of_source in sizes)
     return max_length or 0

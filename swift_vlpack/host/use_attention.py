@@ -29,5 +29,5 @@ def choose_for(trainer: Any) -> str:
     """Choose the kernel on the model as it will train, on all ranks the same; the line that says which and why."""
     context = trainer.compute_loss_context_manager
     return choose_attention(
-        model_of(trainer), trainer.template, trainer.feed, results_of_all=results_of_all, forward_context=context
+        model_of(trainer), trainer.template, trainer.feed.packs, results_of_all=results_of_all, forward_context=context
     )
