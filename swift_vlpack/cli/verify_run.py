@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from swift.callbacks import TrainerCallback
 
-from swift_vlpack.attention.row_effects import noise_by_sample
+from swift_vlpack.attention.sequence_effects import noise_by_sample
 from swift_vlpack.cli.verify_text import verify_text
 from swift_vlpack.errors import AttentionError, BoundaryError, DataError, VLPackError
 from swift_vlpack.host.callback import PackingCallback
