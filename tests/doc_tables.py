@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from pathlib import Path
 
-from swift_vlpack.cli.packing_flags import shown
+from swift_vlpack.cli.command import shown
 from swift_vlpack.config import PackingConfig, kind_of
 
 DOCS = Path(__file__).parent.parent / "docs"

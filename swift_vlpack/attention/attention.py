@@ -36,7 +36,7 @@ from swift_vlpack.attention.packed_sequence import (
     rescaled_by_sample,
 )
 from swift_vlpack.errors import AttentionError
-from swift_vlpack.rows.configs import text_config_of
+from swift_vlpack.rows.families import text_config_of
 
 NAME = "vlpack"
 # Registries of our own, because transformers calls one function for all models and tells it only the layer.

@@ -15,14 +15,7 @@ import torch
 
 from swift_vlpack.attention.packed_sequence import Groups, boundaries_of, groups_of
 from swift_vlpack.errors import AttentionError
-from swift_vlpack.rows.configs import text_config_of
-
-RESTARTED = (
-    *("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"),
-    *("OlmoHybridGatedDeltaNet", "Lfm2ShortConv", "Lfm2MoeShortConv"),
-    *("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "JambaMambaMixer", "NemotronHMamba2Mixer"),
-)
-"""Classes of transformers that are tested: a sample in a sequence gives what it gives alone."""
+from swift_vlpack.rows.families import RESTARTED, text_config_of
 
 _KEEPS_STATE = ("linear", "conv", "mamba", "recurrent", "hybrid")
 _handles: WeakKeyDictionary[torch.nn.Module, list[Any]] = WeakKeyDictionary()

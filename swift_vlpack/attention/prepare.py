@@ -11,7 +11,7 @@ from swift_vlpack.attention import attention
 from swift_vlpack.attention.linear_attention import restart_at_boundaries
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.rows.contents import NO_LABEL
-from swift_vlpack.rows.family import let_through
+from swift_vlpack.rows.families import let_through
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 

@@ -10,7 +10,7 @@ import torch
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError
-from swift_vlpack.rows.configs import text_config_of
+from swift_vlpack.rows.families import text_config_of
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def rope_limits(model_config: Any) -> Iterator[tuple[str, int]]:
 
 def _longest(rows: Any, max_length: int | None) -> int:
     """Return the tokens of the longest sample; the most it can have if rows were not measured."""
-    sizes = [source.sizes for source in getattr(rows, "sources", ())]
+    sizes = [source.sizes for source in rows.sources]
     if sizes and all(of_source is not None for of_source in sizes):
         return max(int(of_source.lengths.max(initial=0)) for of_source in sizes)
     return max_length or 0

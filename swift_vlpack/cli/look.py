@@ -14,13 +14,12 @@ from torch.utils.data import DataLoader
 
 from swift_vlpack.feed.planned import address_of
 from swift_vlpack.feed.planned_feed import PlannedFeed
-from swift_vlpack.feed.reader import PackReader
 from swift_vlpack.feed.streamed_feed import StreamedFeed
 from swift_vlpack.host.loader import collator_of
 from swift_vlpack.pages.shown_packs import Place, Reading, member_of, shown
 from swift_vlpack.pages.values import Member, PackShown
 from swift_vlpack.plan.epoch import EpochPlan
-from swift_vlpack.rows.layout import MediaWords
+from swift_vlpack.rows.families import MediaTokens, placeholder_ids
 from swift_vlpack.rows.samples import Address, Encoded, SampleId
 from swift_vlpack.rows.source import RowSource, place
 
@@ -35,14 +34,13 @@ class PlannedPacks:
         self.feed = feed
         self._template = with_shape(run.template)
         self._collator = collator_of(run.args, run.template, feed.seed)
-        self._reader = PackReader(feed.dataset, feed.config, feed.seed, len(feed))
         self._every_answer = [_every_answer(encoder.template) for encoder in feed.dataset.encoders]
         self._with_thumbnails = with_thumbnails
 
     def shown(self, plan: EpochPlan, number: int, where: Place) -> PackShown:
         """A pack of an epoch."""
         address = address_of(plan, number)
-        batch = self._collator([self._reader[address]])
+        batch = self._collator([self.feed.packs[address]])
         return shown(batch, where, self._reading(address.samples), self.feed.config.packing_length)
 
     def example(self, address: Address) -> Member:
@@ -93,7 +91,7 @@ class StreamedPacks:
             placeholders=placeholders_of(run.template),
             row_of=lambda sample_id: None,
             answer_of=lambda sample_id: None,
-            where_of=lambda sample_id: where_in(getattr(feed.dataset, "sources", ()), sample_id),
+            where_of=lambda sample_id: where_in(feed.sources, sample_id),
         )
 
     def shown(self, most: int) -> Iterator[PackShown]:
@@ -145,8 +143,7 @@ def where_in(sources: Sequence[RowSource], sample_id: SampleId) -> str:
 
 def placeholders_of(template: Any) -> frozenset[int]:
     """Tokens that stand for what the vision tower gives."""
-    named = [token for token in template.placeholder_tokens if isinstance(token, int)]
-    return frozenset((*named, *MediaWords.of(template).placeholders.values()))
+    return frozenset((*placeholder_ids(template), *MediaTokens.of(template).placeholders.values()))
 
 
 def _every_answer(template: Any) -> Any:

@@ -11,7 +11,7 @@ from swift_vlpack.attention.choose_kernel import AUTO, OfAll, alone, choose
 from swift_vlpack.attention.prepare import unwrapped
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.feed.collate import NOT_FOR_THE_MODEL, on_device, packed_row
-from swift_vlpack.feed.packs import Packs, epoch_plan_of
+from swift_vlpack.feed.packs import Packs
 from swift_vlpack.feed.padding import placeholder
 from swift_vlpack.plan.typical import typical_row
 
@@ -46,6 +46,6 @@ def choose_attention(
         with forward_context():
             model(**on_device(inputs, next(model.parameters()).device))
 
-    plan = epoch_plan_of(packs)
+    plan = packs.epoch_plan
     lengths = typical_row(() if plan is None else plan.lengths, packs.config.packing_length)
     return choose(model, forward, lengths, wanted=wanted, results_of_all=results_of_all)

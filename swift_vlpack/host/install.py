@@ -15,7 +15,7 @@ from typing import Any
 from swift_vlpack.attention import attention
 from swift_vlpack.host.messages import join_log, quiet_mistakes
 from swift_vlpack.host.seam import CALLBACK, SEAM, UnsupportedSwift, check_seam
-from swift_vlpack.rows.family import let_through
+from swift_vlpack.rows.families import let_through
 
 TRAINER = "swift_vlpack.host.trainer.PackingTrainer"
 

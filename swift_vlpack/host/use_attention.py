@@ -12,9 +12,7 @@ from swift_vlpack.feed.choose_attention import choose_attention
 from swift_vlpack.host.args import OWN_ATTENTION
 from swift_vlpack.host.proof import model_of
 from swift_vlpack.host.ranks import results_of_all
-
-_GIVEN_BOUNDARIES_BY_SWIFT = ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
-"""Layers to whose flash-linear-attention kernels ms-swift passes the boundaries itself."""
+from swift_vlpack.rows.families import GIVEN_BOUNDARIES_BY_SWIFT
 
 
 def use_attention(model: Any, asked_for: str | None) -> None:
@@ -24,12 +22,12 @@ def use_attention(model: Any, asked_for: str | None) -> None:
     """
     if asked_for in OWN_ATTENTION:
         model.set_attn_implementation(attention.NAME)
-    restart_at_boundaries(model, leave=_GIVEN_BOUNDARIES_BY_SWIFT if is_flash_linear_attention_available() else ())
+    restart_at_boundaries(model, leave=GIVEN_BOUNDARIES_BY_SWIFT if is_flash_linear_attention_available() else ())
 
 
 def choose_for(trainer: Any) -> str:
     """Choose the kernel on the model as it will train, the same on all ranks. Returns a line with kernel and reason."""
     context = trainer.compute_loss_context_manager
     return choose_attention(
-        model_of(trainer), trainer.template, trainer.feed, results_of_all=results_of_all, forward_context=context
+        model_of(trainer), trainer.template, trainer.feed.packs, results_of_all=results_of_all, forward_context=context
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from swift_vlpack.rows.configs import text_config_of
+from swift_vlpack.rows.families import text_config_of
 
 NO_BOUNDARIES = ("sdpa", "eager", "flex_attention")
 ALONE, ANOTHER, MIXED = "its samples alone", "something else", "its samples mixed"

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from swift_vlpack.rows.configs import text_config_of
+from swift_vlpack.rows.families import text_config_of
 
 OWN = "eager"
 """The model's definition. What else it can run with is quicker, and may drop what attention it asks for: sdpa knows

@@ -22,18 +22,18 @@ from swift_vlpack.plan.cut_rows import PartSize
 from swift_vlpack.plan.parts import NOTHING, Cutting, Part, Run, Span, Taken, parts_of, window_parts
 from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.reasons import Reason
-from swift_vlpack.rows.contents import NO_LABEL, Contents, contents_of, found
-from swift_vlpack.rows.layout import (
-    GRID_OF,
+from swift_vlpack.rows.contents import (
+    NO_LABEL,
+    PER_MEDIUM,
     PER_TOKEN,
-    PER_VIDEO,
-    PIXELS_OF,
-    VIDEO,
-    MediaWords,
-    Medium,
-    media_of,
+    Contents,
+    MediaSpan,
+    contents_of,
+    count_contents,
+    media_spans,
     runs_of,
 )
+from swift_vlpack.rows.families import MediaTensors, MediaTokens
 from swift_vlpack.rows.samples import Encoded, LeftOut, SampleError, SampleId
 from swift_vlpack.words import counted
 
@@ -49,13 +49,13 @@ class RowCutter:
     """Cuts the rows of one template. Lengths of whole rows do not depend on it, so it is not in their key."""
 
     cutting: Cutting
-    words: MediaWords
+    tokens: MediaTokens
 
     @classmethod
     def of(cls, template: Any, config: PackingConfig) -> RowCutter | None:
         """Make what the options ask for; None if rows stay whole."""
         cutting = Cutting.of(config)
-        return None if cutting is None else cls(cutting, MediaWords.of(template))
+        return None if cutting is None else cls(cutting, MediaTokens.of(template))
 
     @property
     def lays_end_to_end(self) -> bool:
@@ -71,11 +71,11 @@ class RowCutter:
             return window_parts(self._runs(row, whole), self.cutting, whole, taken)
         if num_tokens <= self.cutting.capacity:
             return []
-        return parts_of(runs_of(num_tokens, media_of(row, self.words)), self.cutting, num_tokens)
+        return parts_of(runs_of(num_tokens, media_spans(row, self.tokens)), self.cutting, num_tokens)
 
     def _runs(self, row: Encoded, whole: Run) -> list[Run] | None:
         """Split a row into runs of text and media. Without counted media it is one run."""
-        return runs_of(whole.length, media_of(row, self.words)) if whole.images or whole.patches else [whole]
+        return runs_of(whole.length, media_spans(row, self.tokens)) if whole.images or whole.patches else [whole]
 
     def have_parts(self, lengths: Numbers, images: Numbers, patches: Numbers) -> NDArray[np.bool_]:
         """Tell which measured rows have parts in the cache: rows that are cut or, end to end, rows with media."""
@@ -84,7 +84,7 @@ class RowCutter:
 
     def cut(self, row: Encoded, span: Span) -> Encoded:
         """Make a sample of some tokens of a row. Raises `SampleError` if the tensors are not what its tokens say."""
-        media = media_of(row, self.words)
+        media = media_spans(row, self.tokens)
         sample_id = row["sample_id"]._replace(part=span.number)
         try:
             if media is None:
@@ -164,7 +164,7 @@ def _run_parts(row: Encoded, cutter: RowCutter) -> list[Part]:
     held, num_tokens = contents_of(row), len(row["input_ids"])
     if not held.images and not held.patches:
         return []
-    runs = runs_of(num_tokens, media_of(row, cutter.words))
+    runs = runs_of(num_tokens, media_spans(row, cutter.tokens))
     if runs is None:
         return [Part(0, 0, num_tokens, 0, held.images, held.patches, Reason.CANNOT_BE_CUT)]
     ends = list(accumulate(run.length for run in runs))
@@ -181,7 +181,7 @@ def _supervised(row: Encoded, part: Part) -> int:
     return len(predicted) - predicted.count(NO_LABEL)
 
 
-def cut_sample(sample: Encoded, span: Span, media: Sequence[Medium]) -> Encoded:
+def cut_sample(sample: Encoded, span: Span, media: Sequence[MediaSpan]) -> Encoded:
     """Make a sample of the tokens of a span. `media` are the media of the whole sample; none of them is cut.
 
     Tokens repeated from the part before get no label. Nor does the first token, because nothing comes before it; the
@@ -190,12 +190,12 @@ def cut_sample(sample: Encoded, span: Span, media: Sequence[Medium]) -> Encoded:
     num_tokens = len(sample["input_ids"])
     if not 0 <= span.start < span.stop <= num_tokens:
         raise CannotBeCut(f"tokens {span.start} to {span.stop} of a row of {num_tokens}")
-    part = {name: value for name, value in sample.items() if not _is_of_tokens(name)}
+    part = {name: value for name, value in sample.items() if name not in PER_TOKEN and name not in PER_MEDIUM}
     for name in PER_TOKEN:
         if sample.get(name) is not None:
             part[name] = _tokens(sample[name], span, name, num_tokens)
-    for kind in GRID_OF:
-        part.update(_media_tensors(sample, kind, span, media))
+    for tensors in dict.fromkeys(medium.tensors for medium in media):
+        part.update(_media_tensors(sample, tensors, span, [medium for medium in media if medium.tensors == tensors]))
     if not any(_is_inside(medium, span) for medium in media):
         part.pop("mm_token_type_ids", None)  # as a text has none
     _mask(part, span)
@@ -206,10 +206,6 @@ def cut_sample(sample: Encoded, span: Span, media: Sequence[Medium]) -> Encoded:
     return part
 
 
-def _is_of_tokens(name: str) -> bool:
-    return name in PER_TOKEN or name in GRID_OF.values() or name in PIXELS_OF.values() or name == PER_VIDEO
-
-
 def _tokens(value: Any, span: Span, name: str, num_tokens: int) -> Any:
     if len(value) != num_tokens:
         raise CannotBeCut(f"{len(value)} {name} for {num_tokens} tokens")
@@ -218,34 +214,33 @@ def _tokens(value: Any, span: Span, name: str, num_tokens: int) -> Any:
     return cut.clone() if isinstance(cut, torch.Tensor) else cut
 
 
-def _media_tensors(sample: Encoded, kind: str, span: Span, media: Sequence[Medium]) -> dict[str, Any]:
-    """Return the grids and pixels of one kind of media inside of a span."""
-    of_kind = [medium for medium in media if medium.kind == kind]
-    inside = [number for number, medium in enumerate(of_kind) if _is_inside(medium, span)]
+def _media_tensors(sample: Encoded, tensors: MediaTensors, span: Span, media: Sequence[MediaSpan]) -> dict[str, Any]:
+    """Return the grids and pixels of the media inside of a span; `media` are all that these tensors are of."""
+    inside = [number for number, medium in enumerate(media) if _is_inside(medium, span)]
     if not inside:
         return {}
     first, last = inside[0], inside[-1] + 1
-    units = [sum(medium.units for medium in of_kind[:end]) for end in (first, last, len(of_kind))]
+    units = [sum(medium.units for medium in media[:end]) for end in (first, last, len(media))]
     made: dict[str, Any] = {}
-    for name, (start, stop, whole) in ((GRID_OF[kind], (first, last, len(of_kind))), (PIXELS_OF[kind], units)):
-        value = sample.get(name)
-        if value is None:
+    for name, (start, stop, whole) in ((tensors.grid, (first, last, len(media))), (tensors.pixels, units)):
+        value = None if name is None else sample.get(name)
+        if name is None or value is None:
             continue
         if len(value) != whole:
-            raise CannotBeCut(f"{len(value)} rows of {name} for {whole} that its {kind}s have")
+            raise CannotBeCut(f"{len(value)} rows of {name} for {whole} that its {tensors.kind}s have")
         made[name] = value[start:stop].clone()
-    if kind == VIDEO and sample.get(PER_VIDEO) is not None:
-        made[PER_VIDEO] = sample[PER_VIDEO][first:last]
+    if tensors.beside is not None and sample.get(tensors.beside) is not None:
+        made[tensors.beside] = sample[tensors.beside][first:last]
     return made
 
 
-def _is_inside(medium: Medium, span: Span) -> bool:
+def _is_inside(medium: MediaSpan, span: Span) -> bool:
     """Tell whether a medium is inside of a span. Raises `CannotBeCut` if the span would cut it."""
     if medium.stop <= span.start or medium.start >= span.stop:
         return False
     if medium.start < span.start or medium.stop > span.stop:
         raise CannotBeCut(
-            f"tokens {span.start} to {span.stop} would cut the {medium.kind} at {medium.start} to {medium.stop}"
+            f"tokens {span.start} to {span.stop} would cut the {medium.tensors.kind} at {medium.start} to {medium.stop}"
         )
     return True
 
@@ -262,8 +257,8 @@ def _mask(part: Encoded, span: Span) -> None:
             part[name] = [nothing] * num_masked + list(value[num_masked:])
 
 
-def _contents(part: Encoded, span: Span, media: Sequence[Medium]) -> Contents:
+def _contents(part: Encoded, span: Span, media: Sequence[MediaSpan]) -> Contents:
     inside = [medium for medium in media if _is_inside(medium, span)]
     part.pop("contents", None)  # that of the row
     images, patches = sum(medium.is_image for medium in inside), sum(medium.patches for medium in inside)
-    return Contents(images, patches, found(part).aspect if inside else 0.0)
+    return Contents(images, patches, count_contents(part).aspect if inside else 0.0)

@@ -24,8 +24,9 @@ import torch
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError, DataError
-from swift_vlpack.rows.contents import NO_LABEL, found, patch_size_of
+from swift_vlpack.rows.contents import NO_LABEL, count_contents
 from swift_vlpack.rows.cutting import RowCutter
+from swift_vlpack.rows.families import patch_size_of
 from swift_vlpack.rows.faults import ReadTimeout, check_openable, fault_of, is_lasting
 from swift_vlpack.rows.media import media, with_plain_paths
 from swift_vlpack.rows.samples import Encoded, SampleError, SampleId
@@ -154,7 +155,7 @@ class RowEncoder:
                 "so use packing_overflow=split in place of truncation_strategy=split"
             )
         sample["length"] = int(sample.get("length") or len(sample["input_ids"]))
-        sample["contents"] = found(sample, row, patch_size=patch_size_of(self.template))
+        sample["contents"] = count_contents(sample, row, patch_size=patch_size_of(self.template))
         sample["source"] = sample_id.source
         sample["sample_id"] = sample_id
         return sample

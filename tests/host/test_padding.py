@@ -5,7 +5,7 @@ import re
 import pytest
 
 from swift_vlpack.attention import attention
-from swift_vlpack.cli.plan_run import training_report
+from swift_vlpack.cli.plan import training_report
 from swift_vlpack.cli.plan_text import plan_text
 from tests.data_rows import mixed_rows, write_jsonl
 from tests.environment import packing_options

@@ -13,7 +13,7 @@ import pytest
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.envelope import differing_fields
 from swift_vlpack.errors import ConfigError, StateMismatch
-from swift_vlpack.feed.run_rows import RunRows
+from swift_vlpack.feed.saved_rows import RunRows
 from swift_vlpack.host.objective import REFUSED, WARNED, refused_values
 from swift_vlpack.host.state import (
     FILE,
@@ -651,16 +651,16 @@ def test_every_damage_of_the_saved_rows_is_refused_by_name(uninterrupted, tmp_pa
     for other in (b"", content[:-9], content[:100], content + b"x", content.replace(b"sizes0", b"sizes9"), b"{}"):
         file.write_bytes(other)
         with pytest.raises(StateMismatch, match=rf"{re.escape(str(file))}: damaged.*restart"):
-            load_state(tmp_path, "plan", fingerprint, RunRows(None))
+            load_state(tmp_path, "plan", fingerprint, RunRows(()))
     file.unlink()
     with pytest.raises(StateMismatch, match=rf"has no {ROWS_FILE}: .*restart"):
-        load_state(tmp_path, "plan", fingerprint, RunRows(None))
+        load_state(tmp_path, "plan", fingerprint, RunRows(()))
 
 
 def test_every_damage_of_a_ranks_state_is_refused_by_name(tmp_path):
     """STREAM-10 STATE-3: two workers of a rank, with held samples."""
     from swift_vlpack import PackingDataset
-    from swift_vlpack.feed.buffered import ReaderProgress
+    from swift_vlpack.feed.streamed import ReaderProgress
 
     class Template:
         packing = padding_free = False

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from swift_vlpack.rows.contents import Contents, contents_of, found, num_images_of, patch_size_of
+from swift_vlpack.rows.contents import Contents, contents_of, count_contents, num_images_of
+from swift_vlpack.rows.families import patch_size_of
 
 ONE, TWO = {"images": ["a.jpg"]}, {"images": ["a.jpg", "b.jpg"]}
 
@@ -44,7 +45,7 @@ ONE, TWO = {"images": ["a.jpg"]}, {"images": ["a.jpg", "b.jpg"]}
 )  # fmt: skip
 def test_every_form_of_vision_is_counted(family, sample, row, expected):
     """DATA-18"""
-    assert found(sample, row) == expected
+    assert count_contents(sample, row) == expected
 
 
 def test_patches_are_of_the_size_in_the_config():
@@ -54,7 +55,7 @@ def test_patches_are_of_the_size_in_the_config():
         template = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(patch_size=size)))
         assert patch_size_of(template) == expected
         height, width = expected
-        assert found(sample, ONE, patch_size=expected).patches == (448 // height) * (448 // width)
+        assert count_contents(sample, ONE, patch_size=expected).patches == (448 // height) * (448 // width)
     assert patch_size_of(SimpleNamespace()) is None
     assert patch_size_of(SimpleNamespace(config=SimpleNamespace(vision_config={"patch_size": 16}))) == (16, 16)
 

@@ -21,7 +21,7 @@ from swift_vlpack.proof.changes import media_of
 from swift_vlpack.proof.isolation import IsolationError, proved
 from swift_vlpack.proof.proof_model import Row, Subject
 from swift_vlpack.rows.encoder import RowEncoder
-from swift_vlpack.rows.family import is_packed
+from swift_vlpack.rows.families import is_packed
 from swift_vlpack.rows.samples import Encoded, SampleId
 from swift_vlpack.rows.source import RowSource
 from tests.data_rows import image_row, sentence, text_row, write_jsonl

@@ -10,10 +10,10 @@ from swift_vlpack import PackingConfig
 from swift_vlpack.feed.collate import Collator
 from swift_vlpack.host.headers import pixel_free
 from swift_vlpack.plan.parts import Span
-from swift_vlpack.rows.contents import size_of
+from swift_vlpack.rows.contents import media_spans, size_of
 from swift_vlpack.rows.cutting import CannotBeCut, cut_sample
 from swift_vlpack.rows.encoder import RowEncoder
-from swift_vlpack.rows.layout import MediaWords, media_of
+from swift_vlpack.rows.families import MediaTokens
 from swift_vlpack.rows.samples import SampleId
 from tests.attention.one_by_one import gap, gradients
 from tests.data_rows import image_row, sentence
@@ -133,19 +133,19 @@ def test_what_is_not_known_for_certain_is_not_cut(tiny, tmp_path):
     """CUT-6: more placeholders than images, tensors that nobody knows, tiles of a family that is not named."""
     template = tiny("qwen2_5_vl").template
     sample = encoded(RowEncoder(template), image_row([photo(tmp_path, "a", 84, 84)]))
-    words = MediaWords.of(template)
-    assert [medium.stop - medium.start for medium in media_of(sample, words)] == [3 * 3 + 2]
+    words = MediaTokens.of(template)
+    assert [medium.stop - medium.start for medium in media_spans(sample, words)] == [3 * 3 + 2]
     more = {**sample, "input_ids": [*sample["input_ids"], template.image_token_id]}
-    assert media_of(more, words) is None
-    assert media_of({**sample, "input_features": torch.zeros(3)}, words) is None
+    assert media_spans(more, words) is None
+    assert media_spans({**sample, "input_features": torch.zeros(3)}, words) is None
     tiles = {name: value for name, value in sample.items() if name != "image_grid_thw"}
-    assert media_of({**tiles, "pixel_values": torch.zeros(3, 3, 28, 28)}, words) is None
+    assert media_spans({**tiles, "pixel_values": torch.zeros(3, 3, 28, 28)}, words) is None
 
 
 def test_an_image_is_never_cut(tiny, tmp_path):
     """CUT-2"""
     sample = encoded(RowEncoder(tiny("qwen2_5_vl").template), image_row([photo(tmp_path, "a", 84, 84)]))
-    media = media_of(sample, MediaWords.of(tiny("qwen2_5_vl").template))
+    media = media_spans(sample, MediaTokens.of(tiny("qwen2_5_vl").template))
     with pytest.raises(CannotBeCut, match="would cut the image"):
         cut_sample(sample, Span(0, 0, media[0].start + 3), media)
     with pytest.raises(CannotBeCut, match="rows of pixel_values"):
