@@ -86,7 +86,7 @@ def verified(flags: Sequence[str], *, command: str = "sft") -> dict[str, Any]:
 
 def _proved(trainer: Any) -> dict[str, Any]:
     """Run the checks of a training run before step 1, in the same order, and describe what they found."""
-    from swift_vlpack.attention.row_effects import noise_by_sample
+    from swift_vlpack.attention.sequence_effects import noise_by_sample
     from swift_vlpack.host.losses import add_up
     from swift_vlpack.host.proof import attention_of, prove_isolation
     from swift_vlpack.host.use_attention import choose_for

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from swift.dataset import LazyLLMDataset
 from swift.utils import get_logger, is_master, stat_array
 
-from swift_vlpack.attention.row_effects import check_rope
+from swift_vlpack.attention.sequence_effects import check_rope
 from swift_vlpack.config import PackingConfig, is_planned
 from swift_vlpack.feed.failures import check_measured
 from swift_vlpack.feed.feed import Feed
