@@ -1,4 +1,4 @@
-"""What looks at a whole row: frequencies by the longest sample, noise by the length. Real runs of tiny models."""
+"""What looks at a whole sequence: frequencies by the longest sample, noise by the length. Real runs of tiny models."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from swift_vlpack.attention.row_effects import check_rope, rope_limits
+from swift_vlpack.attention.sequence_effects import check_rope, rope_limits
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError
 from tests.data_rows import text_row, write_jsonl
@@ -73,7 +73,7 @@ def test_dynamic_rope_in_rows_of_their_own_is_warned_of(caplog):
     """LOSS-5"""
     text = SimpleNamespace(rope_parameters={"rope_type": "dynamic"}, max_position_embeddings=LIMIT)
     check_rope(text, None, 4 * LIMIT, PackingConfig(packing_length=LIMIT))
-    assert "losses depend on the order of rows" in caplog.text
+    assert "losses depend on the order, with" in caplog.text
     assert f"--max_length {LIMIT} makes them exact" in caplog.text
     caplog.clear()
     check_rope(text, None, LIMIT, PackingConfig(packing_length=LIMIT))

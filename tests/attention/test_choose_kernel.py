@@ -9,11 +9,18 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from swift_vlpack.attention import attention
-from swift_vlpack.attention.attention import NAME, recorded_rows
-from swift_vlpack.attention.choice import Trial, _quickest, _slowest, choose
-from swift_vlpack.attention.row_kernels import KERNELS, CannotDo, by_flex, grouped
-from swift_vlpack.attention.samples import segments
-from swift_vlpack.attention.trials import LENGTHS, kinds_of, reference, results
+from swift_vlpack.attention.attention import NAME, recorded_calls
+from swift_vlpack.attention.choose_kernel import (
+    LENGTHS,
+    Trial,
+    _quickest,
+    _slowest,
+    choose,
+    layer_kinds,
+    reference,
+    results,
+)
+from swift_vlpack.attention.kernels import KERNELS, CannotDo, by_flex, grouped, segments
 from swift_vlpack.errors import ConfigError
 from tests.attention.one_by_one import built, compared, packed, run, samples_of
 from tests.attention.test_honours import deepseek, gemma2, gemma3_vision, gpt_oss, llama4, mistral
@@ -28,15 +35,15 @@ def forward_of(model):
 
 def calls_of(model):
     forward = forward_of(model)
-    with torch.no_grad(), recorded_rows() as rows:
+    with torch.no_grad(), recorded_calls() as calls:
         forward()
-    return rows
+    return calls
 
 
 def slower(kernel, seconds=0.002):
-    def slow(row):
+    def slow(sequence):
         time.sleep(seconds)
-        return kernel(row)
+        return kernel(sequence)
 
     return slow
 
@@ -48,11 +55,11 @@ def slower(kernel, seconds=0.002):
 @pytest.mark.parametrize("lengths", [LENGTHS, (1,), (9, 9, 9), (50, 1, 20, 1)])
 def test_every_kernel_that_runs_here_gives_what_the_reference_gives(config, lengths):
     """ATTN-8: also of windows, chunks, sinks and soft cap, and their gradients."""
-    for kind in kinds_of(calls_of(built(config()))):
-        row = kind.on(lengths, 16)
-        expected = results(row, reference)
+    for kind in layer_kinds(calls_of(built(config()))):
+        sequence = kind.random(lengths, 16)
+        expected = results(sequence, reference)
         for kernel in (segments, grouped):
-            for made, right in zip(results(row, kernel), expected, strict=True):
+            for made, right in zip(results(sequence, kernel), expected, strict=True):
                 torch.testing.assert_close(made.double(), right.double(), atol=2e-5, rtol=2e-5)
 
 
@@ -60,19 +67,21 @@ def test_every_kernel_that_runs_here_gives_what_the_reference_gives(config, leng
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_result_of_flex_is_that_of_the_reference(config):
     """ATTN-8: compiled, and backward, it runs on CUDA only; its window, soft cap and sinks are the same code."""
-    for kind in kinds_of(calls_of(built(config()))):
-        row = kind.on(LENGTHS, 16)
-        for states in (row.query, row.key, row.value):
+    for kind in layer_kinds(calls_of(built(config()))):
+        sequence = kind.random(LENGTHS, 16)
+        for states in (sequence.query, sequence.key, sequence.value):
             states.requires_grad_(False)
         with torch.no_grad():
-            torch.testing.assert_close(by_flex(row, flex_attention).double(), reference(row), atol=2e-5, rtol=2e-5)
+            torch.testing.assert_close(
+                by_flex(sequence, flex_attention).double(), reference(sequence), atol=2e-5, rtol=2e-5
+            )
 
 
 def test_chunks_are_not_for_flex():
     """ATTN-8"""
-    rows = [kind.on(LENGTHS, 16) for kind in kinds_of(calls_of(built(llama4())))]
+    sequences = [kind.random(LENGTHS, 16) for kind in layer_kinds(calls_of(built(llama4())))]
     with pytest.raises(CannotDo, match="knows causal masks"):
-        [by_flex(row, flex_attention) for row in rows]
+        [by_flex(sequence, flex_attention) for sequence in sequences]
 
 
 @pytest.mark.parametrize("config", [gpt_oss, gemma2, llama4])
@@ -106,25 +115,25 @@ def test_quickest_of_those_that_are_right_is_used():
     assert "the quickest that is equal to the reference" in line
     assert "7 samples of 318 tokens" in line
     assert re.search(r"; segments \d+\.\d ms, sleepy \d+\.\d ms\)", line)
-    with recorded_rows() as rows:
+    with recorded_calls() as calls:
         forward_of(model)()
-    assert {attention._kernels[row.module] for row in rows} == {grouped}
+    assert {attention._kernels[call.module] for call in calls} == {grouped}
 
 
-def ignores_boundaries(row):
-    return segments(replace(row, ends=(0, row.ends[-1])))
+def ignores_boundaries(sequence):
+    return segments(replace(sequence, ends=(0, sequence.ends[-1])))
 
 
-def ignores_window(row):
-    return segments(replace(row, mask=None, window=None))
+def ignores_window(sequence):
+    return segments(replace(sequence, mask=None, window=None))
 
 
-def wrong_backward(row):
-    return segments(row) * 0.5 + segments(row).detach() * 0.5
+def wrong_backward(sequence):
+    return segments(sequence) * 0.5 + segments(sequence).detach() * 0.5
 
 
-def not_a_number(row):
-    return segments(row) * torch.nan
+def not_a_number(sequence):
+    return segments(sequence) * torch.nan
 
 
 @pytest.mark.parametrize("wrong", [ignores_boundaries, ignores_window, wrong_backward, not_a_number])
@@ -142,7 +151,7 @@ def test_wrong_kernel_is_never_chosen(wrong):
 def test_kernel_that_breaks_is_skipped_with_its_reason():
     """ATTN-9"""
 
-    def broken(row):
+    def broken(sequence):
         raise RuntimeError("no such device\nand much more")
 
     model = built(mistral())
@@ -154,10 +163,10 @@ def test_kernel_that_breaks_is_skipped_with_its_reason():
 def test_kernel_that_knows_no_dropout_is_not_chosen_for_a_model_that_trains_with_it():
     """ATTN-9: another one would train."""
 
-    def without_dropout(row):
-        if row.asked.dropout:
+    def without_dropout(sequence):
+        if sequence.args.dropout:
             raise CannotDo("knows no dropout")
-        return segments(row)
+        return segments(sequence)
 
     kernels = {"segments": slower(segments, 0.01), "quick": without_dropout}
     for rate, chosen in ((0.0, "quick"), (0.1, "segments")):
@@ -176,7 +185,7 @@ def test_kernels_of_cuda_say_why_they_are_not_used():
     """ATTN-9"""
     model = built(mistral())
     line = choose(model, forward_of(model), TYPICAL)
-    assert "varlen needs CUDA, the row is on cpu" in line
+    assert "varlen needs CUDA, the sequence is on cpu" in line
     assert "flex has no backward on cpu" in line
     for name in ("varlen", "flex"):
         with pytest.raises(
@@ -237,7 +246,7 @@ def test_model_that_does_not_call_it_is_refused():
 
 def test_long_rows_are_scaled_down_to_be_timed():
     """ATTN-9: measuring takes seconds, not minutes."""
-    (kind,) = kinds_of(calls_of(built(mistral())))
+    (kind,) = layer_kinds(calls_of(built(mistral())))
     assert kind.num_layers == 2
     assert kind.affordable(TYPICAL) == TYPICAL
     less = kind.affordable((100_000, 50_000, 3))
