@@ -138,7 +138,7 @@ class PlannedRun:
 
     def _plan_of(self, span: EpochSpan) -> EpochPlan:
         if span not in self._plans:
-            plan = self._feed.plan(span.epoch, span.cuts, span.num_ranks)
+            plan = self._feed.plan_of(span.epoch, span.cuts, span.num_ranks)
             if span.digest not in (None, plan.digest()):
                 raise StateMismatch(
                     f"epoch {span.epoch} was trained by another plan ({span.digest}) than these data and options "

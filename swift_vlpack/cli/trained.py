@@ -15,8 +15,7 @@ from typing import Any
 
 from swift_vlpack.errors import StateMismatch
 from swift_vlpack.feed.planned_feed import PlannedFeed
-from swift_vlpack.feed.run_rows import RunRows
-from swift_vlpack.feed.saved_rows import SavedSource
+from swift_vlpack.feed.saved_rows import RunRows, SavedSource
 from swift_vlpack.feed.streamed_feed import StreamedFeed
 from swift_vlpack.host.args import packing_config
 from swift_vlpack.host.pipeline import fused, measured_rows, planned_feed
@@ -109,7 +108,7 @@ class TrainedRun:
         path = self.checkpoints[-1].path
         _, state = read_state(path, PlannedFeed.kind)
         rows = fused(sources, run.template, run.args, config)
-        rows = rows.with_sources(_as_planned(RunRows(rows), load_rows(path, state), path))
+        rows = rows.with_sources(_as_planned(RunRows(rows.sources), load_rows(path, state), path))
         return planned_feed(rows, run.template, run.args, config)
 
     # -- recorded ---------------------------------------------------------------------------------------------------

@@ -14,17 +14,14 @@ from typing import Any
 from swift.callbacks import TrainerCallback
 from swift.utils import get_logger, is_master
 
-from swift_vlpack.attention.row_effects import noise_by_sample
-from swift_vlpack.feed.data_report import data_report, size_of_step
-from swift_vlpack.feed.packs import epoch_plan_of
+from swift_vlpack.attention.sequence_effects import noise_by_sample
+from swift_vlpack.feed.epoch_report import data_report, plan_facts
 from swift_vlpack.host.losses import add_up
 from swift_vlpack.host.proof import attention_of, prove_isolation
 from swift_vlpack.host.ranks import versions
 from swift_vlpack.host.use_attention import choose_for
 from swift_vlpack.lengths.context import variables_read_by
 from swift_vlpack.plan.epoch import EpochPlan
-from swift_vlpack.plan.report import plan_report
-from swift_vlpack.plan.resume_schedule import num_steps
 from swift_vlpack.rows.families import merge_size
 from swift_vlpack.runlog.losses import LOG
 from swift_vlpack.runlog.summary import end_text, start_text
@@ -96,7 +93,7 @@ def show_in_tensorboard(trainer: Any, text: str, step: int) -> None:
 def facts_at_start(trainer: Any, *, attention: str, proof: str | None) -> dict[str, Any]:
     """Collect what is known before the first step. `plan` and `data` are None for a stream. First rank only."""
     feed, args, state = trainer.feed, trainer.args, trainer.state
-    plan = epoch_plan_of(feed)
+    plan = feed.epoch_plan
     checkpoint = trainer.checkpoint_resumed
     return {
         "versions": versions(),
@@ -115,18 +112,8 @@ def facts_at_start(trainer: Any, *, attention: str, proof: str | None) -> dict[s
         "packing_strategy": feed.config.packing_strategy,
         "attention": attention,
         "proof": proof,
-        "plan": None if plan is None else _plan_facts(plan, args.gradient_accumulation_steps),
+        "plan": None if plan is None else plan_facts(plan, accumulation=args.gradient_accumulation_steps),
         "data": None if plan is None else _data_facts(plan, feed.dataset, trainer.template),
-    }
-
-
-def _plan_facts(plan: EpochPlan, accumulation: int) -> dict[str, Any]:
-    report = plan_report(plan.unshared, plan.packs, num_rows=plan.num_rows, seconds=0.0)
-    return {
-        **report,
-        "packs_per_epoch": len(plan),
-        "steps_per_epoch": num_steps(plan.packs.num_packs_per_rank, accumulation),
-        "step": size_of_step(plan, accumulation=accumulation).as_json(),
     }
 
 
@@ -151,12 +138,11 @@ def _facts_to_look_back(trainer: Any) -> dict[str, Any]:
     """Collect what the run cannot be asked for later, and what `vlpack inspect --run` needs to build its feed again."""
     feed = trainer.feed
     names = {*variables_read_by(type(trainer.template)), _ROOT_OF_IMAGES}
-    sources = getattr(feed.dataset, "sources", ())
     log = Path(trainer.args.output_dir) / LOG
     return {
         "options": feed.config.changed(),
         "variables": {name: os.environ[name] for name in sorted(names) if name in os.environ},
-        "origins": {source.name: source.origin or source.name for source in sources},
+        "origins": {source.name: source.origin or source.name for source in feed.sources},
         # ms-swift appends to the log of an earlier run or segment in the same folder.
         "log_bytes": log.stat().st_size if log.is_file() else 0,
     }

@@ -19,7 +19,6 @@ from swift.utils import get_logger, is_master
 
 from swift_vlpack.feed.failures import FEWEST_ROWS_OF_EPOCH, FailedShare
 from swift_vlpack.feed.feed import Feed
-from swift_vlpack.feed.packs import epoch_plan_of
 from swift_vlpack.files import write_json
 from swift_vlpack.host.ranks import gathered
 from swift_vlpack.rows.left_out import LeftOutRows, deleted_by_loader
@@ -50,8 +49,8 @@ class RunEvents:
         folder = Path(output_dir)
         self._reports = folder / FOLDER
         self._log = EventLog(folder) if is_master() else None
-        self._packs = PackLog.wanted(pack_file(folder, rank), os.environ, feed.leads_back)
-        self._sources = tuple(getattr(feed.dataset, "sources", ()))  # a stream has none
+        self._packs = PackLog.wanted(pack_file(folder, rank), os.environ, feed.can_plan_again)
+        self._sources = feed.sources
         self._left_out_rows = LeftOutRows(self._reports / left_out_list.FILE, self._sources)
         self._failed_share = FailedShare(feed.config.packing_max_failed_share)
 
@@ -140,12 +139,9 @@ class RunEvents:
 
     # -- epochs -------------------------------------------------------------------------------------------------------
 
-    def begin_epoch(self, step: int) -> None:
+    def begin_epoch(self, step: int, facts: Mapping[str, Any]) -> None:
         """Note that an epoch begins or goes on, and where the feed is, so that a step leads back to its packs."""
-        plan = epoch_plan_of(self.feed)
-        balance = {} if plan is None else {"balance": round(plan.packs.balance.slowest_to_mean, 4)}
-        num_packs = {} if plan is None else {"num_packs": len(plan)}
-        self._note(EPOCH, step, epoch=self.feed.epoch, state=self.feed.state(), **num_packs, **balance)
+        self._note(EPOCH, step, epoch=self.feed.epoch, state=self.feed.state(), **facts)
 
     def list_left_out(self, epoch: int, left_out: Sequence[LeftOut]) -> None:
         """List what an epoch leaves out, the same on all ranks; stop if the epoch before lost too many rows."""

@@ -18,7 +18,7 @@ from transformers.trainer_utils import seed_worker
 from swift_vlpack.errors import ConfigError, StateMismatch
 from swift_vlpack.feed.collate import Batch, Collator, layout
 from swift_vlpack.feed.feed import Feed
-from swift_vlpack.feed.packs import epoch_plan_of
+from swift_vlpack.feed.packs import Packs
 from swift_vlpack.feed.row_loss import num_targets, weigh_samples
 from swift_vlpack.feed.waiting import waiting
 from swift_vlpack.files import sync_folder
@@ -232,7 +232,7 @@ class PackingTrainer(Seq2SeqTrainer):
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, **kwargs: Any) -> Any:
         """Return ms-swift's loader of evaluation rows; packs are loaded one at a time, and none is dropped."""
-        if epoch_plan_of(dataset) is None:
+        if not isinstance(dataset, Packs):
             return super()._get_dataloader(dataset, description, batch_size, **kwargs)
         drop_last, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False
         try:
@@ -242,7 +242,7 @@ class PackingTrainer(Seq2SeqTrainer):
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate batches of rows. Packed rows are evaluated as packs first; their losses then form the batches."""
-        if epoch_plan_of(dataloader.dataset) is None:
+        if not isinstance(dataloader.dataset, Packs):
             return super().evaluation_loop(dataloader, *args, **kwargs)
         self._losses_evaluated = {}
         gather = self.gather_function
@@ -312,7 +312,7 @@ class PackingTrainer(Seq2SeqTrainer):
         start = self.feed.begin(epoch)
         self.events.list_left_out(epoch, start.left_out)
         check_equal(f"plan of epoch {epoch}", start.must_agree)
-        self.events.begin_epoch(max(self.state.global_step, self._global_step_before or 0))
+        self.events.begin_epoch(max(self.state.global_step, self._global_step_before or 0), start.facts)
         _warn(start.warning)
         if (left := self.feed.batches_left) is not None:
             accumulation = self.args.gradient_accumulation_steps
@@ -330,7 +330,7 @@ class PackingTrainer(Seq2SeqTrainer):
     def close_epoch(self) -> None:
         """Add up what became of the rows of the epoch, over all ranks, and say it."""
         self.events.note_steps(self.state.global_step)  # so that each event is of one epoch
-        self.events.leave_out(self.feed.epoch, self.feed.left_out_behind())
+        self.events.leave_out(self.feed.epoch, self.feed.left_out_after())
         self._report(self.events.over_all_ranks())
 
     def _report(self, counted: Counts) -> None:
@@ -346,7 +346,9 @@ class PackingTrainer(Seq2SeqTrainer):
         step = self._global_step_before = int(read_trainer_state(checkpoint).get("global_step", 0))
         if self.args.ignore_data_skip:  # the trainer's own way to say that the data shall start anew
             return
-        everyone = results_of_all(lambda: load_state(checkpoint, self.feed.kind, self._fingerprint, self.feed.rows))
+        everyone = results_of_all(
+            lambda: load_state(checkpoint, self.feed.kind, self._fingerprint, self.feed.saved_rows)
+        )
         refuse_differences("saved state of the data", [state or {} for state in everyone])
         if (saved := everyone[0]) is None:
             return
@@ -439,7 +441,7 @@ class PackingTrainer(Seq2SeqTrainer):
         if not self.args.should_save:
             return
         state = {**self.feed.state(), "counted": counted.state(), "files": files}
-        save_state(self._checkpoint, self.feed.kind, self._fingerprint, state, self.feed.rows)
+        save_state(self._checkpoint, self.feed.kind, self._fingerprint, state, self.feed.saved_rows)
         sync_folder(self._checkpoint)
         rotate(self._checkpoint, self.args.save_total_limit, self.state.best_model_checkpoint)
 
@@ -454,10 +456,9 @@ class PackingTrainer(Seq2SeqTrainer):
 
 
 def _checked(feed: Any) -> Feed:
-    if not hasattr(feed, "fingerprint"):
+    if not isinstance(feed, Feed):
         raise ConfigError(f"PackingTrainer trains a feed, which `build_feed` makes, got {type(feed).__name__}")
-    checked: Feed = feed
-    return checked
+    return feed
 
 
 def _warn(warning: str | None) -> None:

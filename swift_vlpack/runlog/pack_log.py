@@ -33,10 +33,10 @@ class PackLog:
         self._is_writable = True
 
     @classmethod
-    def wanted(cls, path: Path, environ: Mapping[str, str], leads_back: bool) -> PackLog | None:
-        """Return the log if one is asked for, or if the feed cannot compute past packs again (`leads_back`)."""
+    def wanted(cls, path: Path, environ: Mapping[str, str], can_plan_again: bool) -> PackLog | None:
+        """Return the log if one is asked for, or if the feed cannot compute past packs again (`can_plan_again`)."""
         if not environ.get(RECORD_PACKS, "").strip():
-            return None if leads_back else cls(path, MOST_BYTES)
+            return None if can_plan_again else cls(path, MOST_BYTES)
         return cls(path) if is_switched_on(RECORD_PACKS, environ) else None
 
     def append(self, lines: Sequence[Mapping[str, Any]]) -> None:

@@ -115,14 +115,14 @@ def test_record_that_nobody_asked_for_is_bounded_and_never_ends_a_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("said", "leads_back", "is_kept", "is_bounded"),
+    ("said", "can_plan_again", "is_kept", "is_bounded"),
     [(None, True, False, None), (None, False, True, True), ("true", True, True, False), ("true", False, True, False),
      ("false", False, False, None), (" ", False, True, True)],
 )  # fmt: skip
-def test_what_cannot_be_computed_again_is_recorded(said, leads_back, is_kept, is_bounded, tmp_path):
+def test_what_cannot_be_computed_again_is_recorded(said, can_plan_again, is_kept, is_bounded, tmp_path):
     """SEE-5"""
     environ = {} if said is None else {"VLPACK_RECORD_PACKS": said}
-    log = PackLog.wanted(tmp_path / "packs_rank0.jsonl", environ, leads_back)
+    log = PackLog.wanted(tmp_path / "packs_rank0.jsonl", environ, can_plan_again)
     assert (log is not None) == is_kept
     assert log is None or (log.most_bytes is not None) == is_bounded
 

@@ -10,11 +10,11 @@ from torch.utils.data import DataLoader
 
 from swift_vlpack import PackingConfig, PackingDataset
 from swift_vlpack.errors import DataError, PlanError
-from swift_vlpack.feed.buffered import BufferedPackingDataset, ReaderProgress
-from swift_vlpack.feed.data_report import data_report, left_out_rows
-from swift_vlpack.feed.planned import address_of, count_rows, left_out_by
+from swift_vlpack.feed.epoch_report import count_rows, data_report, left_out_by, left_out_rows
+from swift_vlpack.feed.planned import address_of
 from swift_vlpack.feed.reader import PackReader
 from swift_vlpack.feed.saved_rows import from_bytes
+from swift_vlpack.feed.streamed import ReaderProgress, StreamedPackingDataset
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.source import RowSource
 from swift_vlpack.rows.streams import StreamedRows
@@ -147,7 +147,7 @@ def test_plan_is_what_the_stream_makes_of_the_same_order():
     source = FusionCaptionDataset([RowSource(name="data", rows=data)], Template(), shuffle=False)
     planned = PackingDataset(source, Template(), options)
     again = FusionCaptionDataset([RowSource(name="data", rows=data)], Template(), shuffle=False)
-    buffered = BufferedPackingDataset(again, Template(), options)
+    buffered = StreamedPackingDataset(again, Template(), options)
     by_plan = [[str(key) for key in planned[number].record.sample_ids] for number in range(len(planned))]
     by_stream = [[str(key) for key in pack.record.sample_ids] for pack in buffered if len(pack)]
     assert by_plan == by_stream
@@ -175,7 +175,7 @@ def num_resumed_inside_of_rows(data, options):
     """How often a row was half trained, of resumes at every pack on two ranks, each of which trains the rest."""
     whole = planned_feed(data, Template(), options)
     packs = packs_left(whole)
-    assert from_bytes(whole.rows.as_file())[0].sizes.cut == whole.dataset.sources[0].sizes.cut
+    assert from_bytes(whole.saved_rows.as_file())[0].sizes.cut == whole.dataset.sources[0].sizes.cut
     num_inside = 0
     for step in range(len(packs)):
         trained = planned_feed(data, Template(), options)
@@ -204,7 +204,7 @@ def test_stream_resumes_at_every_pack(form):
 
     def fresh():
         made = data if form == "sized" else StreamedRows(list(data), Template(), name="data")
-        return BufferedPackingDataset(made, Template(), options, seed=1)
+        return StreamedPackingDataset(made, Template(), options, seed=1)
 
     packs = list(fresh())
     expected = [pack.record.sample_ids for pack in packs]

@@ -9,7 +9,7 @@ from swift_vlpack.rows.samples import PackRecord, SampleId
 from swift_vlpack.runlog.events import read_events
 
 FEED = SimpleNamespace(
-    unpacked_batch_size=1, epoch=0, leads_back=True, dataset=None, config=PackingConfig(packing_length=10)
+    unpacked_batch_size=1, epoch=0, can_plan_again=True, sources=(), config=PackingConfig(packing_length=10)
 )
 PACK = PackRecord(epoch=0, number=0, sample_ids=(SampleId("a", 0),), lengths=(5,), num_images=0)
 

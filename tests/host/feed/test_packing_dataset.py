@@ -11,10 +11,11 @@ from torch.utils.data import DataLoader
 
 from swift_vlpack import PackingConfig
 from swift_vlpack.errors import ConfigError, DataError
-from swift_vlpack.feed.buffered import BufferedPackingDataset
 from swift_vlpack.feed.collate import Collator
 from swift_vlpack.feed.dataset import PackingDataset
-from swift_vlpack.feed.planned import PlannedPackingDataset, left_out_by
+from swift_vlpack.feed.epoch_report import left_out_by
+from swift_vlpack.feed.planned import PlannedPackingDataset
+from swift_vlpack.feed.streamed import StreamedPackingDataset
 from swift_vlpack.plan.planner import plan
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.samples import Address, SampleId, TooManyFailures
@@ -117,9 +118,9 @@ def counted(template, monkeypatch):
     [
         (list, "auto", PlannedPackingDataset),
         (list, "plan", PlannedPackingDataset),
-        (list, "buffer", BufferedPackingDataset),
-        (iter, "auto", BufferedPackingDataset),
-        (iter, "buffer", BufferedPackingDataset),
+        (list, "buffer", StreamedPackingDataset),
+        (iter, "auto", StreamedPackingDataset),
+        (iter, "buffer", StreamedPackingDataset),
     ],
 )
 def test_form_follows_the_data_and_the_mode(template, data, mode, form):
@@ -571,7 +572,7 @@ def test_every_row_comes_exactly_once_an_epoch_with_any_number_of_workers(
             assert len(records) == len(loader) == len(feed)
             gone += [left.sample_id for left in feed.begin(epoch).left_out]
         else:
-            gone += [left.sample_id for left in feed.left_out_behind()]
+            gone += [left.sample_id for left in feed.left_out_after()]
         order = [record.sample_ids for record in records]
         assert Counter([*(sample_id for pack in order for sample_id in pack), *gone]) == scheduled(feed)
         orders.append(order)
