@@ -17,7 +17,7 @@ from swift_vlpack.cli.doctor_text import doctor_text
 from swift_vlpack.cli.machine import machine
 from swift_vlpack.cli.packages import packages
 from swift_vlpack.config import chosen_options
-from swift_vlpack.lengths.folders import lengths_folder
+from swift_vlpack.lengths.cache_folder import lengths_folder
 
 LOOKER = "swift_vlpack.cli.doctor_imports"
 

@@ -14,7 +14,7 @@ from typing import Any
 from swift.callbacks import TrainerCallback
 from swift.utils import get_logger, is_master
 
-from swift_vlpack.attention.row_effects import noise_by_sample
+from swift_vlpack.attention.sequence_effects import noise_by_sample
 from swift_vlpack.feed.epoch_report import data_report, plan_facts
 from swift_vlpack.host.losses import add_up
 from swift_vlpack.host.proof import attention_of, prove_isolation

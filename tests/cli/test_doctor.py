@@ -12,7 +12,7 @@ from swift_vlpack.cli import doctor, main
 from swift_vlpack.cli.doctor_advice import GB, MB, advice_on
 from swift_vlpack.cli.doctor_text import doctor_text
 from swift_vlpack.cli.packages import fits, packages, ranges, requirements, version_of
-from swift_vlpack.lengths.folders import lengths_folder
+from swift_vlpack.lengths.cache_folder import lengths_folder
 
 ROOT = Path(__file__).parent.parent.parent
 SEAM = {"torch": "2.15.0", "cuda": "12.8", "devices": [{"name": "H100", "memory": 80 * GB}], "seam": 37}
