@@ -10,7 +10,7 @@ import pytest
 
 from swift_vlpack.reasons import REASONS, Kind, Reason, about, is_failure
 from swift_vlpack.remedies import warning_of_left_out
-from swift_vlpack.runlog.telemetry import Telemetry
+from swift_vlpack.runlog.counts import Counts
 from tests.parsed import nodes_of
 
 ROOT = Path(__file__).parents[1]
@@ -73,7 +73,7 @@ def test_no_reason_is_a_literal():
 
 def test_a_word_that_is_not_registered_is_not_counted():
     """STAT-7"""
-    stats = Telemetry(packing_length=8)
+    stats = Counts(packing_length=8)
     with pytest.raises(ValueError, match="too_blue"):
         stats.dropped("a", "too_blue")
     assert stats.num_dropped == {}

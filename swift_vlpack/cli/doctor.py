@@ -14,7 +14,7 @@ from swift_vlpack.cli.command import Command
 from swift_vlpack.cli.environment import imported, machine, packages
 from swift_vlpack.cli.lines import GB, labelled, listed, size
 from swift_vlpack.config import chosen_options
-from swift_vlpack.lengths.folders import lengths_folder
+from swift_vlpack.lengths.cache_folder import lengths_folder
 from swift_vlpack.words import INSTALL, counted
 
 STOP, WARN, NOTE = "stop", "warn", "note"

@@ -26,7 +26,6 @@ from swift_vlpack.host.run_checks import check_file
 from swift_vlpack.plan.length_files import read_lengths
 from swift_vlpack.plan.planner import plan_of_rows
 from swift_vlpack.plan.report import plan_report
-from swift_vlpack.plan.resume_schedule import num_steps as num_steps_of
 from swift_vlpack.rows.families import merge_size
 from swift_vlpack.runlog.left_out_list import listed
 from swift_vlpack.words import by_reason, counted
@@ -117,8 +116,7 @@ def training_report(
     flags: Sequence[str], *, num_ranks: int, failures_file: Path, command: str = "sft"
 ) -> dict[str, Any]:
     """Report what ms-swift's command with these flags would train on, and list the rows that it would leave out."""
-    from swift_vlpack.feed.data_report import data_report
-    from swift_vlpack.feed.planned import left_out_by, left_out_warning
+    from swift_vlpack.feed.epoch_report import data_report, left_out_by, left_out_warning, plan_facts
     from swift_vlpack.host.run import feed_of, run_of
 
     start = time.perf_counter()
@@ -129,35 +127,26 @@ def training_report(
     num_listed = _list_left_out(feed, failures_file)
     if warning := left_out_warning(epoch, left_out_by(epoch, feed.dataset), feed.config):
         logger.warning("packing: %s", warning)
-    report = plan_report(epoch.unshared, epoch.packs, num_rows=epoch.num_rows, seconds=time.perf_counter() - start)
+    accumulation = run.args.training_args.gradient_accumulation_steps
+    report = plan_facts(epoch, accumulation=accumulation, seconds=time.perf_counter() - start)
     return {
         **report,
         **data_report(epoch, feed.dataset, merge_size(run.template)),
-        **_steps(feed, run.args),
+        "gradient_accumulation_steps": accumulation,
+        **_steps(run.args, report["steps_per_epoch"]),
         "failures_file": str(failures_file) if num_listed else None,
         **seconds,
     }
 
 
-def _steps(feed: PlannedFeed, args: Any) -> dict[str, Any]:
+def _steps(args: Any, steps_per_epoch: int) -> dict[str, int]:
     """Count steps by the arithmetic of Hugging Face's Trainer: an epoch ends with a step, whatever has accumulated."""
-    from swift_vlpack.feed.data_report import size_of_step
-
-    accumulation = args.training_args.gradient_accumulation_steps
-    steps_per_epoch = num_steps_of(feed.epoch_plan.packs.num_packs_per_rank, accumulation)
     num_epochs = math.ceil(args.num_train_epochs)
     num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
     if args.max_steps > 0:
         num_steps = args.max_steps
         num_epochs = math.ceil(num_steps / steps_per_epoch)
-    return {
-        "num_epochs": num_epochs,
-        "packs_per_epoch": len(feed.epoch_plan),
-        "gradient_accumulation_steps": accumulation,
-        "steps_per_epoch": steps_per_epoch,
-        "num_steps": num_steps,
-        "step": size_of_step(feed.epoch_plan, accumulation=accumulation).as_json(),
-    }
+    return {"num_epochs": num_epochs, "num_steps": num_steps}
 
 
 def _refuse_another_file(path: Path) -> None:
@@ -168,7 +157,7 @@ def _refuse_another_file(path: Path) -> None:
 
 def _list_left_out(feed: PlannedFeed, path: Path) -> int:
     """Write one JSON object a line for every row that is left out. Without any, remove an earlier list."""
-    from swift_vlpack.feed.data_report import left_out_rows
+    from swift_vlpack.feed.epoch_report import left_out_rows
 
     lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in left_out_rows(feed.epoch_plan, feed.dataset)]
     try:

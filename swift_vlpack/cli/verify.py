@@ -20,7 +20,7 @@ from swift_vlpack.errors import AttentionError, BoundaryError, DataError, VLPack
 from swift_vlpack.words import counted
 
 if TYPE_CHECKING:
-    from swift_vlpack.lengths.true_lengths import SourceLengths
+    from swift_vlpack.lengths.audit import SourceLengths
     from swift_vlpack.proof.isolation import Proof
 
 EXIT_DOES_NOT_HOLD, EXIT_NOT_VERIFIED = 1, 2
@@ -56,7 +56,7 @@ def _run(args: argparse.Namespace) -> int:
 def verified(flags: Sequence[str], *, command: str = "sft") -> dict[str, Any]:
     """Check lengths and isolation of the run that ms-swift's command with these flags would be."""
     from swift_vlpack.host.run import TrainableRun, prepare_to_train, run_of
-    from swift_vlpack.lengths.true_lengths import checked_lengths
+    from swift_vlpack.lengths.audit import checked_lengths
 
     start = time.perf_counter()
     found: dict[str, Any] = {}
@@ -87,7 +87,7 @@ def verified(flags: Sequence[str], *, command: str = "sft") -> dict[str, Any]:
 
 def _proved(trainer: Any) -> dict[str, Any]:
     """Run the checks of a training run before step 1, in the same order, and describe what they found."""
-    from swift_vlpack.attention.row_effects import noise_by_sample
+    from swift_vlpack.attention.sequence_effects import noise_by_sample
     from swift_vlpack.host.losses import add_up
     from swift_vlpack.host.proof import attention_of, prove_isolation
     from swift_vlpack.host.use_attention import choose_for

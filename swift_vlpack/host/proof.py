@@ -27,7 +27,7 @@ def prove_isolation(trainer: Any) -> Proof:
     """Run the proof on the model as it will train; all ranks run the same forwards."""
     context = trainer.compute_loss_context_manager
     with waiting("the isolation proof"):  # wrapped models exchange data in it
-        return proof_of(model_of(trainer), trainer.template, trainer.feed, forward_context=context)
+        return proof_of(model_of(trainer), trainer.template, trainer.feed.packs, forward_context=context)
 
 
 def prove_first_batch(trainer: Any, batches: Sequence[Batch], num_items: Any) -> str:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from swift_vlpack.cli import main
+from swift_vlpack.lengths.cache_folder import About, write_about
 from swift_vlpack.lengths.length_file import KEYED_SIZE, LengthFile
-from swift_vlpack.lengths.remembered import About, tell_about
 
 DAY = 86400
 
@@ -26,7 +26,7 @@ def write_lengths(folder, stem, num_rows, *, days=0.0, about=None):
     file.append(records[:num_rows])
     file.append(records[num_rows:])
     if about:
-        tell_about(path, about)
+        write_about(path, about)
     for each in folder.glob(f"{stem}.*"):
         os.utime(each, (time.time() - days * DAY,) * 2)
     return path

@@ -12,7 +12,7 @@ from swift_vlpack.cli import environment, main
 from swift_vlpack.cli.doctor import advice_on, doctor_text
 from swift_vlpack.cli.environment import fits, packages, ranges, requirements, version_of
 from swift_vlpack.cli.lines import GB, MB
-from swift_vlpack.lengths.folders import lengths_folder
+from swift_vlpack.lengths.cache_folder import lengths_folder
 
 ROOT = Path(__file__).parent.parent.parent
 SEAM = {"torch": "2.15.0", "cuda": "12.8", "devices": [{"name": "H100", "memory": 80 * GB}], "seam": 37}

@@ -7,7 +7,7 @@ import torch
 
 from swift_vlpack import PackingConfig, PackingDataset, prove
 from swift_vlpack.attention import attention
-from swift_vlpack.attention.row_effects import check_rope
+from swift_vlpack.attention.sequence_effects import check_rope
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.feed import padding
 from swift_vlpack.feed.collate import Collator
@@ -84,8 +84,8 @@ def ran(subject, samples, multiple):
 )
 def test_loss_and_gradients_are_those_without_padding(training, encoded, family, kernel, monkeypatch):
     """PAD-2 ISO-3: within 1e-5, with linear attention too; and other padding moves no sample at all."""
+    from swift_vlpack.attention.kernels import KERNELS
     from swift_vlpack.attention.linear_attention import restart_at_boundaries
-    from swift_vlpack.attention.row_kernels import KERNELS
 
     loaded = training(family)
     restart_at_boundaries(loaded.model)
@@ -116,7 +116,7 @@ def packs(training):
 def test_proof_is_of_padded_rows(packs, monkeypatch):
     """PAD-3 ISO-5: it holds, and padding that is trained stops it."""
     loaded, made = packs
-    with attention.recorded_rows() as rows:
+    with attention.recorded_calls() as rows:
         assert prove(loaded.model, loaded.template, made).startswith("isolation verified: max difference 0.0")
     assert {row.ends[-1] for row in rows} == {640}
     right = padding.padding
