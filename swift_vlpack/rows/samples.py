@@ -121,7 +121,7 @@ class PackRecord:
     left_out: tuple[LeftOut, ...] = field(default=())
     progress: tuple[dict[str, Any], ...] = field(default=(), repr=False)
     """Where its worker stands after this pack, as JSON; none where packs are planned."""
-    row_multiple: int = 1
+    sequence_multiple: int = 1
     """The row is padded to a multiple of so many tokens."""
     num_padding: int = 0
     """Tokens of the row behind its samples, a segment of their own; known when the row is made."""
@@ -134,13 +134,13 @@ class PackRecord:
         return Boundaries(self.lengths)
 
     @property
-    def lengths_in_row(self) -> tuple[int, ...]:
+    def lengths_in_sequence(self) -> tuple[int, ...]:
         """Of the samples and what is behind them: of all tokens of the row."""
         return (*self.lengths, self.num_padding) if self.num_padding else self.lengths
 
-    def in_row_of(self, num_tokens: int, num_vision_tokens: int) -> PackRecord:
+    def in_sequence_of(self, num_tokens: int, num_vision_tokens: int) -> PackRecord:
         """The record of the row that was made."""
-        num_padding = num_tokens - sum(self.lengths) if self.row_multiple > 1 else 0
+        num_padding = num_tokens - sum(self.lengths) if self.sequence_multiple > 1 else 0
         return replace(self, num_padding=num_padding, num_vision_tokens=num_vision_tokens)
 
     def count_in(self, counts: Counts) -> None:
