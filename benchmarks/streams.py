@@ -55,15 +55,15 @@ def loader_of(who: str, template: Any, files: list[str], rank: int, num_ranks: i
         )
         return DataLoaderDispatcher(loader)
     from swift_vlpack import PackingConfig
-    from swift_vlpack.feed.buffered import BufferedPackingDataset
     from swift_vlpack.feed.collate import Collator
+    from swift_vlpack.feed.streamed import StreamedPackingDataset
     from swift_vlpack.feed.streamed_feed import StreamedFeed
     from swift_vlpack.host.loader import PackLoader
     from swift_vlpack.host.voting import Ranks
     from swift_vlpack.rows.streams import StreamedRows
 
     config = PackingConfig(packing_length=CAPACITY, packing_buffer=WINDOW, packing_drop_last=False)
-    packs = BufferedPackingDataset(StreamedRows(rows, template), template, config, rank=rank, num_ranks=num_ranks)
+    packs = StreamedPackingDataset(StreamedRows(rows, template), template, config, rank=rank, num_ranks=num_ranks)
     collate = Collator(template, for_model=False)
     options = {"num_workers": num_workers, "prefetch_factor": 2, "collate_fn": collate}
     return StreamedFeed(packs, num_workers).loader(rank, PackLoader, ranks=Ranks, **options)

@@ -30,7 +30,7 @@ from tests.parsed import nodes_of
 
 LIGHT = [
     module.name
-    for folder in ("", "plan", "runlog", "pages", "cli")
+    for folder in ("", "plan", "runlog", "feed", "pages", "cli")
     for module in pkgutil.iter_modules(
         [str(ROOT / "swift_vlpack" / folder)], f"swift_vlpack.{folder}.".replace("..", ".")
     )
@@ -121,7 +121,7 @@ def check_flags(program, words, line):
         below = [choices for action in parser._actions if isinstance(choices := action.choices, dict)]
         parsers = [parser, *(one for choices in below for one in choices.values())]  # `vlpack cache clear` is two
         of_command = {option.removeprefix("--") for one in parsers for option in one._option_string_actions}
-        known = of_command | (known if command.run_of else set())
+        known = of_command | (known if command.takes_run_flags else set())
     given = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
     assert [flag for flag in given if flag not in known] == [], line
     for before, word in zip(words, [*words[1:], ""], strict=True):

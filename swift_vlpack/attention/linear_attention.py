@@ -1,8 +1,8 @@
-"""Layers that keep a state along the row (linear attention, short convolutions) start anew with every sample.
+"""Restart layers that keep a state along the sequence (linear attention, short convolutions) with every sample.
 
-Their forward takes no boundaries, or only some of their kernels do. So the samples of a row are run through the layer
-as batches of like length: hooks on the layer hand it one batch, and run the others before it. The state looks back
-only, so padding on the right changes nothing.
+Their forward takes no boundaries, or only some of their kernels do. So hooks run the samples through the layer in
+batches of similar length: all batches but one before the call, the last one by the call itself. The state only looks
+back, so padding on the right changes nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from swift_vlpack.attention.attention import boundaries_on_host
-from swift_vlpack.attention.groups import Groups, groups_of
+from swift_vlpack.attention.packed_sequence import Groups, boundaries_of, groups_of
 from swift_vlpack.errors import AttentionError
 from swift_vlpack.rows.families import RESTARTED, text_config_of
 
@@ -23,9 +22,10 @@ _handles: WeakKeyDictionary[torch.nn.Module, list[Any]] = WeakKeyDictionary()
 
 
 def restart_at_boundaries(model: torch.nn.Module, leave: Sequence[str] = ()) -> int:
-    """Make the layers that keep a state restart it with every sample, and say how many there are.
+    """Restart the state of these layers with every sample. Returns the number of layers. Idempotent.
 
-    `leave` names classes whose kernels are given the boundaries. A model with other layers of this kind is refused.
+    `leave` names classes that need no restart, because their kernels are given the boundaries. Raises `AttentionError`
+    for a model with other layers that keep a state.
     """
     found = [
         (layer, mixer)
@@ -46,16 +46,17 @@ def _refuse_unknown_state(model: Any) -> None:
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     keeping = sorted({kind for kind in kinds or () if any(word in str(kind) for word in _KEEPS_STATE)})
     if kinds is None and any(getattr(module, "_is_stateful", False) for module in model.modules()):
-        keeping = [config.model_type]  # such a one has layers of one kind
+        keeping = [config.model_type]  # such a model has layers of one kind
     if keeping:
         raise AttentionError(
-            f"the model has layers of the kind {', '.join(keeping)}, which keep a state along the row that would pass "
-            f"from sample to sample; packing can restart that of {', '.join(RESTARTED)} only: train without packing"
+            f"the model has layers of the kind {', '.join(keeping)}, which keep a state along the sequence that would "
+            "pass from sample to sample; packing can restart that of "
+            f"{', '.join(RESTARTED)} only: train without packing"
         )
 
 
 class _Restart:
-    """The hooks of one layer. A class, so that a model with it can be pickled."""
+    """Hooks of one layer. A class and not a closure, so that a model with these hooks can be pickled and copied."""
 
     def __init__(self) -> None:
         self.ends: tuple[int, ...] = ()
@@ -63,7 +64,7 @@ class _Restart:
         self.outputs: list[torch.Tensor] = []
 
     def on(self, layer: torch.nn.Module, mixer: torch.nn.Module) -> list[Any]:
-        """The handles: the layer around it knows the boundaries."""
+        """Register the hooks and return their handles. The layer around the mixer is given the boundaries."""
         return [
             layer.register_forward_pre_hook(self.read_boundaries, with_kwargs=True),
             mixer.register_forward_pre_hook(self.run_all_but_one, with_kwargs=True),
@@ -71,12 +72,12 @@ class _Restart:
         ]
 
     def read_boundaries(self, layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Note the boundaries of the row, where it has more than one sample."""
+        """Keep the boundaries of the sequence if it has more than one sample."""
         ends = kwargs.get("cu_seq_lens_q")
-        self.ends = boundaries_on_host(ends) if ends is not None and len(ends) > 2 else ()
+        self.ends = boundaries_of(ends) if ends is not None and len(ends) > 2 else ()
 
     def run_all_but_one(self, mixer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run every group but the last, which is left to the call itself."""
+        """Run every group but the last, and give the last one to the call itself."""
         self.groups, self.outputs = None, []
         if not self.ends:
             return None
@@ -84,7 +85,7 @@ class _Restart:
         if states.shape[:2] != (1, self.ends[-1]):
             raise AttentionError(
                 f"{type(mixer).__name__}: the boundaries cu_seq_lens_q go to {self.ends[-1]}, but the batch is "
-                f"{states.shape[0]} row(s) of {states.shape[1]} tokens; give a pack as one row"
+                f"{states.shape[0]} sequence(s) of {states.shape[1]} tokens; give a pack as one sequence"
             )
         self.groups = groups_of(self.ends, states.device)
         batches = [states[0][group.tokens] for group in self.groups.groups]
@@ -92,9 +93,9 @@ class _Restart:
         return (batches[-1],), {}
 
     def put_together(self, mixer: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor | None:
-        """Add the last group and give the row back in its order."""
+        """Add the output of the last group, and return all outputs in the order of the sequence."""
         if self.groups is None:
             return None
         groups, outputs = self.groups, [*self.outputs, output]
         self.groups, self.outputs = None, []
-        return groups.in_row_order(outputs, dim=0)
+        return groups.in_sequence_order(outputs, dim=0)

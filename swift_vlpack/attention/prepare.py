@@ -1,4 +1,4 @@
-"""Model and template made fit for packs: what ms-swift's own training does, for a trainer of one's own."""
+"""Prepare a model and its template for packs in a trainer of your own, as ms-swift's own training does."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from swift_vlpack.rows.families import let_through
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 TRAINING = "train"
-"""The template's mode in which it makes labels for one answer; its default mode makes none."""
+"""The mode in which a template makes labels; in its default mode it makes none."""
 WAY_IN = "call swift_vlpack.prepare_model(model, template) first"
 
-# What a forward takes besides the row. The template's own hook gives the model only what it knows.
+# Keywords of a call that are not inputs: the template's own hook drops what it does not know.
 _OF_THE_CALL = ("num_items_in_batch", "use_cache", "return_dict", "output_attentions")
 _hooks: WeakKeyDictionary[torch.nn.Module, list[Any]] = WeakKeyDictionary()
 
 
 def prepare_model(model: Model, template: Any, *, any_family: bool = False) -> Model:
-    """Make a model and its template train packs, in whatever trainer; gives the model back. Again changes nothing.
+    """Prepare a model and its template to train packs in any trainer. Returns the model. Idempotent.
 
     Call it before the model is wrapped by DDP, FSDP or `Accelerator.prepare`, and before `PackingDataset` and
-    `Collator`. The model gets the attention that walks the samples (flash-attn stays where it was asked for), reads
-    images the way its template made them, uses no cache and has the loss 0 for a row without labels. Saved weights and
-    config stay loadable without this package, and `generate` works as before.
+    `Collator`. The model gets attention that keeps samples apart (flash-attn stays if it was asked for), reads images
+    the way its template made them, uses no cache, and has a loss of 0 for a sequence without labels. Saved weights and
+    config can be loaded without this package, and `generate` works as before.
 
-    `any_family` lets a family through that ms-swift does not pack. Whether its rows are right nobody has said then:
-    call `prove(model, template, packs)` before the first step, and train only if it holds.
+    `any_family` allows a family that ms-swift does not pack. Nothing is known of its sequences then: call
+    `prove(model, template, packs)` before the first step, and train only if it holds.
     """
     _refuse_what_cannot_be_packed(template)
     let_through(template, any_family=any_family, way_in="prepare_model(model, template, any_family=True), then prove")
@@ -54,14 +54,14 @@ def prepare_model(model: Model, template: Any, *, any_family: bool = False) -> M
 
 
 def check_ready(template: Any, *, needs_model: bool) -> None:
-    """Refuse a template that makes no labels, and a model of which it is known that it mixes the samples of a pack."""
+    """Raise `ConfigError` for a template that makes no labels, or a model whose attention mixes samples."""
     mode = getattr(template, "mode", TRAINING)
     if mode != TRAINING:
         raise ConfigError(f"the template is in mode {mode!r}, in which packs have no labels to train on; {WAY_IN}")
     model = getattr(template, "model", None)
     if model is None:
         if needs_model:
-            raise ConfigError(f"the template knows no model, so nobody has made one fit for packs; {WAY_IN}")
+            raise ConfigError(f"the template knows no model, so none is prepared for packs; {WAY_IN}")
         return
     name = attention.name_of(model.config)
     if not attention.keeps_samples_apart(name):
@@ -69,7 +69,7 @@ def check_ready(template: Any, *, needs_model: bool) -> None:
 
 
 def unwrapped(model: Any) -> Any:
-    """The model inside of DDP, DeepSpeed and the like."""
+    """Return the model inside of DDP, DeepSpeed and other wrappers."""
     from accelerate.utils import extract_model_from_parallel
 
     return extract_model_from_parallel(model)
@@ -83,9 +83,9 @@ def _refuse_what_cannot_be_packed(template: Any) -> None:
 
 
 class _BeforeForward:
-    """ms-swift's hook, which puts images into embeddings, with what it would take away from a trainer.
+    """Run ms-swift's hook, which puts images into embeddings, and keep the keywords that it would drop.
 
-    A class, so that a model with it can be pickled.
+    A class and not a closure, so that a model with this hook can be pickled.
     """
 
     def __init__(self, template: Any) -> None:
@@ -103,7 +103,7 @@ class _BeforeForward:
 
 
 def _loss_of_no_label(model: torch.nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
-    """A row whose samples could all not be read has no label, and a mean over nothing is NaN."""
+    """Set the loss to 0 if no sample of a sequence could be read: it has no label, and a mean over nothing is NaN."""
     labels = kwargs.get("labels")
     if labels is None or getattr(outputs, "loss", None) is None or bool((labels[:, 1:] != NO_LABEL).any()):
         return None

@@ -1,30 +1,28 @@
-"""`vlpack bench`: how fast a run would be on this machine, packed and padded, by `cli.bench_run`."""
+"""`vlpack bench`: measure how fast a run would be on this machine, packed and padded.
+
+Each of the two is measured by a process of its own, with its own memory: this command line again, with `--phase`, whose
+report is what `bench_run` measured, as JSON. This module starts both, puts them together and advises.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
-from swift_vlpack.cli.become import add_config_flag, is_quiet, never, run_flags
-from swift_vlpack.cli.bench_advice import advice_on, speed_of
-from swift_vlpack.cli.bench_text import bench_text
-from swift_vlpack.cli.command import Command, Parser
-from swift_vlpack.cli.machine import num_cores
-from swift_vlpack.cli.packing_flags import add_packing_flags
+from swift_vlpack.cli.bench_report import advice_on, bench_text, speed_of
+from swift_vlpack.cli.command import Command, add_packing_flags, add_run_flags
+from swift_vlpack.cli.environment import num_cores
+from swift_vlpack.cli.in_run import end_by_signal, in_run, run_named
 from swift_vlpack.errors import ConfigError, VLPackError
-from swift_vlpack.host.launch import RunLaunch, check_launch, run_launch
+from swift_vlpack.host.launch import check_launch
 
 
 class PhaseFailed(VLPackError):
@@ -32,12 +30,7 @@ class PhaseFailed(VLPackError):
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    _add_own_flags(parser)
-    add_packing_flags(parser, packing_length="the run's --max_length")
-
-
-def _add_own_flags(parser: argparse.ArgumentParser) -> None:
-    add_config_flag(parser)
+    add_run_flags(parser, num_ranks=False)
     for name, default, text in (
         ("steps", 10, "rows that are measured, packed and padded"),
         ("seconds", 60, "that measuring rows may take at most, packed and padded each"),
@@ -47,24 +40,27 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
             f"--{name}", type=int, default=default, metavar="INT", help=f"{text} (default: %(default)s)"
         )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the report")
+    parser.add_argument("--phase", choices=("packed", "padded"), help=argparse.SUPPRESS)
+    parser.add_argument("--tokens_of_pack", type=int, default=0, help=argparse.SUPPRESS)
+    add_packing_flags(parser, packing_length="the run's --max_length")
 
 
-def _bench(argv: Sequence[str]) -> int:
-    parser = Parser(prog="vlpack bench", add_help=False, allow_abbrev=False)
-    _add_own_flags(parser)
-    args, command, flags = run_flags(parser, argv)
+def _run(args: argparse.Namespace) -> int:
+    if args.phase is not None:
+        with in_run(args, needs_gpu=True) as (run, out):
+            from swift_vlpack.cli.bench_run import measured
+
+            print(json.dumps(measured(args, run)), file=out)
+        return 0
     for name in ("steps", "seconds", "rows"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} must be at least 1, got {getattr(args, name)}")
-    launch = run_launch(flags, os.environ, needs_gpu=True)
-    check_launch(launch)
-    signal.signal(signal.SIGTERM, _stop)
+    check_launch(run_named(args, needs_gpu=True))
+    signal.signal(signal.SIGTERM, end_by_signal)  # not at once: the process that measures has to end, too
     start = time.perf_counter()
-    settings = {"steps": args.steps, "seconds": args.seconds, "num_rows": args.rows, "is_quiet": is_quiet(args)}
-    packed = measured({**settings, "phase": "packed"}, command, launch)
-    settings["tokens_of_pack"] = packed["plan"]["packing_length"]
+    packed = measured_apart(args.argv, "packed")
     try:
-        padded = measured({**settings, "phase": "padded"}, command, launch)
+        padded = measured_apart(args.argv, "padded", tokens_of_pack=packed["plan"]["packing_length"])
     except PhaseFailed as error:  # what is packed is known, and padded may be what does not fit
         padded = {"problem": str(error), "rows": [], "memory": None, "seconds": 0.0}
     report = bench_report(packed, padded, seconds=time.perf_counter() - start)
@@ -72,27 +68,20 @@ def _bench(argv: Sequence[str]) -> int:
     return 0
 
 
-def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    sys.exit(128 + number)  # and not at once: the process that measures has to end, too
-
-
-def measured(settings: Mapping[str, Any], command: str, launch: RunLaunch) -> dict[str, Any]:
-    """What a process of its own finds; what it prints goes to stderr, and it ends when this one does."""
-    with tempfile.TemporaryDirectory(prefix="vlpack-") as folder:
-        report = Path(folder) / "report.json"
-        own = json.dumps({**settings, "report": str(report)})
-        process = [sys.executable, "-m", "swift_vlpack.cli.process", "bench", own, command, *launch.flags]
-        running = subprocess.Popen(process, env=launch.environ, stdout=sys.stderr)
+def measured_apart(argv: Sequence[str], phase: str, *, tokens_of_pack: int = 0) -> dict[str, Any]:
+    """Measure a phase in a process of its own, which ends when this one does."""
+    of_phase = ["--phase", phase, "--tokens_of_pack", str(tokens_of_pack)]
+    command = [sys.executable, "-m", "swift_vlpack", *argv, *of_phase]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
         try:
-            code = running.wait()
+            report, _ = running.communicate()
         finally:
             if running.poll() is None:
                 running.terminate()
-                running.wait()
-        if code or not report.exists():
-            raise PhaseFailed(f"the {settings['phase']} run ended with code {code}; what it said is above")
-        found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
-        return found
+    if running.returncode or not report:
+        raise PhaseFailed(f"the {phase} run ended with code {running.returncode}; what it said is above")
+    found: dict[str, Any] = json.loads(report)
+    return found
 
 
 def bench_report(packed: Mapping[str, Any], padded: Mapping[str, Any], *, seconds: float) -> dict[str, Any]:
@@ -141,7 +130,6 @@ BENCH = Command(
         "is saved."
     ),
     add_flags=_add_flags,
-    run=never,
-    is_of_a_run=lambda argv: True,
-    run_of=_bench,
+    run=_run,
+    takes_run_flags=True,
 )

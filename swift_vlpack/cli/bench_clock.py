@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,11 +27,11 @@ class Enough(Exception):
 class RowTimer:
     """In the place of a trainer's `training_step`: forward and backward of a row, and what comes between two."""
 
-    def __init__(self, trainer: Any, settings: Mapping[str, Any]) -> None:
+    def __init__(self, trainer: Any, bench: argparse.Namespace) -> None:
         self._step = trainer.training_step
         self._trainer = trainer
-        self._num_wanted, self._seconds = settings["steps"], settings["seconds"]
-        self._least_tokens = settings.get("tokens_of_pack", 0)
+        self._num_wanted, self._seconds = bench.steps, bench.seconds
+        self._least_tokens = bench.tokens_of_pack
         """Of a measurement: padded batches are small, and are put together until they are as much as a pack."""
         self._parts: list[tuple[float, float, int, int, int]] = []
         self._blocks: list[dict[str, float]] = []

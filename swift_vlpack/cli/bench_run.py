@@ -6,28 +6,25 @@ trains them un-packed. Every part ends by itself after so many seconds.
 
 from __future__ import annotations
 
-import json
+import argparse
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from swift_vlpack.cli.bench_clock import MOST_PADDED, NUM_WARM, Enough, RowTimer, loader_speed, memory, say
-from swift_vlpack.cli.machine import num_cores
+from swift_vlpack.cli.environment import num_cores
 from swift_vlpack.config import PackingConfig, checked, chosen_options
 from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.host.args import is_ours, packing_config
-from swift_vlpack.host.callback import PackingCallback
+from swift_vlpack.host.launch import RunLaunch
 from swift_vlpack.host.pipeline import measured_rows, planned_feed
-from swift_vlpack.host.run import NO_TRACE, NOT_PACKED, TrainableRun, run_of
+from swift_vlpack.host.run import NO_TRACE, NOT_PACKED, TrainableRun, instead_of_proof, run_of
 from swift_vlpack.host.sources import load_sources
 from swift_vlpack.host.use_attention import choose_for, use_attention
 from swift_vlpack.plan.report import suggested_length
@@ -43,19 +40,18 @@ ALONE = (
 """Every row is a step, and nothing comes between them."""
 
 
-def main(settings: Mapping[str, Any], command: str, options: Sequence[str]) -> int:
-    """Measure a phase and write what was found to the file that `settings` name."""
-    is_packed = settings["phase"] == "packed"
+def measured(args: argparse.Namespace, launch: RunLaunch) -> dict[str, Any]:
+    """Measure a phase of `vlpack bench` with these flags."""
+    is_packed = args.phase == "packed"
     kind: type[BenchRun] = PackedRun if is_packed else PaddedRun
-    most = NUM_WARM + settings["steps"] * (1 if is_packed else MOST_PADDED)
-    flags = [*options, *ALONE, "--max_steps", str(most), *([] if is_packed else _unpacked())]
-    with run_of(flags, num_ranks=1, command=command, kind=kind) as run:
-        run.settings = settings
+    most = NUM_WARM + args.steps * (1 if is_packed else MOST_PADDED)
+    flags = [*launch.flags, *ALONE, "--max_steps", str(most), *([] if is_packed else _unpacked())]
+    with run_of(flags, num_ranks=1, command=launch.command, kind=kind) as run:
+        run.bench = args
         run.found = {"model": run.args.model}
+        run.at_training = run.measure
         run.run()
-        found = {**run.found, "memory": memory()}
-    Path(settings["report"]).write_text(json.dumps(found), encoding="utf-8")
-    return 0
+        return {**run.found, "memory": memory()}
 
 
 def _unpacked() -> list[str]:
@@ -69,12 +65,13 @@ class BenchRun(TrainableRun):
     """A run that stops when enough is measured."""
 
     overridden = (*NO_TRACE, "--dataloader_persistent_workers", "false")
-    settings: Mapping[str, Any]
+    bench: argparse.Namespace
+    """The flags of the command."""
     found: dict[str, Any]
 
-    def train(self, trainer: Any) -> None:
+    def measure(self, trainer: Any) -> None:
         """Measure rows."""
-        timer = RowTimer(trainer, self.settings)
+        timer = RowTimer(trainer, self.bench)
         trainer.training_step = timer
         start = time.perf_counter()
         with suppress(Enough):
@@ -84,7 +81,7 @@ class BenchRun(TrainableRun):
 
     def _some_sources(self, config: PackingConfig) -> list[RowSource]:
         sources, _ = load_sources(self.args, config)
-        return [some_of(source, self.settings["num_rows"]) for source in sources]
+        return [some_of(source, self.bench.rows) for source in sources]
 
 
 class PackedRun(BenchRun):
@@ -113,15 +110,14 @@ class PackedRun(BenchRun):
         }
         return [feed, None]
 
-    def train(self, trainer: Any) -> None:
-        """The loader first, while nothing else runs; then rows, by the attention that would be chosen."""
+    def measure(self, trainer: Any) -> None:
+        """Measure the loader first, while nothing else runs; then rows, by the attention that would be chosen."""
         self.found["workers_of_run"] = trainer.args.dataloader_num_workers
         self.found["loader"] = [loader_speed(trainer, workers) for workers in workers_to_try(num_cores())]
         trainer.args.dataloader_num_workers = self.found["workers_of_run"]
-        for callback in trainer.callback_handler.callbacks:
-            if isinstance(callback, PackingCallback):
-                callback.on_train_begin = partial(_choose, self.found, trainer)
-        super().train(trainer)
+        # The proof is not what is measured.
+        instead_of_proof(trainer, lambda *args, **kwargs: self.found.update(attention=choose_for(trainer)))
+        super().measure(trainer)
 
 
 class PaddedRun(BenchRun):
@@ -167,11 +163,6 @@ def some_of(source: RowSource, num_rows: int) -> RowSource:
     rows: Any = source.rows
     chosen = rows.select(indices) if hasattr(rows, "select") else [rows[at] for at in indices]
     return replace(source, rows=chosen, row_numbers=[source.row_number(at) for at in indices], sample_limit=None)
-
-
-def _choose(found: dict[str, Any], trainer: Any, *args: Any, **kwargs: Any) -> None:
-    """In place of the proof, which is not what is measured."""
-    found["attention"] = choose_for(trainer)
 
 
 def _length_pass(rows: FusionCaptionDataset, seconds: float, processes: int) -> dict[str, Any]:

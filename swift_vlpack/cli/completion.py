@@ -10,8 +10,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from swift_vlpack.cli import parser as parser_of_all
 from swift_vlpack.cli.command import Command
-from swift_vlpack.cli.schema_training import flag_schema
+from swift_vlpack.cli.schema_values import flag_schema
 from swift_vlpack.host.launch import COMMANDS
 from swift_vlpack.host.swift_flags import Flag, flags
 
@@ -32,15 +33,16 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     import shtab
 
-    _add_what_help_leaves_out(args.root)
-    print(shtab.complete(args.root, args.shell), end="")
+    root = parser_of_all()
+    _add_what_help_leaves_out(root)
+    print(shtab.complete(root, args.shell), end="")
     return 0
 
 
 def _add_what_help_leaves_out(parser: argparse.ArgumentParser) -> None:
     """Complete a parser and those below it; after that they describe command lines, and can parse none."""
     command: Command | None = parser.get_default("of_command")
-    if command is not None and command.run_of is not None:
+    if command is not None and command.takes_run_flags:
         _add_line_of_run(parser)
     for action in parser._actions:
         _add_values(action)

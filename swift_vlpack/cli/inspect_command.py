@@ -9,13 +9,11 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from swift_vlpack.cli.become import add_run_flags, become_run, run_flags
-from swift_vlpack.cli.command import Command, Parser
-from swift_vlpack.cli.packing_flags import add_packing_flags
+from swift_vlpack.cli.command import Command, PassThrough, add_packing_flags, add_run_flags
+from swift_vlpack.cli.in_run import in_run
 from swift_vlpack.cli.run_folder import run_found, run_meant
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.host.run_checks import check_file
@@ -28,7 +26,13 @@ _OF_PACKS = ("pack", "step", "sample", "longest", "emptiest", "random", "example
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     blocks = parser.add_argument_group("a saved data set of blocks, without a model")
-    blocks.add_argument("--dataset", type=Path, metavar="DIR", help="folder of `save_to_disk` with blocks of documents")
+    blocks.add_argument(
+        "--dataset",
+        action=PassThrough,  # the data sets of a run, unless there is no run
+        nargs="*",
+        metavar="DIR",
+        help="folder of `save_to_disk` with blocks of documents",
+    )
     blocks.add_argument(
         "--tokenizer", metavar="NAME", help="name or folder of a tokenizer, or `byte`, to see their text"
     )
@@ -74,32 +78,34 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _inspect(argv: Sequence[str]) -> NoReturn:
-    parser = Parser(prog="vlpack inspect", add_help=False, allow_abbrev=False)
-    _add_own_flags(parser)
-    args, command, flags = _flags_of_run(parser, argv)
+def _inspect(args: argparse.Namespace) -> int:
+    if _is_of_blocks(args):
+        return _inspect_blocks(args)
+    if args.run is not None and args.config is None:
+        _find_run(args)
     _check(args)
-    settings = {name: _plain(getattr(args, name)) for name in (*_OF_PACKS, "epoch", "html", "html_mb")}
-    settings |= {"folder": _plain(args.run), "seed": args.seed or 0, "form": "json" if args.json else "text"}
+    args.settings = {name: _plain(getattr(args, name)) for name in (*_OF_PACKS, "epoch", "html", "html_mb")}
+    args.settings |= {"folder": _plain(args.run), "seed": args.seed or 0, "form": "json" if args.json else "text"}
+    args.settings |= _terminal()
     is_of_run = args.config is None and args.run is None  # whose flags are those of ms-swift, a seed too
     if args.seed is not None and (is_of_run or args.random is None):
-        flags = [*flags, "--seed", str(args.seed)]
-    become_run("inspect", args, command, flags, {**settings, **_terminal()})
+        args.flags = [*args.flags, "--seed", str(args.seed)]
+    with in_run(args) as (run, out):
+        from swift_vlpack.cli.inspect_run import look_at
+
+        return look_at(args.settings, run, out)
 
 
-def _flags_of_run(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, str, list[str]]:
-    """The flags of the command, and those of its run: given here, or found where the run left them."""
-    args, others = parser.parse_known_args(argv)
-    if args.run is None or args.config is not None:
-        return run_flags(parser, argv)
+def _find_run(args: argparse.Namespace) -> None:
+    """Take the flags of the run from where the run left them; flags that are given here come after them and win."""
     args.run = run_meant(args.run)
     found = run_found(args.run)
     for name, value in found.variables.items():
         os.environ.setdefault(name, value)
     if args.num_ranks is None:
         args.num_ranks = found.num_ranks
-    command, others = (others[0], others[1:]) if others and others[0] in ("sft", "pt") else ("sft", others)
-    return args, command, [*found.flags, *others]
+    command = [args.flags.pop(0)] if args.flags and args.flags[0] in ("sft", "pt") else []
+    args.flags = [*command, *found.flags, *args.flags]
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -140,13 +146,13 @@ def _terminal() -> dict[str, Any]:
     }
 
 
-def _is_of_blocks(argv: Sequence[str]) -> bool:
+def _is_of_blocks(args: argparse.Namespace) -> bool:
     """Tell whether the flags name a data set of blocks: `--dataset`, and no flag of a run, such as `--model`."""
-    names = {flag.split("=")[0] for flag in argv}
-    is_run = names & {"--model", "--config", "--run", "--ckpt_dir", "--resume_from_checkpoint"} or any(
-        flag.endswith((".yaml", ".yml")) for flag in argv
+    names = {flag.split("=")[0] for flag in args.flags}
+    is_run = names & {"--model", "--ckpt_dir", "--resume_from_checkpoint"} or any(
+        flag.endswith((".yaml", ".yml")) for flag in args.flags
     )
-    return "--dataset" in names and not is_run
+    return "--dataset" in names and not is_run and args.config is None and args.run is None
 
 
 def _inspect_blocks(args: argparse.Namespace) -> int:
@@ -154,13 +160,17 @@ def _inspect_blocks(args: argparse.Namespace) -> int:
     from swift_vlpack.text.report import block_report
     from swift_vlpack.text.vocabulary import tokenizer_named
 
+    at = args.flags.index("--dataset")
+    dataset, unknown = args.flags[at + 1 : at + 2], [*args.flags[:at], *args.flags[at + 2 :]]
+    if unknown or not dataset:
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}" if unknown else "--dataset needs a folder")
     others = [f"--{name.replace('_', '-')}" for name in (*_OF_PACKS, "html") if _is_given(getattr(args, name))]
     if set(others) - {"--examples"}:
         raise ConfigError(f"{', '.join(others)}: of a run; a data set of blocks is shown with --examples and --json")
     num_examples = _NUM_EXAMPLES if args.examples is None else args.examples
     if num_examples < 1:
         raise ConfigError(f"--examples must be at least 1, got {num_examples}")
-    blocks = saved_blocks(args.dataset)
+    blocks = saved_blocks(Path(dataset[0]))
     examples = examples_of(blocks, num_examples, None if args.tokenizer is None else tokenizer_named(args.tokenizer))
     if args.json:
         with contextlib.redirect_stdout(io.StringIO()):  # the report prints its text, too
@@ -188,7 +198,6 @@ INSPECT = Command(
         "What is shown are the tensors that training gets; no weights are loaded and no GPU is used."
     ),
     add_flags=_add_flags,
-    run=_inspect_blocks,
-    is_of_a_run=lambda argv: not _is_of_blocks(argv),
-    run_of=_inspect,
+    run=_inspect,
+    takes_run_flags=True,
 )

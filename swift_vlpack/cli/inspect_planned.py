@@ -22,9 +22,9 @@ from swift_vlpack.pages.shown_packs import Place
 from swift_vlpack.pages.values import PackShown, StepShown, Trained
 from swift_vlpack.plan.epoch import EpochPlan
 from swift_vlpack.plan.resume_schedule import num_steps
-from swift_vlpack.plan.run_steps import PackOfStep, StepFound, Stretch, find_step, step_of_pack
 from swift_vlpack.rows.samples import Address
-from swift_vlpack.runlog.loss_log import Loss, loss_at, spikes
+from swift_vlpack.runlog.losses import Loss, loss_at, spikes
+from swift_vlpack.runlog.run_steps import EpochSpan, PackOfStep, StepFound, find_step, step_of_pack
 
 COMPUTED = "packs computed again"
 
@@ -38,11 +38,11 @@ class PlannedRun:
         self._trained = trained
         self._packs = PlannedPacks(run, feed, with_thumbnails=with_thumbnails)
         accumulation = run.args.training_args.gradient_accumulation_steps
-        begun = [] if trained is None else trained.stretches()
-        self._stretches = begun or [Stretch(0, 0, feed.num_ranks, accumulation)]
-        self._plans: dict[Stretch, EpochPlan] = {}
+        known = [] if trained is None else trained.spans()
+        self._spans = known or [EpochSpan(0, 0, feed.num_ranks, accumulation)]
+        self._plans: dict[EpochSpan, EpochPlan] = {}
         if trained is not None:
-            trained.check_stretches(self._plan_of)
+            trained.check_spans(self._plan_of)
 
     def found(self, wanted: Wanted) -> Found:
         """What was asked for."""
@@ -52,17 +52,17 @@ class PlannedRun:
             step = self._step(wanted.step)
             return Found(steps=[self._shown_step(step, wanted.step)], packs=self._of_step(step, wanted.step),
                          num_packs=len(step.packs))  # fmt: skip
-        stretch = self._stretch_of_epoch(wanted.epoch or 0)
-        plan = self._plan_of(stretch)
+        span = self._span_of_epoch(wanted.epoch or 0)
+        plan = self._plan_of(span)
         if wanted.examples is not None:
             addresses = (address for number in range(len(plan)) for address in address_of(plan, number).samples)
             first = heapq.nsmallest(wanted.examples, addresses, key=self._in_files)
             return Found(examples=map(self._packs.example, first))
         numbers = chosen(plan, self._feed.dataset, wanted.wish)
         if not wanted.wish.is_open:
-            return Found(packs=self._of_epoch(plan, stretch, numbers), num_packs=len(numbers))
+            return Found(packs=self._of_epoch(plan, span, numbers), num_packs=len(numbers))
         shown = numbers if wanted.html else numbers[:1]
-        return Found(overview=overview_of(plan), packs=self._of_epoch(plan, stretch, shown), num_packs=len(numbers))
+        return Found(overview=overview_of(plan), packs=self._of_epoch(plan, span, shown), num_packs=len(numbers))
 
     def _in_files(self, address: Address) -> tuple[Any, ...]:
         """Where a sample comes in the order of the files, which ms-swift shuffles when it loads them."""
@@ -71,10 +71,10 @@ class PlannedRun:
 
     # -- packs ------------------------------------------------------------------------------------------------------
 
-    def _of_epoch(self, plan: EpochPlan, stretch: Stretch, numbers: list[int]) -> Iterator[PackShown]:
+    def _of_epoch(self, plan: EpochPlan, span: EpochSpan, numbers: list[int]) -> Iterator[PackShown]:
         for number in numbers:
-            rank, step = step_of_pack(plan, stretch, number)
-            is_behind = step <= stretch.step  # trained before the resume, in a step of the stretch before
+            rank, step = step_of_pack(plan, span, number)
+            is_behind = step <= span.step  # trained before the resume, in a step of the span before
             yield self._packs.shown(plan, number, Place(len(plan), rank, None if is_behind else step))
 
     def _of_step(self, found: StepFound, step: int) -> Iterator[PackShown]:
@@ -88,7 +88,7 @@ class PlannedRun:
         if 0 < most < step and step > self._last_logged:
             raise ConfigError(f"step {step}: the run has {most} steps; name one from 1 to {most}")
         num_epochs = None if most > 0 else math.ceil(self._run.args.num_train_epochs)
-        return find_step(step, self._stretches, self._plan_of, num_epochs=num_epochs)
+        return find_step(step, self._spans, self._plan_of, num_epochs=num_epochs)
 
     def _shown_step(self, found: StepFound, step: int) -> StepShown:
         loss = loss_at(self._losses, step)
@@ -136,29 +136,29 @@ class PlannedRun:
 
     # -- epochs -----------------------------------------------------------------------------------------------------
 
-    def _plan_of(self, stretch: Stretch) -> EpochPlan:
-        if stretch not in self._plans:
-            plan = self._feed.plan(stretch.epoch, stretch.cuts, stretch.num_ranks)
-            if stretch.digest not in (None, plan.digest()):
+    def _plan_of(self, span: EpochSpan) -> EpochPlan:
+        if span not in self._plans:
+            plan = self._feed.plan_of(span.epoch, span.cuts, span.num_ranks)
+            if span.digest not in (None, plan.digest()):
                 raise StateMismatch(
-                    f"epoch {stretch.epoch} was trained by another plan ({stretch.digest}) than these data and options "
+                    f"epoch {span.epoch} was trained by another plan ({span.digest}) than these data and options "
                     f"give ({plan.digest()}): data, sizes, options or a version changed since"
                 )
-            self._plans = {stretch: plan}  # one at a time: those of millions of rows are large
-        return self._plans[stretch]
+            self._plans = {span: plan}  # one at a time: those of millions of rows are large
+        return self._plans[span]
 
-    def _stretch_of_epoch(self, epoch: int) -> Stretch:
-        known = [stretch for stretch in self._stretches if stretch.epoch == epoch]
+    def _span_of_epoch(self, epoch: int) -> EpochSpan:
+        known = [span for span in self._spans if span.epoch == epoch]
         if known:
             return known[-1]
         most = math.ceil(self._run.args.num_train_epochs)
         if epoch < 0 or (self._run.args.max_steps <= 0 and epoch >= most):
             raise ConfigError(f"--epoch {epoch}: the run has {most} epochs; name one from 0 to {most - 1}")
-        before = [stretch for stretch in self._stretches if stretch.epoch < epoch]
+        before = [span for span in self._spans if span.epoch < epoch]
         if not before:
-            raise ConfigError(f"--epoch {epoch}: the run began with epoch {self._stretches[0].epoch}")
-        stretch = before[-1]
-        while stretch.epoch < epoch:
-            num_here = num_steps(self._plan_of(stretch).num_left_per_rank, stretch.accumulation)
-            stretch = Stretch(stretch.step + num_here, stretch.epoch + 1, stretch.num_ranks, stretch.accumulation)
-        return stretch
+            raise ConfigError(f"--epoch {epoch}: the run began with epoch {self._spans[0].epoch}")
+        span = before[-1]
+        while span.epoch < epoch:
+            num_here = num_steps(self._plan_of(span).num_left_per_rank, span.accumulation)
+            span = span.next_epoch(num_here)
+        return span

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TextIO
 
 from swift_vlpack import json_lines
 from swift_vlpack.cli.inspect_planned import PlannedRun
@@ -15,6 +14,7 @@ from swift_vlpack.cli.wanted import Found, Wanted
 from swift_vlpack.config import is_planned
 from swift_vlpack.feed.streamed_feed import StreamedFeed
 from swift_vlpack.host.args import packing_config
+from swift_vlpack.host.launch import RunLaunch
 from swift_vlpack.host.pipeline import build_feed
 from swift_vlpack.host.run import Run, feed_of, run_of
 from swift_vlpack.pages.browser import browser
@@ -24,17 +24,13 @@ from swift_vlpack.pages.terminal import example_parts, pack_parts, printed, step
 from swift_vlpack.pages.values import member_json
 
 
-def main(settings: Mapping[str, Any], command: str, options: Sequence[str]) -> int:
-    """Look, and write what is seen to the file of that number."""
+def look_at(settings: Mapping[str, Any], launch: RunLaunch, out: TextIO) -> int:
+    """Look, and write what is seen."""
     wanted = Wanted.of(settings)
-    with (
-        suppress(BrokenPipeError),  # of a reader that has seen enough; outside, as closing a file writes too
-        open(settings["report"], "w", encoding="utf-8", errors="backslashreplace") as file,
-        run_of(options, num_ranks=settings["num_ranks"], command=command) as run,
-    ):
+    with run_of(launch.flags, num_ranks=launch.num_ranks, command=launch.command) as run:
         for text in told(look(run, wanted), wanted, settings, run.args.model):
-            file.write(text)
-            file.flush()
+            out.write(text)
+            out.flush()
     return 0
 
 

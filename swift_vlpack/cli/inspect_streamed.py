@@ -18,7 +18,7 @@ from swift_vlpack.host.run import Run
 from swift_vlpack.host.sources import load_stream
 from swift_vlpack.pages.values import StepShown, Trained
 from swift_vlpack.rows.samples import SampleError
-from swift_vlpack.runlog.loss_log import loss_at, spikes
+from swift_vlpack.runlog.losses import loss_at, spikes
 from swift_vlpack.words import counted
 
 NUM_ON_PAGE = 20

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 
 from swift_vlpack.feed.planned import address_of
 from swift_vlpack.feed.planned_feed import PlannedFeed
-from swift_vlpack.feed.reader import PackReader
 from swift_vlpack.feed.streamed_feed import StreamedFeed
 from swift_vlpack.host.loader import collator_of
 from swift_vlpack.pages.shown_packs import Place, Reading, member_of, shown
@@ -35,14 +34,13 @@ class PlannedPacks:
         self.feed = feed
         self._template = with_shape(run.template)
         self._collator = collator_of(run.args, run.template, feed.seed)
-        self._reader = PackReader(feed.dataset, feed.config, feed.seed, len(feed))
         self._every_answer = [_every_answer(encoder.template) for encoder in feed.dataset.encoders]
         self._with_thumbnails = with_thumbnails
 
     def shown(self, plan: EpochPlan, number: int, where: Place) -> PackShown:
         """A pack of an epoch."""
         address = address_of(plan, number)
-        batch = self._collator([self._reader[address]])
+        batch = self._collator([self.feed.packs[address]])
         return shown(batch, where, self._reading(address.samples), self.feed.config.packing_length)
 
     def example(self, address: Address) -> Member:
@@ -93,7 +91,7 @@ class StreamedPacks:
             placeholders=placeholders_of(run.template),
             row_of=lambda sample_id: None,
             answer_of=lambda sample_id: None,
-            where_of=lambda sample_id: where_in(getattr(feed.dataset, "sources", ()), sample_id),
+            where_of=lambda sample_id: where_in(feed.sources, sample_id),
         )
 
     def shown(self, most: int) -> Iterator[PackShown]:

@@ -12,8 +12,8 @@ from swift_vlpack.host.run_checks import check_file
 from swift_vlpack.pages.page import write_page
 from swift_vlpack.pages.report_page import report_page
 from swift_vlpack.pages.report_text import print_report
-from swift_vlpack.runlog.run_folder import find_run
-from swift_vlpack.runlog.run_report import run_report
+from swift_vlpack.runlog.folder import find_run
+from swift_vlpack.runlog.report import run_report
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""The run in an output directory, as flags and variables that start the same again."""
+"""Find the run in an output directory, and the flags and variables that start the same run again."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from swift_vlpack import json_lines
 from swift_vlpack.config import option_names
 from swift_vlpack.errors import ConfigError
-from swift_vlpack.runlog.run_files import ARGS, BEGUN, STATE, checkpoints
-from swift_vlpack.runlog.run_folder import find_run
-from swift_vlpack.runlog.run_log import FOLDER
+from swift_vlpack.runlog.folder import ARGS, STATE, checkpoints, find_run
+from swift_vlpack.runlog.segments import segments_of
 
 OF_ROWS = (
     *("model", "model_type", "model_revision", "task_type", "torch_dtype", "new_special_tokens", "max_model_len"),
@@ -28,11 +26,11 @@ OF_ROWS = (
     *("per_device_train_batch_size", "dataloader_num_workers", "tuner_type"),
     *("packing", "packing_length", "packing_strategy"),
 )
-"""ms-swift's options that rows, packs and steps follow from; a change of any other leaves them alone."""
+"""ms-swift's options that decide rows, packs and steps; no other option changes them."""
 
 
 class RunFound(NamedTuple):
-    """How the run was started, as far as its data goes."""
+    """How a run was started, as far as its data goes."""
 
     flags: list[str]
     variables: dict[str, str]
@@ -40,7 +38,7 @@ class RunFound(NamedTuple):
 
 
 def run_meant(given: Path) -> Path:
-    """The folder that is named, or the newest run in it: ms-swift puts each into a version (`v0-...`) of its own."""
+    """Return the folder that is named, or the newest run in it: ms-swift puts each run into a version (`v0-...`)."""
     if (given / ARGS).is_file() or not given.is_dir():
         return given
     try:
@@ -53,23 +51,28 @@ def run_meant(given: Path) -> Path:
 
 
 def run_found(folder: Path) -> RunFound:
-    """The run of an output directory, or of one checkpoint by itself."""
+    """Return how the run of an output directory, or of one checkpoint by itself, was started.
+
+    Raises `ConfigError` if the folder has no arguments of a run.
+    """
     args = _args_of(folder)
-    begun = [line for line in json_lines.read(folder / FOLDER / BEGUN) if isinstance(line, dict) and "options" in line]
-    options = begun[-1]["options"] if begun else _options_of_checkpoints(folder)
+    segments = segments_of(folder)
+    start = segments[-1].start if segments else {}
+    options = start["options"] if segments else _options_of_checkpoints(folder)
     given = {name: args[name] for name in OF_ROWS if args.get(name) not in (None, [], {})}
     if "fusion_config" in options:
         given.pop("dataset", None)
     own = {name: value for name, value in options.items() if name in option_names() and value is not None}
     flags = [part for name, value in {**given, **own}.items() for part in _flag(name, value)]
-    num_ranks = begun[-1]["num_ranks"] if begun else args.get("global_world_size") or 1
-    return RunFound(flags, dict(begun[-1]["variables"]) if begun else {}, int(num_ranks))
+    num_ranks = start.get("num_ranks") or args.get("global_world_size") or 1
+    return RunFound(flags, dict(start.get("variables", {})), int(num_ranks))
 
 
 def _args_of(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise ConfigError(f"--run {folder}: no such directory; name the output_dir of a run")
-    for path in (folder / ARGS, *(path / ARGS for _, path in reversed(checkpoints(folder)))):
+    newest_first = reversed(checkpoints(folder))
+    for path in (folder / ARGS, *(one.path / ARGS for one in newest_first if one.is_complete)):
         if path.is_file():
             try:
                 args: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -86,10 +89,12 @@ def _args_of(folder: Path) -> dict[str, Any]:
 
 
 def _options_of_checkpoints(folder: Path) -> Mapping[str, Any]:
-    """The options that decide who shares a pack, which the newest checkpoint was written under."""
-    for _, path in reversed(checkpoints(folder)):
-        fingerprint: Mapping[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))["fingerprint"]
-        return fingerprint
+    """Return the options that decide who shares a pack, from the newest complete checkpoint."""
+    for checkpoint in reversed(checkpoints(folder)):
+        if checkpoint.is_complete:
+            state = json.loads((checkpoint.path / STATE).read_text(encoding="utf-8"))
+            fingerprint: Mapping[str, Any] = state["fingerprint"]
+            return fingerprint
     return {}
 
 

@@ -1,20 +1,26 @@
-"""`vlpack sft` and `vlpack pt`: become the training process."""
+"""`vlpack sft` and `vlpack pt`: check the run, and become its training process."""
 
 from __future__ import annotations
 
+import argparse
 import os
-from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn
 
-from swift_vlpack.cli.become import become, never
-from swift_vlpack.cli.command import Command
-from swift_vlpack.cli.packing_flags import add_packing_flags
+from swift_vlpack.cli.command import Command, add_packing_flags
+from swift_vlpack.cli.in_run import need_ms_swift, replace_process
 from swift_vlpack.host.launch import check_launch, train_launch
 
 
+def _run(args: argparse.Namespace) -> NoReturn:
+    need_ms_swift()
+    launch = train_launch(args.flags, os.environ, command=args.command)
+    check_launch(launch)
+    print(f"run sh: `{' '.join(launch.command)}`", flush=True)  # as ms-swift says it
+    replace_process(launch.command, launch.environ)
+
+
 def _command(name: str, text: str) -> Command:
-    train = partial(_train, name)
     return Command(
         name=name,
         text=text,
@@ -25,17 +31,9 @@ def _command(name: str, text: str) -> Command:
             "torchrun as there."
         ),
         add_flags=partial(add_packing_flags, packing_length="--max_length"),
-        run=never,
-        is_of_a_run=lambda argv: True,
-        run_of=train,
+        run=_run,
+        takes_run_flags=True,
     )
-
-
-def _train(name: str, argv: Sequence[str]) -> NoReturn:
-    launch = train_launch(argv, os.environ, command=name)
-    check_launch(launch)
-    print(f"run sh: `{' '.join(launch.command)}`", flush=True)  # as ms-swift says it
-    become(launch.command, launch.environ)
 
 
 SFT = _command("sft", "swift sft with packing, and with the packing options as flags and YAML keys")

@@ -1,4 +1,4 @@
-"""How many of the last rows could not be read: a few are an accident, many are a disk that is gone."""
+"""Decide when rows that cannot be read are too many: a few are an accident, many are a disk that is gone."""
 
 from __future__ import annotations
 
@@ -7,22 +7,33 @@ from collections import Counter, deque
 from collections.abc import Iterable
 
 from swift_vlpack.reasons import is_failure
-from swift_vlpack.rows.samples import LeftOut, TooManyFailures
+from swift_vlpack.rows.samples import LeftOut, SampleError, TooManyFailures
 from swift_vlpack.rows.source import RowSource
 from swift_vlpack.words import by_reason
 
 logger = logging.getLogger(__name__)
 
 NUM_ROWS = 1000
-"""The share is that of the last so many rows."""
+"""Rows whose share of failures is watched: the last ones that this rank read."""
 FEWEST_ROWS = 100
-"""Of fewer rows a share says little; between two epochs it is looked at all the same."""
+"""Rows below which a share says too little to stop a run; between two epochs `FEWEST_ROWS_OF_EPOCH` are enough."""
 FEWEST_ROWS_OF_EPOCH = 20
 SHARE_WARNED_OF = 0.05
 
 
+def counted_failure(error: SampleError, num_in_a_row: int, max_failures: int) -> LeftOut:
+    """Log a row that cannot be encoded. Raises `TooManyFailures` if so many fail in a row that it is no accident."""
+    logger.warning("%s: left out: %s: %s", error.sample_id, error.reason, error.detail)
+    if num_in_a_row > max_failures:
+        raise TooManyFailures(
+            f"{num_in_a_row} rows in a row could not be encoded, the last is {error}. "
+            "Mend the data, or raise packing_max_failures"
+        ) from error
+    return LeftOut(error.sample_id, *error.fault)
+
+
 class FailedShare:
-    """The share of failures in the last 1,000 rows that this rank trained or lost."""
+    """Watch the share of failures in the last 1,000 rows that this rank trained or lost."""
 
     def __init__(self, most: float) -> None:
         self.most = most
@@ -40,7 +51,7 @@ class FailedShare:
                 self._last = one
 
     def check(self, fewest_rows: int = FEWEST_ROWS) -> None:
-        """Warn, or stop, where it is too large."""
+        """Warn if the share is large; raise `TooManyFailures` if it is above what the options allow."""
         failed = [reason for reason in self._reasons if reason]
         if len(self._reasons) < fewest_rows or not failed:
             return
@@ -52,12 +63,12 @@ class FailedShare:
             raise TooManyFailures(f"{found}; the last is {_shown(self._last)}. {_way_out(self.most)}")
         if share > SHARE_WARNED_OF and not self._is_warned_of:
             logger.warning("%s; the last is %s. Above %.0f%% the run stops", found, _shown(self._last), 100 * self.most)
-        # As long as it stays above, it is said once; when it has been below, once more.
+        # Warn once for as long as the share stays above, and again after it has been below.
         self._is_warned_of = share > SHARE_WARNED_OF
 
 
 def check_measured(sources: Iterable[RowSource], most: float) -> None:
-    """The same of the rows that are known to fail before training starts."""
+    """Warn or stop before training, by the share of rows that the length pass could not read."""
     failed: list[str] = []
     num_rows = 0
     for source in sources:

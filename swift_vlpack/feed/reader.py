@@ -11,7 +11,8 @@ from typing import Any
 from torch.utils.data import Dataset, get_worker_info
 
 from swift_vlpack.config import PackingConfig
-from swift_vlpack.feed.packs import counted_failure, packed_samples
+from swift_vlpack.feed.failures import counted_failure
+from swift_vlpack.feed.packs import packed_samples
 from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.reasons import Reason
 from swift_vlpack.rows.fusion import FusionCaptionDataset

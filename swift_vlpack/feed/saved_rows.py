@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from swift_vlpack.errors import StateMismatch
 from swift_vlpack.plan.cut_rows import CutRows
+from swift_vlpack.plan.mix import Mix
 from swift_vlpack.plan.shuffle import permutation
 from swift_vlpack.reasons import about
 from swift_vlpack.rows.media import looks_like_path, names_of_files
@@ -238,3 +240,63 @@ def _size(sizes: LengthIndex, at: int) -> str:
     if not length:
         return sizes.failures.get(at, "no size")
     return f"{length} tokens" + (f" ({images} images, {patches} patches)" if images else "")
+
+
+# -- the rows of a run ------------------------------------------------------------------------------------------------
+
+
+class RunRows:
+    """The sources of a run with digests of their rows; a stream has none."""
+
+    def __init__(self, sources: Sequence[RowSource]) -> None:
+        self.sources = tuple(sources)
+        self.contents = [row_digests(source) for source in self.sources]
+        self._written: bytes | None = None
+
+    def as_file(self) -> bytes:
+        """Return the content of `vlpack_rows.npz`, which is made once: every checkpoint of the run has the same."""
+        if self._written is None:
+            self._written = to_bytes([saved_source(*both) for both in zip(self.sources, self.contents, strict=True)])
+        return self._written
+
+    def compared(self, saved: Sequence[SavedSource]) -> Changes | None:
+        """Compare the rows with saved ones; None if the sources themselves are others."""
+        # The order of names counts too: schedules draw by name, and sizes are kept by place.
+        if [one.name for one in saved] != [source.name for source in self.sources]:
+            return None
+        return sum((changes(*each) for each in zip(saved, self.sources, self.contents, strict=True)), Changes())
+
+    def take_sizes(self, saved: Sequence[SavedSource]) -> None:
+        """Take over the sizes of the saved run."""
+        self.sources, self._written = with_sizes(self.sources, saved), None
+
+    def fingerprint(self, mix: Mix) -> dict[str, Any]:
+        """Return what the schedules of all epochs follow from."""
+        contents = zip(self.sources, self.contents, strict=True)
+        return {
+            "shuffle": mix.shuffle,
+            "sources": {source.name: [len(source.rows), source.ratio, source.sample_limit] for source in self.sources},
+            "data": digest_of(*(part for source, digests in contents for part in _content(source, digests))),
+            "ratio_by": mix.ratio_by,
+        }
+
+
+def _content(source: RowSource, digests: NDArray[np.uint64]) -> list[bytes]:
+    """List what a source is made of: how it takes part, which rows of its file it has, and what is in them."""
+    numbers = () if source.row_numbers is None else source.row_numbers
+    part = [source.name, source.system, source.max_pixels, source.seed]
+    return [
+        json.dumps(part).encode(),
+        np.asarray(numbers, dtype="<i8").tobytes(),
+        digests.astype("<u8").tobytes(),
+    ]
+
+
+def digest_of(*parts: bytes) -> str:
+    """Return a digest of 16 hexadecimal digits of some parts."""
+    total = hashlib.sha256()
+    for part in parts:
+        # Each part's length goes before it, or ("ab", "c") would be ("a", "bc").
+        total.update(len(part).to_bytes(8, "little"))
+        total.update(part)
+    return total.hexdigest()[:16]

@@ -58,6 +58,8 @@ class RunLaunch:
 
     flags: list[str]
     environ: dict[str, str]
+    command: str
+    """`sft` or `pt`."""
     num_ranks: int
     config: PackingConfig
 
@@ -96,7 +98,12 @@ def is_our_plugin(path: str) -> bool:
 
 
 def run_launch(
-    argv: Sequence[str], environ: Mapping[str, str], *, num_ranks: int | None = None, needs_gpu: bool = False
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    command: str = "sft",
+    num_ranks: int | None = None,
+    needs_gpu: bool = False,
 ) -> RunLaunch:
     """The same run taken apart for a command that says something of it: one process, and how many ranks it is of.
 
@@ -105,10 +112,9 @@ def run_launch(
     flags, variables, config = _taken_apart(argv, environ)
     num_ranks = checked_num_ranks(_num_ranks(variables) if num_ranks is None else num_ranks)
     own = {name: value for name, value in variables.items() if name not in _OF_A_RANK}
-    own.setdefault("LOG_LEVEL", "WARNING")  # ms-swift prints pages; who wants them sets INFO
     # Where it saw several GPUs, ms-swift would take its one process for a model spread over them.
     own |= _gpus_of_a_rank(own, num_ranks) if needs_gpu else {_GPUS: ""}
-    return RunLaunch(flags, own, num_ranks, config)
+    return RunLaunch(flags, own, command, num_ranks, config)
 
 
 def _gpus_of_a_rank(environ: Mapping[str, str], num_ranks: int) -> dict[str, str]:

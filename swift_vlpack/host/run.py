@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn
 
 from swift.arguments import PretrainArguments
 from swift.pipelines.train.sft import SwiftSft
@@ -18,6 +18,7 @@ from swift_vlpack.config import is_planned
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.feed.planned_feed import PlannedFeed
 from swift_vlpack.host.args import is_ours, packing_config
+from swift_vlpack.host.callback import PackingCallback
 from swift_vlpack.host.messages import said_by_swift
 from swift_vlpack.host.pipeline import measured_rows, planned_feed, prepare_dataset
 from swift_vlpack.host.ranks import counted_as
@@ -53,11 +54,17 @@ class Run(SwiftSft):
 
 
 class TrainableRun(Run):
-    """One with its weights, on the run's own device; `run()` is ms-swift's own, data, tuner and trainer."""
+    """A run with its weights, on its own device; `run()` is ms-swift's own: data, tuner, trainer, `at_training`."""
 
     left_out = (*LEFT_OUT, "resume_from_checkpoint")
-    overridden = NO_TRACE
+    overridden: tuple[str, ...] = NO_TRACE
     has_weights = True
+    at_training: Callable[[Any], None]
+    """Called with the trainer where ms-swift would let it train."""
+
+    def train(self, trainer: Any) -> None:
+        """Take the place of ms-swift's own method, which trains and saves."""
+        self.at_training(trainer)
 
     def _prepare_dataset(self) -> list[Any]:
         if not is_ours(self.args):
@@ -66,11 +73,34 @@ class TrainableRun(Run):
             return prepare_dataset(self)
 
 
-AnyRun = TypeVar("AnyRun", bound=Run)
+class _Prepared(Exception):
+    """The model is prepared, and not a step is to be taken."""
+
+
+def prepare_to_train(trainer: Any, look: Callable[[], None]) -> None:
+    """Let the trainer prepare its model as for training, and call `look` in place of step 1.
+
+    `look` is called where training would choose the attention and prove its model.
+    """
+
+    def stop(*args: Any, **kwargs: Any) -> NoReturn:
+        look()
+        raise _Prepared
+
+    instead_of_proof(trainer, stop)
+    with suppress(_Prepared):
+        trainer.train()
+
+
+def instead_of_proof(trainer: Any, act: Callable[..., None]) -> None:
+    """Replace what this package does between the prepared model and step 1: attention, proof, a run's first notes."""
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, PackingCallback):
+            callback.on_train_begin = act
 
 
 @contextmanager
-def run_of(argv: Sequence[str], *, num_ranks: int, command: str = "sft", kind: type[AnyRun] = Run) -> Iterator[AnyRun]:
+def run_of(argv: Sequence[str], *, num_ranks: int, command: str = "sft", kind: type[Run] = Run) -> Iterator[Any]:
     """The run that ms-swift's command with these options would be on so many ranks; no output folder."""
     with tempfile.TemporaryDirectory(prefix="vlpack-") as folder, counted_as(num_ranks):
         # ms-swift makes the output folder when it reads its arguments; this leaves none behind.

@@ -6,8 +6,7 @@ from itertools import islice
 from typing import Any
 
 from swift_vlpack.comm import Comm
-from swift_vlpack.feed.run_rows import digest_of
-from swift_vlpack.feed.saved_rows import rows_read
+from swift_vlpack.feed.saved_rows import digest_of, rows_read
 from swift_vlpack.host.ranks import RanksDiffer, refuse_differences
 from swift_vlpack.rows.media import is_name, names_of_files, real_file
 from swift_vlpack.rows.source import Row, RowSource, row_bytes

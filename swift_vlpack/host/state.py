@@ -19,21 +19,15 @@ from transformers.trainer import TRAINER_STATE_NAME
 from swift_vlpack.config import RESTART, RESUME_DATA
 from swift_vlpack.envelope import Whole, check_fingerprint, check_shape, opened, seal, signed
 from swift_vlpack.errors import ConfigError, StateMismatch, VLPackError
-from swift_vlpack.feed.buffered import PROGRESS, ReaderProgress
 from swift_vlpack.feed.planned_feed import PlannedFeed
-from swift_vlpack.feed.run_rows import RunRows, digest_of
-from swift_vlpack.feed.saved_rows import (
-    Changes,
-    SavedSource,
-    from_bytes,
-)
+from swift_vlpack.feed.saved_rows import Changes, RunRows, SavedSource, digest_of, from_bytes
+from swift_vlpack.feed.streamed import PROGRESS, ReaderProgress
 from swift_vlpack.feed.streamed_feed import StreamedFeed
 from swift_vlpack.files import write_json, write_whole
 from swift_vlpack.host.checkpoint_files import RECORDS
 from swift_vlpack.host.objective import refused_values, warning_of_changes
-from swift_vlpack.plan.cuts import CUTS
-from swift_vlpack.runlog import telemetry
-from swift_vlpack.runlog.run_files import ROWS, STATE
+from swift_vlpack.runlog import counts
+from swift_vlpack.runlog.folder import ROWS, STATE
 
 logger = get_logger()
 
@@ -41,9 +35,9 @@ FILE = STATE
 RANK_FILE = "vlpack_state_rank{}.json"
 ROWS_FILE = ROWS
 WAY_OUT = f"Resume with what the checkpoint was written with, or set {RESUME_DATA}={RESTART} to start the data anew"
-_STATE = {"epoch": Whole(), "counted": telemetry.STATE, "rows": str}
-STATES = {PlannedFeed.kind: {**_STATE, "cuts": CUTS, "plan": str}, StreamedFeed.kind: _STATE}
-"""What the states of each kind look like."""
+_STATE = {"epoch": Whole(), "counted": counts.STATE, "rows": str}
+STATES = {feed.kind: {**_STATE, **feed.state_shape} for feed in (PlannedFeed, StreamedFeed)}
+"""The shape of a saved state, by the kind of its feed."""
 
 
 class StateNotSaved(VLPackError):

@@ -16,16 +16,15 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import seed_worker
 
 from swift_vlpack.errors import ConfigError, StateMismatch
-from swift_vlpack.feed.collate import Batch, Collator, layout
+from swift_vlpack.feed.collate import Batch, Collator
 from swift_vlpack.feed.feed import Feed
-from swift_vlpack.feed.packs import epoch_plan_of
-from swift_vlpack.feed.row_loss import num_targets, weigh_samples
+from swift_vlpack.feed.packs import Packs
+from swift_vlpack.feed.sequence import layout
+from swift_vlpack.feed.sequence_loss import num_targets, weigh_samples
 from swift_vlpack.feed.waiting import waiting
 from swift_vlpack.files import sync_folder
-from swift_vlpack.host.account import Account
 from swift_vlpack.host.checkpoint_files import recorded
 from swift_vlpack.host.checkpoints import nothing_deleted, rotate, save_training_args, sync
-from swift_vlpack.host.journal import Journal
 from swift_vlpack.host.loader import PackLoader, collator_of
 from swift_vlpack.host.losses import (
     MeanOfStep,
@@ -47,6 +46,7 @@ from swift_vlpack.host.ranks import (
     tolerate_packs_without_images,
     versions,
 )
+from swift_vlpack.host.run_events import RunEvents
 from swift_vlpack.host.sample_losses import LossesOfRow, RowsOfEvaluation, SampleLoss
 from swift_vlpack.host.state import (
     FILE,
@@ -63,7 +63,7 @@ from swift_vlpack.plan.resume_schedule import Bounds, RestOfRun, num_steps
 from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.samples import PackRecord
-from swift_vlpack.runlog.telemetry import Telemetry
+from swift_vlpack.runlog.counts import Counts
 
 logger = get_logger()
 
@@ -74,8 +74,7 @@ class PackingTrainer(Seq2SeqTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         training_args = kwargs["args"]
         self.feed: Feed = _checked(kwargs["train_dataset"])
-        self.account = Account(self.feed, training_args.output_dir, training_args.process_index)
-        self.journal = Journal(self.feed, training_args.output_dir)
+        self.events = RunEvents(self.feed, training_args.output_dir, training_args.process_index)
         self.checkpoint_resumed: Path | None = None
         self._fingerprint: dict[str, Any] = {}
         self._global_step_before: int | None = None  # of the checkpoint, where one is resumed
@@ -87,7 +86,7 @@ class PackingTrainer(Seq2SeqTrainer):
         self._pack_evaluated: PackRecord | None = None
         self._supervised: list[torch.Tensor] = []  # tokens of each step of this rank since the last log line
         self._losses_evaluated: dict[int, SampleLoss] = {}  # by row, since a packed evaluation began
-        self.lengths_in_row: tuple[int, ...] = ()  # of the segments that are trained now
+        self.lengths_in_sequence: tuple[int, ...] = ()  # of the segments that are trained now
         super().__init__(*args, **kwargs)
         refuse_experts_of_packs(self)
         warn_of_what_differs(self)
@@ -154,21 +153,20 @@ class PackingTrainer(Seq2SeqTrainer):
         """Train one pack; it is counted when its optimizer step is taken."""
         record = inputs.record
         assert record is not None
-        self.lengths_in_row = record.lengths_in_row
+        self.lengths_in_sequence = record.lengths_in_sequence
         with layout(self.template, packed=True):
             loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
-        self.account.trained(record)
+        self.events.trained(record)
         return loss
 
     def count_step(self) -> None:
         """Count the packs whose optimizer step has just been taken."""
-        records = self.account.take_step(self.state.global_step + 1)
+        records, counts = self.events.take_step(self.state.global_step + 1)
         self.feed.consumed(records)
         for record in records:
             self._show(record)
-        step = self.journal.trained(records)
-        self._show_share("pack/padding_saved", step.num_padding_saved, step.num_tokens_unpacked)
-        self._show_share("pack/vision_share", step.num_vision_tokens, step.num_tokens)
+        self._show_share("pack/padding_saved", counts.num_padding_saved, counts.num_tokens_unpacked)
+        self._show_share("pack/vision_share", counts.num_vision_tokens, counts.num_tokens)
 
     def _show(self, record: PackRecord) -> None:
         if not record.sample_ids:
@@ -216,27 +214,26 @@ class PackingTrainer(Seq2SeqTrainer):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """ms-swift's log line; the last one of training gives the speed in rows, which is packs, and gets samples."""
-        noted = self.journal.note_steps(self.state.global_step)
-        if "loss" in logs and noted is not None:
+        counts = self.events.note_steps(self.state.global_step)
+        if "loss" in logs and counts is not None:
             supervised = self._over_ranks(torch.stack(self._supervised).sum())
-            logs["pack/tokens_per_second"] = round(noted["num_tokens"] / max(noted["seconds"], 1e-3), 1)
+            logs["pack/tokens_per_second"] = round(counts.num_tokens / max(counts.seconds, 1e-3), 1)
             logs["pack/supervised_tokens"] = round(float(supervised) / len(self._supervised), 1)
             self._supervised = []
         if "train_samples_per_second" in logs:
-            num_samples = sum(gathered(self.account.num_samples_trained))
-            logs["train_samples_per_second"] = round(num_samples / logs["train_runtime"], 3)
+            logs["train_samples_per_second"] = round(self.events.of_run.num_packed / logs["train_runtime"], 3)
         super().log(logs, *args, **kwargs)
 
     # -- evaluation -------------------------------------------------------------------------------------------------
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate with random numbers apart from those of training: a persistent loader draws only once in a run."""
-        with self.journal.paused(), RandomStream(self.args.seed, "evaluation", self.state.global_step):
+        with self.events.paused(), RandomStream(self.args.seed, "evaluation", self.state.global_step):
             return super().evaluate(*args, **kwargs)
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, **kwargs: Any) -> Any:
         """Return ms-swift's loader of evaluation rows; packs are loaded one at a time, and none is dropped."""
-        if epoch_plan_of(dataset) is None:
+        if not isinstance(dataset, Packs):
             return super()._get_dataloader(dataset, description, batch_size, **kwargs)
         drop_last, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False
         try:
@@ -246,7 +243,7 @@ class PackingTrainer(Seq2SeqTrainer):
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate batches of rows. Packed rows are evaluated as packs first; their losses then form the batches."""
-        if epoch_plan_of(dataloader.dataset) is None:
+        if not isinstance(dataloader.dataset, Packs):
             return super().evaluation_loop(dataloader, *args, **kwargs)
         self._losses_evaluated = {}
         gather = self.gather_function
@@ -300,7 +297,7 @@ class PackingTrainer(Seq2SeqTrainer):
         self._fingerprint = self.feed.fingerprint()
         check_equal("data and versions", {**versions(), **self._fingerprint})
         check_same_parameters(self.model, RanksOfRun())
-        self.account.list_deleted_rows()
+        self.events.list_deleted_rows()
         if resume_from_checkpoint:
             self.checkpoint_resumed = Path(resume_from_checkpoint)
             self._resume(self.checkpoint_resumed)
@@ -314,12 +311,9 @@ class PackingTrainer(Seq2SeqTrainer):
     ) -> None:
         """Train an epoch on the same data on all ranks; a resumed one can have more or fewer steps than the others."""
         start = self.feed.begin(epoch)
-        self.account.begin_epoch(epoch, start.left_out)
-        step = max(self.state.global_step, self._global_step_before or 0)
-        self.journal.begin_epoch(step)
+        self.events.list_left_out(epoch, start.left_out)
         check_equal(f"plan of epoch {epoch}", start.must_agree)
-        if is_master():
-            self.account.note_epoch(self.template, self.args, step)
+        self.events.begin_epoch(max(self.state.global_step, self._global_step_before or 0), start.facts)
         _warn(start.warning)
         if (left := self.feed.batches_left) is not None:
             accumulation = self.args.gradient_accumulation_steps
@@ -332,18 +326,18 @@ class PackingTrainer(Seq2SeqTrainer):
             num_update_steps_per_epoch=num_update_steps_per_epoch,
             **kwargs,
         )
-        self.account.begin_anew()
+        self.events.forget_epoch()
 
     def close_epoch(self) -> None:
         """Add up what became of the rows of the epoch, over all ranks, and say it."""
-        self.journal.note_steps(self.state.global_step)  # no note is of two epochs
-        self.account.count_left_out(self.feed.epoch, self.feed.left_out_behind())
-        self._report(self.account.over_all_ranks())
+        self.events.note_steps(self.state.global_step)  # so that each event is of one epoch
+        self.events.leave_out(self.feed.epoch, self.feed.left_out_after())
+        self._report(self.events.over_all_ranks())
 
-    def _report(self, counted: Telemetry) -> None:
+    def _report(self, counted: Counts) -> None:
         self.feed.count_rows(counted)
         if is_master():
-            self.account.report(counted, max(self.state.global_step, self._global_step_before or 0))
+            self.events.report_epoch(counted, max(self.state.global_step, self._global_step_before or 0))
         _warn(self.feed.end(counted))
 
     # -- resuming ---------------------------------------------------------------------------------------------------
@@ -353,7 +347,9 @@ class PackingTrainer(Seq2SeqTrainer):
         step = self._global_step_before = int(read_trainer_state(checkpoint).get("global_step", 0))
         if self.args.ignore_data_skip:  # the trainer's own way to say that the data shall start anew
             return
-        everyone = results_of_all(lambda: load_state(checkpoint, self.feed.kind, self._fingerprint, self.feed.rows))
+        everyone = results_of_all(
+            lambda: load_state(checkpoint, self.feed.kind, self._fingerprint, self.feed.saved_rows)
+        )
         refuse_differences("saved state of the data", [state or {} for state in everyone])
         if (saved := everyone[0]) is None:
             return
@@ -365,12 +361,12 @@ class PackingTrainer(Seq2SeqTrainer):
         except StateMismatch as error:
             raise StateMismatch(f"{checkpoint / FILE}: {error}. {WAY_OUT}") from error
         self._fingerprint = self.feed.fingerprint()
-        counted = Telemetry.from_state(saved["counted"])
+        counted = Counts.from_state(saved["counted"])
         if self.feed.is_finished:  # the run may have ended before it could report that
             self._report(counted)
             self.feed.begin(self.feed.epoch + 1)
         elif is_master():
-            self.account.counted = counted
+            self.events.of_epoch = counted
 
     def set_initial_training_values(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The trainer's epochs and steps; of a resumed run those of the checkpoint and those that are left."""
@@ -407,10 +403,10 @@ class PackingTrainer(Seq2SeqTrainer):
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """ms-swift's checkpoint, then the state of the data, which marks it as complete; then an older one may go."""
-        self.journal.note_steps(self.state.global_step)  # so that a run that is resumed here knows what is behind it
-        with self.journal.paused():
+        self.events.note_steps(self.state.global_step)  # so that what is lost begins exactly after the checkpoint
+        with self.events.paused():
             result = self._save_whole_checkpoint(*args, **kwargs)
-        self.journal.checkpoint(self.state.global_step, self._checkpoint)
+        self.events.checkpoint(self.state.global_step, self._checkpoint)
         return result
 
     def _save_whole_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
@@ -421,7 +417,7 @@ class PackingTrainer(Seq2SeqTrainer):
             result = super()._save_checkpoint(*args, **kwargs)
         self._is_saving = False
         results_of_all(self._save_rank_state, "where the readers stand, for a checkpoint")
-        counted = self.account.over_all_ranks()  # by now all ranks have written what is theirs
+        counted = self.events.over_all_ranks()  # by now all ranks have written what is theirs
         files = self._recorded_on_disk()
         results_of_all(lambda: self._complete_checkpoint(counted, files), "the state of a checkpoint")
         self._update_last_checkpoint_symlink(barrier=False)
@@ -442,11 +438,11 @@ class PackingTrainer(Seq2SeqTrainer):
         results_of_all(lambda: written and written.result(), "a checkpoint that is brought to the disk")
         return files
 
-    def _complete_checkpoint(self, counted: Telemetry, files: Mapping[str, Any]) -> None:
+    def _complete_checkpoint(self, counted: Counts, files: Mapping[str, Any]) -> None:
         if not self.args.should_save:
             return
         state = {**self.feed.state(), "counted": counted.state(), "files": files}
-        save_state(self._checkpoint, self.feed.kind, self._fingerprint, state, self.feed.rows)
+        save_state(self._checkpoint, self.feed.kind, self._fingerprint, state, self.feed.saved_rows)
         sync_folder(self._checkpoint)
         rotate(self._checkpoint, self.args.save_total_limit, self.state.best_model_checkpoint)
 
@@ -461,10 +457,9 @@ class PackingTrainer(Seq2SeqTrainer):
 
 
 def _checked(feed: Any) -> Feed:
-    if not hasattr(feed, "fingerprint"):
+    if not isinstance(feed, Feed):
         raise ConfigError(f"PackingTrainer trains a feed, which `build_feed` makes, got {type(feed).__name__}")
-    checked: Feed = feed
-    return checked
+    return feed
 
 
 def _warn(warning: str | None) -> None:

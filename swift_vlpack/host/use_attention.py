@@ -1,4 +1,4 @@
-"""The attention of a packed run."""
+"""Give the model of a packed run attention that knows boundaries."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from swift_vlpack.rows.families import GIVEN_BOUNDARIES_BY_SWIFT
 
 
 def use_attention(model: Any, asked_for: str | None) -> None:
-    """Switch the model to the attention that knows boundaries, unless flash-attn was asked for.
+    """Switch the model to the attention `vlpack`, unless flash-attn was asked for.
 
-    On the model and not in the arguments: what is saved beside the weights stays loadable without this package.
+    The model is switched and not the arguments, so that the saved config can be loaded without this package.
     """
     if asked_for in OWN_ATTENTION:
         model.set_attn_implementation(attention.NAME)
@@ -26,8 +26,8 @@ def use_attention(model: Any, asked_for: str | None) -> None:
 
 
 def choose_for(trainer: Any) -> str:
-    """Choose the kernel on the model as it will train, on all ranks the same; the line that says which and why."""
+    """Choose the kernel on the model as it will train, the same on all ranks. Returns a line with kernel and reason."""
     context = trainer.compute_loss_context_manager
     return choose_attention(
-        model_of(trainer), trainer.template, trainer.feed, results_of_all=results_of_all, forward_context=context
+        model_of(trainer), trainer.template, trainer.feed.packs, results_of_all=results_of_all, forward_context=context
     )

@@ -220,23 +220,23 @@ def histogram(title: str, counts: Mapping[int, int]) -> str:
 
 
 @mpl.rc_context(_SETTINGS)
-def legs_chart(title: str, legs: Sequence[Mapping[str, Any]], num_steps: int) -> str:
-    """Draw a bar of steps for each leg: what was lost after a checkpoint is hollow, checkpoints are ticks."""
-    if not legs:
+def segments_chart(title: str, segments: Sequence[Mapping[str, Any]], num_steps: int) -> str:
+    """Draw a bar of steps for each segment: what was lost after a checkpoint is hollow, checkpoints are ticks."""
+    if not segments:
         return ""
     high = 34.0
-    figure, axes = _empty(len(legs) * high + 40)
+    figure, axes = _empty(len(segments) * high + 40)
     axes.grid(visible=False)
-    for number, leg in enumerate(legs):
+    for number, segment in enumerate(segments):
         above = number * high
-        first, kept, last = (float(leg[name]) for name in ("first", "kept", "last"))
-        axes.text(0, above + 8, _cut(str(leg["name"])), va="center")
+        first, kept, last = (float(segment[name]) for name in ("first", "kept", "last"))
+        axes.text(0, above + 8, _cut(str(segment["name"])), va="center")
         axes.barh(above + 22, kept - first, left=first, height=10, color=_COLORS["c1"])
         if last > kept:
             hollow: Any = {"facecolor": "none", "edgecolor": _COLORS["c2"], "linestyle": (0, (3, 2))}
             axes.barh(above + 22, last - kept, left=kept, height=10, **hollow)
-        axes.vlines(leg["checkpoints"], above + 14, above + 30, color=_COLORS["fg"], linewidth=2)
-    axes.set_ylim(len(legs) * high, 0)
+        axes.vlines(segment["checkpoints"], above + 14, above + 30, color=_COLORS["fg"], linewidth=2)
+    axes.set_ylim(len(segments) * high, 0)
     axes.set_xlim(0, max(1, num_steps))
     axes.set_yticks([])
     axes.set_xlabel("step")

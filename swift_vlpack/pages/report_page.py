@@ -66,7 +66,7 @@ def _tiles(report: Report) -> str:
 def _plots(report: Report) -> str:
     try:
         # matplotlib takes a quarter of a second to import, which only pages need.
-        from swift_vlpack.pages.charts import Line, bar_chart, histogram, legs_chart, line_chart
+        from swift_vlpack.pages.charts import Line, bar_chart, histogram, line_chart, segments_chart
     except ModuleNotFoundError as error:
         return (
             f'<p class="muted">No plots: {escape(str(error.name))} is not installed; {escape(INSTALL)} brings it.</p>'
@@ -98,15 +98,15 @@ def _plots(report: Report) -> str:
         line_chart("Loss", [loss], "loss", **steps),
         histogram("Packs by fill, all epochs", fills),
         bar_chart("Shares of sources", list(report["sources"]), _shares(report["sources"])),
-        legs_chart("Legs of the run, by steps (hollow: lost)", _legs(report), report["run"]["step"]),
+        segments_chart("Segments of the run, by steps (hollow: lost)", _segments(report), report["run"]["step"]),
     ]
     return f'<div class="plots">{"".join(plots)}</div>'
 
 
 def _resumes(series: Sequence[Report]) -> list[float]:
-    """Return the first step of every leg that goes on from another."""
+    """Return the first step of every segment that goes on from another."""
     starts = {point["leg"]: point["step"] for point in reversed(series)}
-    return [step for leg, step in sorted(starts.items()) if leg]
+    return [step for segment, step in sorted(starts.items()) if segment]
 
 
 def _shares(sources: Report) -> dict[str, list[float | None]]:
@@ -120,21 +120,21 @@ def _shares(sources: Report) -> dict[str, list[float | None]]:
     return series
 
 
-def _legs(report: Report) -> list[dict[str, Any]]:
-    """The bars of the timeline: where each leg begins, how far it counts, and how far it went."""
-    legs: list[dict[str, Any]] = []
+def _segments(report: Report) -> list[dict[str, Any]]:
+    """The bars of the timeline: where each segment begins, how far it counts, and how far it went."""
+    segments: list[dict[str, Any]] = []
     for entry in report["timeline"]:
         if entry["event"] in ("start", "resume"):
-            legs.append({"name": entry["said"], "first": entry["step"], "kept": entry["step"], "checkpoints": []})
-        leg = legs[-1]
-        leg["last"] = entry["step"]
+            segments.append({"name": entry["said"], "first": entry["step"], "kept": entry["step"], "checkpoints": []})
+        segment = segments[-1]
+        segment["last"] = entry["step"]
         if entry["is_kept"]:
-            leg["kept"] = entry["step"]
+            segment["kept"] = entry["step"]
         if entry["event"] == "checkpoint":
-            leg["checkpoints"].append(entry["step"])
-    for leg, after in pairwise(legs):
-        leg["kept"] = min(leg["last"], after["first"])
-    return legs
+            segment["checkpoints"].append(entry["step"])
+    for segment, after in pairwise(segments):
+        segment["kept"] = min(segment["last"], after["first"])
+    return segments
 
 
 def _section(section: Section) -> str:

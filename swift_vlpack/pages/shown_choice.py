@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from swift_vlpack.errors import ConfigError
-from swift_vlpack.feed.planned import left_out_by
+from swift_vlpack.feed.epoch_report import left_out_by
 from swift_vlpack.plan.epoch import EpochPlan
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.samples import Address

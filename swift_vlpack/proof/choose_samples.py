@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.errors import DataError
-from swift_vlpack.feed.packs import Packs, epoch_plan_of
+from swift_vlpack.feed.packs import Packs
 from swift_vlpack.plan.epoch import Where
 from swift_vlpack.plan.packs import Plan
 from swift_vlpack.proof.changes import kinds_of_media
 from swift_vlpack.proof.proof_model import length_of
 from swift_vlpack.rows.contents import contents_of
-from swift_vlpack.rows.cutting import in_parts
 from swift_vlpack.rows.media import media
 from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.samples import Address, Encoded, SampleError
@@ -24,7 +23,7 @@ from swift_vlpack.rows.samples import Address, Encoded, SampleError
 FEWEST = 4
 """Samples of the pack that is asked everything: some mistakes need more than three to show."""
 NUM_STREAMED = 64
-"""Rows of a stream that are looked at."""
+"""Samples of a stream that are looked at."""
 _FIRST, _SPREAD, _LOOKED_AT = 6, 18, 250
 """Rows of a kind that are tried: the shortest, then some all over its lengths, as broken rows are often short.
 Rows that are looked at for media that the lengths do not count."""
@@ -70,9 +69,9 @@ def short_samples(packs: Packs) -> list[Encoded]:
 
 def candidates_from(packs: Packs) -> list[Iterator[Encoded]]:
     """The samples of each kind that the epoch has, short ones first, encoded as they are asked for."""
-    plan = epoch_plan_of(packs)
+    plan = packs.epoch_plan
     if plan is None:
-        samples = sorted(_streamed(packs), key=length_of)
+        samples = sorted(packs.preview(NUM_STREAMED), key=length_of)
         return [iter(kind) for kind in _grouped(samples, _kind_of_sample)]
     by_length = np.argsort(plan.lengths, kind="stable")
     by_length = by_length[plan.lengths[by_length] > 0]
@@ -92,9 +91,9 @@ def rows_of_plan(packs: Packs, window: int | None = None) -> list[list[Encoded]]
     """The row with the most samples, that with the most images (or patches, of videos), that of the longest sample,
     and, for models that look so many tokens back, that of the shortest sample that is longer; of a stream, a row as
     full as its first rows make."""
-    epoch = epoch_plan_of(packs)
+    epoch = packs.epoch_plan
     if epoch is None:
-        return [row] if (row := _filled(_streamed(packs), packs.config.packing_length)) else []
+        return [row] if (row := _filled(packs.preview(NUM_STREAMED), packs.config.packing_length)) else []
     plan = epoch.packs
     if not len(plan):
         return []
@@ -118,7 +117,7 @@ def _with_most_media(plan: Plan, pack_of: NDArray[np.int64]) -> int | None:
 
 def tokens_of_epoch(packs: Packs) -> int:
     """That each rank trains in an epoch; 0 where nobody knows."""
-    plan = epoch_plan_of(packs)
+    plan = packs.epoch_plan
     return 0 if plan is None else int(plan.packs.num_tokens_per_pack.sum()) // packs.num_ranks
 
 
@@ -131,12 +130,7 @@ def _encoded(packs: Packs, samples: Iterable[Where]) -> Iterator[Encoded]:
             yield sample
 
 
-def _streamed(packs: Packs) -> list[Encoded]:
-    read = chain.from_iterable(in_parts(row, packs.dataset.encoder.cutter) for row in packs.dataset.samples(0))
-    return list(islice((sample for _, sample in read if isinstance(sample, dict)), NUM_STREAMED))
-
-
-def _filled(samples: Sequence[Encoded], capacity: int) -> list[Encoded]:
+def _filled(samples: Iterable[Encoded], capacity: int) -> list[Encoded]:
     row: list[Encoded] = []
     for sample in samples:
         if sum(map(length_of, row)) + length_of(sample) <= capacity:

@@ -5,53 +5,35 @@ Tokens, labels, positions and boundaries must be equal, and pixels up to their l
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, islice, pairwise
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
-from swift_vlpack.feed.collate import UNUSED_COLUMNS, packed_row
-from swift_vlpack.feed.packs import epoch_plan_of
-from swift_vlpack.feed.planned import address_of
-from swift_vlpack.feed.reader import PackReader
-from swift_vlpack.plan.registry import WINDOW
-from swift_vlpack.plan.shares import Share, share_of
+from swift_vlpack.feed.collate import UNUSED_COLUMNS
+from swift_vlpack.feed.feed import CannotReadAgain, Feed
+from swift_vlpack.feed.sequence import packed_sequence
 from swift_vlpack.rows.contents import NO_LABEL
-from swift_vlpack.rows.cutting import in_parts
-from swift_vlpack.rows.samples import Address, Encoded, PackRecord, SampleId
-from swift_vlpack.rows.streams import StreamedRows
+from swift_vlpack.rows.samples import Encoded, PackRecord, SampleId
 
-FARTHEST_ROW = 20_000
-"""Highest row of a stream whose samples are encoded again: the stream has to be read again from its start."""
 _ENDS, _LONGEST = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
 _OF_LOSS = ("labels", "loss_scale")
 _LAST_BITS = 1e-3
 """Tolerance for pixels and sounds: last bits may depend on the number of threads, another image differs by far more."""
 
 
-def encoded_again(feed: Any, record: PackRecord, *, rank: int, num_workers: int) -> list[Encoded] | str:
+def encoded_again(feed: Feed, record: PackRecord, *, rank: int, num_workers: int) -> list[Encoded] | str:
     """Encode the samples of a batch again, in this process and with the same random draws.
 
     Returns the samples, or the reason why they cannot be encoded again.
     """
     if not record.sample_ids:  # this rank has no data left, but takes part in the step
         return []
-    plan = epoch_plan_of(feed)
-    if plan is not None:
-        reader = PackReader(feed.dataset, feed.config, feed.seed, len(plan))
-        found: Iterator[Any] = iter(reader.encoded(address_of(plan, record.number)))
-    else:
-        if feed.config.packing_strategy == WINDOW:
-            return "where a stream cuts its rows depends on all that came before"
-        shares = [share_of(rank, feed.num_ranks, worker, max(1, num_workers)) for worker in range(max(1, num_workers))]
-        if isinstance(feed.dataset, StreamedRows):
-            if isinstance(feed.dataset.rows, Iterator):
-                return "the stream cannot be read again"
-            if max(key.row for key in record.sample_ids) > FARTHEST_ROW:
-                return f"the stream would have to be read again to row {max(key.row for key in record.sample_ids)}"
-        found = _of_shares(feed.dataset, record, shares)
+    try:
+        found = feed.samples_again(record, rank=rank, num_workers=num_workers)
+    except CannotReadAgain as error:
+        return str(error)
     samples: dict[SampleId, list[Encoded]] = {}
     for sample in found:
         if isinstance(sample, dict):
@@ -65,27 +47,6 @@ def encoded_again(feed: Any, record: PackRecord, *, rank: int, num_workers: int)
     return chosen
 
 
-def _of_shares(rows: Any, record: PackRecord, shares: Sequence[Share]) -> Iterator[Any]:
-    """Yield the samples of the batch's rows, or the parts they are cut into, from the shares of this rank's readers."""
-    wanted = {key._replace(part=None) for key in record.sample_ids}
-    for share in shares:
-        if isinstance(rows, StreamedRows):
-            rows_of = {key.row for key in wanted if key.row % share.num_shares == share.number}
-            held = {row // share.num_shares for row in rows_of}
-        else:
-            schedule = rows.mix.schedule(record.epoch)
-            positions = range(share.number, len(schedule), share.num_shares)
-            held, missing = set(), set(wanted)
-            for index, position in enumerate(positions):
-                if not missing:
-                    break
-                if (key := rows.sample_id(Address(*schedule[position]))) in missing:
-                    missing.remove(key)
-                    held.add(index)
-        for row in islice(rows.samples(record.epoch, share, start=sys.maxsize // 2**20, held=held), len(held)):
-            yield from (sample for _, sample in in_parts(row, rows.encoder.cutter))
-
-
 def difference(
     batch: Mapping[str, Any], samples: Sequence[Encoded], template: Any, record: PackRecord, *, weighs_samples: bool
 ) -> str | None:
@@ -94,10 +55,10 @@ def difference(
     `weighs_samples` says that training multiplies the loss weights of each sample by a factor of its own.
     """
     row = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-    ends = [0, *accumulate(record.lengths_in_row)]
+    ends = [0, *accumulate(record.lengths_in_sequence)]
     if wrong := _wrong_boundaries(row, ends):
         return wrong
-    alone = [packed_row(template, [known(sample)]) for sample in samples]
+    alone = [packed_sequence(template, [known(sample)]) for sample in samples]
     media: dict[str, list[torch.Tensor]] = {}
     for key, sample, own, (start, end) in zip(record.sample_ids, samples, alone, pairwise(ends), strict=False):
         if not set(own) <= set(row):
@@ -123,7 +84,7 @@ def difference(
 def wrong_by_itself(batch: Mapping[str, Any], record: PackRecord) -> str | None:
     """Describe a mistake in a batch that shows without its samples: in boundaries or labels; None if there is none."""
     row = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-    ends = [0, *accumulate(record.lengths_in_row)]
+    ends = [0, *accumulate(record.lengths_in_sequence)]
     if wrong := _wrong_boundaries(row, ends):
         return wrong
     labels, tokens = row["labels"], row["input_ids"]

@@ -15,7 +15,7 @@ from swift_vlpack.rows.encoder import RowEncoder, Template, sample_or_error
 from swift_vlpack.rows.patches import check_worker, no_worker
 from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.samples import Encoded, SampleError, SampleId
-from swift_vlpack.rows.source import Row
+from swift_vlpack.rows.source import Row, RowSource
 
 _END: Any = object()
 
@@ -31,6 +31,7 @@ class StreamedRows:
     def __init__(self, rows: Iterable[Row], template: Template, *, name: str = "stream", strict: bool = False) -> None:
         check_worker()
         self.rows = rows
+        self.sources: tuple[RowSource, ...] = ()
         self.template = template
         self.encoder = RowEncoder(template)
         self.name = name

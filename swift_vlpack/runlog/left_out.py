@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from swift_vlpack.files import write_whole
 from swift_vlpack.reasons import about
-from swift_vlpack.runlog.files import left_out_lists, left_out_rows
-from swift_vlpack.runlog.run_log import FOLDER
+from swift_vlpack.runlog import left_out_list
+from swift_vlpack.runlog.events import FOLDER
 
-ALL = "left_out_of_all_legs.jsonl"
-"""Written where the legs of a run have several lists."""
+ALL = "left_out_of_all_segments.jsonl"
+"""Written if the segments of a run have several lists."""
 
 
 def left_out_report(folder: Path, folders: Sequence[Path], epochs: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     """Counts by reason, of different rows and of rows of epochs, and the files that list them."""
-    paths = left_out_lists(folders)
+    paths = [path for path in (one / FOLDER / left_out_list.FILE for one in folders) if path.is_file()]
     lines = left_out_rows(paths)
     rows = {(line["id"], line["reason"]) for line in lines}
     by_reason = Counter(reason for _, reason in rows)
@@ -31,6 +31,14 @@ def left_out_report(folder: Path, folders: Sequence[Path], epochs: Mapping[int, 
         "file": _one_file(folder, paths, lines),
         "not_listed": _not_listed(lines, epochs),
     }
+
+
+def left_out_rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """Read every row that is left out of an epoch, once."""
+    found: dict[tuple[str, int | None, str], dict[str, Any]] = {}
+    for line in (line for path in paths for line in left_out_list.listed(path)):
+        found.setdefault((line["id"], line["epoch"], line["reason"]), line)
+    return list(found.values())
 
 
 def _not_listed(lines: Sequence[Mapping[str, Any]], epochs: Mapping[int, Mapping[str, Any]]) -> dict[str, int]:
@@ -51,7 +59,7 @@ def _about(reason: str) -> dict[str, str]:
 
 
 def _one_file(folder: Path, paths: Sequence[Path], lines: Sequence[Mapping[str, Any]]) -> str | None:
-    """The file with every row; made where legs of the run have their own."""
+    """The file with every row; made where segments of the run have their own."""
     if len(paths) < 2:
         return str(paths[0]) if paths else None
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

@@ -1,3 +1,4 @@
+import doctest
 import random
 from itertools import pairwise
 
@@ -8,9 +9,9 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
-from swift_vlpack.attention import attention
+from swift_vlpack.attention import attention, packed_sequence
 from swift_vlpack.attention.attention import NAME, segmented_attention
-from swift_vlpack.attention.masks import row_mask
+from swift_vlpack.attention.masks import sequence_mask
 from swift_vlpack.errors import AttentionError
 
 LENGTHS = (5, 1, 9, 3)
@@ -26,7 +27,7 @@ class Layer(torch.nn.Module):
 
 
 def states(num_tokens, *, seed=0, dtype=torch.float64, batch=1, num_heads=4, num_kv_heads=2):
-    """Query, key and value of a row."""
+    """Query, key and value of a sequence."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(batch, heads, num_tokens, 8) for heads in (num_heads, num_kv_heads, num_kv_heads)]
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
@@ -63,6 +64,12 @@ def attend(qkv, lengths, layer=None, mask=None, **kwargs):
 
 def plain(qkv, layer=None, mask=None, **kwargs):
     return sdpa_attention_forward(layer or Layer(), *qkv, mask, **kwargs)[0]
+
+
+@pytest.mark.parametrize("module", [attention, packed_sequence])
+def test_examples_in_docstrings_run(module):
+    """DOC-1"""
+    assert doctest.testmod(module).failed == 0
 
 
 # -- the walk ---------------------------------------------------------------------------------------------------------
@@ -236,7 +243,7 @@ def test_sinks_and_soft_cap_are_kept_where_there_are_no_boundaries():
 
 def test_boundaries_of_a_batch_are_refused():
     """ATTN-5"""
-    with pytest.raises(AttentionError, match=r"from 0 to 18, but the batch is 2 row\(s\) of 18 tokens"):
+    with pytest.raises(AttentionError, match=r"from 0 to 18, but the batch is 2 sequence\(s\) of 18 tokens"):
         attend(states(sum(LENGTHS), batch=2), LENGTHS)
 
 
@@ -244,15 +251,15 @@ def test_boundaries_of_a_batch_are_refused():
 def test_boundaries_with_the_keys_of_a_cache_are_refused(lengths):
     """ATTN-5"""
     query, key, value = states(sum(LENGTHS))
-    with pytest.raises(AttentionError, match=r"1 row\(s\) of 1 tokens with 18 keys"):
+    with pytest.raises(AttentionError, match=r"1 sequence\(s\) of 1 tokens with 18 keys"):
         attend((query[:, :, -1:], key, value), lengths)
 
 
 @pytest.mark.parametrize("lengths", [(5, 1, 9), (5, 1, 9, 4)])
-def test_boundaries_of_another_row_are_refused(lengths):
+def test_boundaries_of_another_sequence_are_refused(lengths):
     """ATTN-5"""
     qkv = states(sum(LENGTHS))
-    with pytest.raises(AttentionError, match=f"from 0 to {sum(lengths)}, but the batch is 1 row"):
+    with pytest.raises(AttentionError, match=f"from 0 to {sum(lengths)}, but the batch is 1 sequence"):
         attend(qkv, lengths)
     late = torch.tensor([1, sum(LENGTHS)], dtype=torch.int32)
     with pytest.raises(AttentionError, match="from 1 to 18"):
@@ -268,7 +275,7 @@ def test_vision_tower_is_not_causal_and_ignores_the_boundaries_of_the_text():
     assert not torch.equal(attend(qkv, LENGTHS), everything)
 
 
-def test_one_sample_is_an_ordinary_causal_row():
+def test_one_sample_is_an_ordinary_causal_sequence():
     """ISO-1 ISO-2"""
     qkv = states(18)
     assert torch.equal(attend(qkv, [18]), plain(qkv))
@@ -282,4 +289,4 @@ def test_registering_again_changes_nothing():
     for _ in range(2):
         attention.register()
         assert AttentionInterface()[NAME] is segmented_attention
-        assert AttentionMaskInterface()[NAME] is row_mask
+        assert AttentionMaskInterface()[NAME] is sequence_mask

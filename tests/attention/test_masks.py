@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import masking_utils as of
 
-from swift_vlpack.attention.masks import EVERYTHING, PAST, RowMask, row_mask
+from swift_vlpack.attention.masks import EVERYTHING, PAST, SequenceMask, sequence_mask
 from swift_vlpack.errors import AttentionError
 
 ENDS = (0, 7, 8, 21, 30)
@@ -19,7 +19,7 @@ SAMPLE = torch.bucketize(torch.arange(30), torch.tensor(ENDS[1:]), right=True)[N
 
 
 def of_row(function, **options):
-    return row_mask(1, 30, 30, mask_function=function, allow_is_causal_skip=True, use_vmap=False, **options)
+    return sequence_mask(1, 30, 30, mask_function=function, allow_is_causal_skip=True, use_vmap=False, **options)
 
 
 def in_row(function):
@@ -85,7 +85,7 @@ def test_no_matrix_is_made_where_the_past_is_all():
     for function in (WINDOW, CHUNKS, IMAGES, samples):
         assert of_row(function).of_sample(26, 30) is PAST
     assert of_row(of.bidirectional_mask_function).of_sample(0, 7) == EVERYTHING
-    million = row_mask(1, 1_000_000, 1_000_000, mask_function=WINDOW)
+    million = sequence_mask(1, 1_000_000, 1_000_000, mask_function=WINDOW)
     assert (million.shape, million.ndim) == ((1, 1, 1_000_000, 1_000_000), 4)
     assert million.of_sample(999_000, 999_010).matrix.shape == (1, 1, 10, 10)
 
@@ -131,14 +131,14 @@ def test_whole_mask_is_the_one_of_sdpa():
     assert torch.equal(of_row(WINDOW, local_size=4).whole(), in_row(WINDOW))
     assert of_row(of.causal_mask_function).whole() is None
     assert of_row(of.causal_mask_function, attention_mask=torch.ones(1, 30, dtype=torch.bool)).whole() is None
-    batch = row_mask(2, 30, 30, mask_function=WINDOW, local_size=4)
+    batch = sequence_mask(2, 30, 30, mask_function=WINDOW, local_size=4)
     assert torch.equal(batch, in_row(WINDOW).expand(2, -1, -1, -1))
-    step = row_mask(1, 1, 30, 29, mask_function=WINDOW, local_size=4)
+    step = sequence_mask(1, 1, 30, 29, mask_function=WINDOW, local_size=4)
     assert torch.equal(step[0, 0], in_row(WINDOW)[0, 0, -1:])
 
 
 def test_mask_of_the_outer_model_is_the_inner_ones():
     """ATTN-5"""
     outer = of_row(WINDOW)
-    assert isinstance(outer, RowMask)
-    assert row_mask(1, 30, 30, mask_function=of.causal_mask_function, attention_mask=outer) is outer
+    assert isinstance(outer, SequenceMask)
+    assert sequence_mask(1, 30, 30, mask_function=of.causal_mask_function, attention_mask=outer) is outer

@@ -7,18 +7,17 @@ import pytest
 
 from swift_vlpack.cli import bench_run
 from swift_vlpack.cli.bench import bench_report
-from swift_vlpack.cli.bench_text import bench_text
-from swift_vlpack.cli.process import run
+from swift_vlpack.cli.bench_report import bench_text
+from tests.cli.in_process import run_here
 from tests.data_rows import mixed_rows, text_row, write_jsonl
 from tests.host.runs import packed_argv
 
 FAMILY = "qwen2_5_vl"
-SETTINGS = {"steps": 3, "seconds": 60, "num_rows": 20}
 
 
 @pytest.fixture
-def measure(small_folder, tmp_path, monkeypatch):
-    """A phase, as its process measures it."""
+def measure(small_folder, tmp_path, monkeypatch, capfd):
+    """A phase, as its process measures it: exit code, report, stderr."""
     for key in [key for key in os.environ if key.startswith("VLPACK_")]:
         monkeypatch.delenv(key)
     monkeypatch.setattr(bench_run, "workers_to_try", lambda cores: [0, 1])
@@ -28,12 +27,11 @@ def measure(small_folder, tmp_path, monkeypatch):
     monkeypatch.setenv("VLPACK_FUSION_CONFIG", str(tmp_path / "mix.yaml"))
 
     def measured(phase, **flags):
-        report = tmp_path / "report.json"
-        of_phase = {"phase": phase, "report": str(report), "tokens_of_pack": 200 * (phase == "padded")}
-        settings = json.dumps({**SETTINGS, **of_phase})
         argv = packed_argv(small_folder(FAMILY), FAMILY, tmp_path / "out", max_length=200, **flags)
-        assert run("bench", settings, "sft", *argv) == 0
-        return json.loads(report.read_text())
+        of_phase = ["--phase", phase, "--tokens_of_pack", 200 * (phase == "padded")]
+        code = run_here(["bench", *argv, "--steps", 3, "--rows", 20, *of_phase])
+        said = capfd.readouterr()
+        return code, json.loads(said.out) if said.out else None, said.err
 
     return measured
 
@@ -42,7 +40,10 @@ def measure(small_folder, tmp_path, monkeypatch):
 @pytest.mark.telling
 def test_both_phases_measure_the_same_rows_and_leave_nothing(measure, tmp_path):
     """CLI-22"""
-    packed, padded = measure("packed"), measure("padded", per_device_train_batch_size=2)
+    code, packed, said = measure("packed")
+    assert code == 0, said[-3000:]
+    code, padded, said = measure("padded", per_device_train_batch_size=2)
+    assert code == 0, said[-3000:]
     assert packed["length_pass"]["rows"] == 30, "twenty rows of the one, ten of the other"
     assert packed["length_pass"]["rows_per_second"] > 0
     assert [one["workers"] for one in packed["loader"]] == [0, 1]
@@ -65,13 +66,13 @@ def test_both_phases_measure_the_same_rows_and_leave_nothing(measure, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "part"), [({"streaming": "true", "max_steps": 3}, "--streaming true"), ({"packing": "false"}, "no packs")]
 )
-def test_what_has_no_packs_to_measure_is_refused(flags, part, measure, monkeypatch, capfd, tmp_path):
+def test_what_has_no_packs_to_measure_is_refused(flags, part, measure, monkeypatch, tmp_path):
     """CLI-22"""
     data = write_jsonl(tmp_path / "rows.jsonl", [text_row()])
     monkeypatch.delenv("VLPACK_FUSION_CONFIG")
-    with pytest.raises(AssertionError, match="assert 2 == 0"):
-        measure("packed", dataset=data, **flags)
-    assert part in capfd.readouterr().err
+    code, report, said = measure("packed", dataset=data, **flags)
+    assert (code, report) == (2, None)
+    assert part in said
 
 
 def test_workers_are_powers_of_two_up_to_the_cores():

@@ -6,8 +6,10 @@ import shutil
 import pytest
 
 from swift_vlpack.cli import inspect_command, main
+from swift_vlpack.cli.in_run import command_and_flags
 from swift_vlpack.cli.run_folder import run_found
 from swift_vlpack.errors import ConfigError
+from swift_vlpack.runlog.events import EventLog
 
 
 @pytest.fixture
@@ -27,24 +29,22 @@ def became(monkeypatch):
     """What the command would become."""
     found = {}
 
-    def become(name, args, command, flags, settings, **launch):
-        found.update(name=name, num_ranks=args.num_ranks, command=command, flags=flags, settings=settings)
-        return 0
+    def in_run(args):
+        command, flags = command_and_flags(args)
+        found.update(num_ranks=args.num_ranks, command=command, flags=flags, settings=args.settings)
+        raise KeyboardInterrupt  # which the command line takes for its end
 
-    monkeypatch.setattr(inspect_command, "become_run", become)
+    monkeypatch.setattr(inspect_command, "in_run", in_run)
     return found
 
 
-def note(folder, **facts):
-    line = {"step": 0, "kind": "plan", "num_ranks": 4, "accumulation": 1, "state": {"epoch": 0}, **facts}
-    (folder / "vlpack").mkdir(exist_ok=True)
-    with (folder / "vlpack" / "begun.jsonl").open("a") as file:
-        file.write(json.dumps({"options": {}, "variables": {}, **line}) + "\n")
+def note_start(folder, **facts):
+    EventLog(folder).append("start", 0, **{"num_ranks": 4, "mode": "plan", "options": {}, "variables": {}, **facts})
 
 
 def test_run_is_started_again_with_the_options_that_rows_follow_from(folder):
     """SEE-4: false ones too; what has nothing to do with rows stays behind."""
-    note(
+    note_start(
         folder,
         options={"packing": True, "packing_length": 256, "packing_buffer": 64},
         variables={"MAX_PIXELS": "50176"},
@@ -62,7 +62,7 @@ def test_run_is_started_again_with_the_options_that_rows_follow_from(folder):
 
 def test_sources_of_a_fusion_config_take_the_place_of_the_data(folder):
     """SEE-4"""
-    note(folder, options={"fusion_config": "/c/mix.yaml"})
+    note_start(folder, options={"fusion_config": "/c/mix.yaml"})
     flags = run_found(folder).flags
     assert "--dataset" not in flags
     assert flags[flags.index("--fusion_config") + 1] == "/c/mix.yaml"

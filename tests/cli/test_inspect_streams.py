@@ -9,8 +9,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from swift_vlpack.errors import ConfigError
-from swift_vlpack.host.pack_log import PackLog, before, recorded
 from swift_vlpack.host.trainer import PackingTrainer
+from swift_vlpack.runlog.pack_log import PackLog, older_half, read_packs
 from tests.cli.test_inspect import looking, looking_back, recorded_by_hand
 from tests.data_rows import mixed_rows, write_jsonl
 from tests.environment import restored_environment
@@ -101,12 +101,12 @@ def test_record_that_nobody_asked_for_is_bounded_and_never_ends_a_run(tmp_path):
     for line in lines:
         log.append([line])
     assert path.stat().st_size < 600
-    assert before(path).stat().st_size < 600
-    kept = list(recorded(path))
+    assert older_half(path).stat().st_size < 600
+    kept = list(read_packs(path))
     assert kept == lines[-len(kept) :]
     assert len(kept) > 8
     path.write_text(path.read_text() + '{"step": 1')  # killed in the middle of a line
-    assert list(recorded(path)) == kept
+    assert list(read_packs(path)) == kept
     path.unlink()
     path.mkdir()
     log.append(lines)
@@ -115,14 +115,14 @@ def test_record_that_nobody_asked_for_is_bounded_and_never_ends_a_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("said", "leads_back", "is_kept", "is_bounded"),
+    ("said", "can_plan_again", "is_kept", "is_bounded"),
     [(None, True, False, None), (None, False, True, True), ("true", True, True, False), ("true", False, True, False),
      ("false", False, False, None), (" ", False, True, True)],
 )  # fmt: skip
-def test_what_cannot_be_computed_again_is_recorded(said, leads_back, is_kept, is_bounded, tmp_path):
+def test_what_cannot_be_computed_again_is_recorded(said, can_plan_again, is_kept, is_bounded, tmp_path):
     """SEE-5"""
     environ = {} if said is None else {"VLPACK_RECORD_PACKS": said}
-    log = PackLog.wanted(tmp_path / "packs_rank0.jsonl", environ, leads_back)
+    log = PackLog.wanted(tmp_path / "packs_rank0.jsonl", environ, can_plan_again)
     assert (log is not None) == is_kept
     assert log is None or (log.most_bytes is not None) == is_bounded
 

@@ -11,14 +11,14 @@ import httpx
 import pytest
 import requests
 
-from swift_vlpack.cli.plan_run import training_report
+from swift_vlpack.cli.plan import training_report
 from swift_vlpack.cli.plan_text import plan_text
-from swift_vlpack.cli.process import run
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.host import pipeline
 from swift_vlpack.host.args import _fold_batch_size
 from swift_vlpack.host.messages import is_of_network as said_to_be
 from swift_vlpack.host.ranks import counted_as
+from tests.cli.in_process import run_here
 from tests.data_rows import image_row, mixed_rows, text_row, write_jsonl
 from tests.host.runs import epoch_report, log_lines, packed_argv, train
 from tests.images import BROKEN, REASON_OF, make, photo
@@ -70,10 +70,6 @@ def mix(tmp_path_factory):
 def planned(model, tmp_path, num_ranks=1, packing="true", **flags):
     argv = [*packed_argv(model, FAMILY, tmp_path / "never", **flags), "--packing", packing]
     return training_report(argv, num_ranks=num_ranks, failures_file=tmp_path / "failures.jsonl")
-
-
-def settings_of(tmp_path):
-    return json.dumps({"form": "json", "failures": str(tmp_path / "failures.jsonl"), "report": 1, "num_ranks": 1})
 
 
 def sizes_of_files(folder):
@@ -340,23 +336,23 @@ def test_buffer_mode_cannot_be_planned(bare_folder, mix, tmp_path, options):
     ],
     ids=["no data", "no file", "unknown option", "impossible option"],
 )
-def test_mistake_is_one_line_and_no_report(flags, part, bare_folder, mix, tmp_path, capsys):
+def test_mistake_is_one_line_and_no_report(flags, part, bare_folder, mix, tmp_path, capfd):
     """CLI-5"""
     flags = {name: mix / "chat.jsonl" if value == "CHAT" else value for name, value in flags.items()}
     argv = packed_argv(bare_folder, FAMILY, tmp_path, **flags)
-    assert run("plan", settings_of(tmp_path), "sft", *argv) == 2
-    out, err = capsys.readouterr()
+    assert run_here(["plan", *argv, "--failures", tmp_path / "failures.jsonl"]) == 2
+    out, err = capfd.readouterr()
     last = err.strip().splitlines()[-1]
     assert last.startswith("vlpack plan: ")
     assert part in last
     assert out == ""
 
 
-def test_hub_that_cannot_be_reached_is_said_to_be_that(mix, tmp_path, capsys):
+def test_hub_that_cannot_be_reached_is_said_to_be_that(mix, tmp_path, capfd):
     """CLI-14: tests run without one; and a model that is not there is no mistake in the options either way."""
     argv = packed_argv("no/such-model", FAMILY, tmp_path / "out", dataset=mix / "chat.jsonl")
-    assert run("plan", settings_of(tmp_path), "sft", *argv) == 2
-    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert run_here(["plan", *argv, "--failures", tmp_path / "failures.jsonl"]) == 2
+    last = capfd.readouterr().err.strip().splitlines()[-1]
     assert last.startswith(
         f"vlpack plan: the hub cannot be reached: no/such-model is no file or folder in {Path.cwd()}"
     )

@@ -11,11 +11,11 @@ from swift.template import Template
 from swift.template.templates.qwen import Qwen2VLTemplate
 from swift.utils import utils as swift_utils
 
-from swift_vlpack.cli.process import run
-from swift_vlpack.cli.verify_text import verify_text
+from swift_vlpack.cli.verify import verify_text
 from swift_vlpack.feed.collate import Collator
 from swift_vlpack.host.launch import plugin_path
-from swift_vlpack.lengths.remembered import remembered_in
+from swift_vlpack.lengths.cache_folder import remembered_in
+from tests.cli.in_process import run_here
 from tests.data_rows import mixed_rows, text_row, write_jsonl
 from tests.host.runs import packed_argv
 
@@ -33,8 +33,8 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture
-def verify(small_folder, data, tmp_path, monkeypatch):
-    """Run it as its process does; the exit code and the report."""
+def verify(small_folder, data, tmp_path, monkeypatch, capfd):
+    """Run it as its process does; the exit code, the report, and stderr."""
     for key in [key for key in os.environ if key.startswith("VLPACK_")]:
         monkeypatch.delenv(key)
     plugin = shutil.copy(SABOTAGE, tmp_path / "sabotage.py")  # ms-swift loads a file once in a process
@@ -47,23 +47,21 @@ def verify(small_folder, data, tmp_path, monkeypatch):
 
     def verified(sabotage="none", **flags):
         (tmp_path / "sabotage.txt").write_text(sabotage)
-        report = tmp_path / "report.json"
-        with open(report, "w", encoding="utf-8") as file:
-            settings = json.dumps({"form": "json", "report": os.dup(file.fileno()), "num_ranks": 1})
-            plugins = {"external_plugins": [plugin_path(), plugin]}
-            flags = {"dataset": data, "max_length": 256, **plugins, **flags}
-            code = run("verify", settings, "sft", *packed_argv(small_folder(FAMILY), FAMILY, tmp_path / "out", **flags))
-        return code, json.loads(text) if (text := report.read_text()) else None
+        plugins = {"external_plugins": [plugin_path(), plugin]}
+        flags = {"dataset": data, "max_length": 256, **plugins, **flags}
+        code = run_here(["verify", *packed_argv(small_folder(FAMILY), FAMILY, tmp_path / "out", **flags), "--json"])
+        said = capfd.readouterr()
+        return code, json.loads(said.out) if said.out else None, said.err
 
     return verified
 
 
 @pytest.mark.slow
 @pytest.mark.telling
-def test_run_that_holds_and_lengths_that_do_not_any_more(verify, tmp_path, capfd):
+def test_run_that_holds_and_lengths_that_do_not_any_more(verify, tmp_path):
     """CLI-16 CLI-17 CLI-19: remembered lengths that something made wrong behind their key, too."""
-    code, report = verify()
-    assert code == 0, capfd.readouterr().err[-3000:]
+    code, report, said = verify()
+    assert code == 0, said[-3000:]
     assert report["holds"] is report["isolation"]["holds"] is report["lengths"]["holds"] is True
     assert not (tmp_path / "out").exists(), "no output folder"
     assert (report["attention"]["name"], report["dtype"], report["device"]) == ("vlpack", "float32", "cpu")
@@ -91,7 +89,7 @@ def test_run_that_holds_and_lengths_that_do_not_any_more(verify, tmp_path, capfd
     ):
         assert part in said
 
-    code, report = verify("lengths")
+    code, report, _ = verify("lengths")
     assert code == 1
     assert (report["holds"], report["isolation"]["holds"], report["lengths"]["holds"]) == (False, True, False)
     photos, chat = report["lengths"]["sources"]
@@ -105,7 +103,7 @@ def test_run_that_holds_and_lengths_that_do_not_any_more(verify, tmp_path, capfd
 
 def test_samples_that_are_not_kept_apart_are_a_refutation_with_its_cause(verify):
     """CLI-16"""
-    code, report = verify("positions")
+    code, report, _ = verify("positions")
     assert code == 1
     assert (report["holds"], report["isolation"]["holds"], report["lengths"]["holds"]) == (False, False, True)
     assert "positions do not restart at token" in report["isolation"]["cause"]
@@ -114,7 +112,7 @@ def test_samples_that_are_not_kept_apart_are_a_refutation_with_its_cause(verify)
 
 def test_stream_has_no_lengths_to_check_and_is_proved_all_the_same(verify):
     """CLI-16 CLI-17"""
-    code, report = verify(streaming="true", max_steps=3)
+    code, report, _ = verify(streaming="true", max_steps=3)
     assert code == 0
     assert [(source["check"], source["num_rows"]) for source in report["lengths"]["sources"]] == [("as read", None)]
     assert report["isolation"]["measured"]["moved_by_others"] == 0
@@ -128,8 +126,8 @@ def test_stream_has_no_lengths_to_check_and_is_proved_all_the_same(verify):
     ],
     ids=str,
 )
-def test_what_cannot_be_looked_at_is_a_mistake_and_no_refutation(flags, part, verify, capfd):
+def test_what_cannot_be_looked_at_is_a_mistake_and_no_refutation(flags, part, verify):
     """CLI-16"""
-    code, report = verify(**flags)
+    code, report, said = verify(**flags)
     assert (code, report) == (2, None)
-    assert part in capfd.readouterr().err
+    assert part in said

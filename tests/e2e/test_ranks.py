@@ -14,8 +14,8 @@ import pytest
 
 from swift_vlpack.host.launch import plugin_path
 from swift_vlpack.host.state import FILE
-from swift_vlpack.runlog.run_folder import find_run
-from swift_vlpack.runlog.run_report import run_report
+from swift_vlpack.runlog.folder import find_run
+from swift_vlpack.runlog.report import run_report
 from tests.cli.test_inspect import looking_back
 from tests.data_rows import image_row, text_row, write_jsonl
 from tests.e2e.ranks import ROOT, Run, free_port, ids, last_complete, step_of, trained

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from swift_vlpack.runlog.run_folder import find_run
-from swift_vlpack.runlog.run_report import run_report
+from swift_vlpack.runlog.folder import find_run
+from swift_vlpack.runlog.report import run_report
 from tests.data_rows import image_row, text_row, write_jsonl
 from tests.e2e.ranks import Run, trained
 from tests.host.runs import SMALL_VOCABULARY, argv

@@ -148,7 +148,7 @@ def test_resumed_run_plans_again_only_where_sizes_are_others_and_keeps_what_was_
     now = planned_feed(with_words(lost_now), Template(), CONFIG, num_epochs=3)
     planned = []
     monkeypatch.setattr(epochs, "pack_epoch", slowly(epochs.pack_epoch, planned))
-    now.rows.take_sizes(from_bytes(then.rows.as_file()))
+    now.saved_rows.take_sizes(from_bytes(then.saved_rows.as_file()))
     now.restore(json.loads(json.dumps(then.state())), None)
     assert len(planned) == 1 + 2 * is_planned_again
     assert now.epoch_plan.digest() == then.epoch_plan.digest()

@@ -10,16 +10,16 @@ from torch.utils.data import DataLoader
 
 from swift_vlpack import PackingConfig, PackingDataset
 from swift_vlpack.errors import DataError, PlanError
-from swift_vlpack.feed.buffered import BufferedPackingDataset, ReaderProgress
-from swift_vlpack.feed.data_report import data_report, left_out_rows
-from swift_vlpack.feed.feed import count_left_out
-from swift_vlpack.feed.planned import address_of, count_rows, left_out_by
+from swift_vlpack.feed.epoch_report import count_rows, data_report, left_out_by, left_out_rows
+from swift_vlpack.feed.planned import address_of
 from swift_vlpack.feed.reader import PackReader
 from swift_vlpack.feed.saved_rows import from_bytes
+from swift_vlpack.feed.streamed import ReaderProgress, StreamedPackingDataset
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.source import RowSource
 from swift_vlpack.rows.streams import StreamedRows
-from swift_vlpack.runlog.telemetry import Telemetry
+from swift_vlpack.runlog.account import account_json, law_in_words
+from swift_vlpack.runlog.counts import Counts
 from tests.feeds import planned_feed, resumed, streamed_feed
 
 IMAGE, START, END = 9, 7, 8
@@ -147,7 +147,7 @@ def test_plan_is_what_the_stream_makes_of_the_same_order():
     source = FusionCaptionDataset([RowSource(name="data", rows=data)], Template(), shuffle=False)
     planned = PackingDataset(source, Template(), options)
     again = FusionCaptionDataset([RowSource(name="data", rows=data)], Template(), shuffle=False)
-    buffered = BufferedPackingDataset(again, Template(), options)
+    buffered = StreamedPackingDataset(again, Template(), options)
     by_plan = [[str(key) for key in planned[number].record.sample_ids] for number in range(len(planned))]
     by_stream = [[str(key) for key in pack.record.sample_ids] for pack in buffered if len(pack)]
     assert by_plan == by_stream
@@ -175,7 +175,7 @@ def num_resumed_inside_of_rows(data, options):
     """How often a row was half trained, of resumes at every pack on two ranks, each of which trains the rest."""
     whole = planned_feed(data, Template(), options)
     packs = packs_left(whole)
-    assert from_bytes(whole.rows.as_file())[0].sizes.cut == whole.dataset.sources[0].sizes.cut
+    assert from_bytes(whole.saved_rows.as_file())[0].sizes.cut == whole.dataset.sources[0].sizes.cut
     num_inside = 0
     for step in range(len(packs)):
         trained = planned_feed(data, Template(), options)
@@ -204,7 +204,7 @@ def test_stream_resumes_at_every_pack(form):
 
     def fresh():
         made = data if form == "sized" else StreamedRows(list(data), Template(), name="data")
-        return BufferedPackingDataset(made, Template(), options, seed=1)
+        return StreamedPackingDataset(made, Template(), options, seed=1)
 
     packs = list(fresh())
     expected = [pack.record.sample_ids for pack in packs]
@@ -231,10 +231,10 @@ def test_account_closes_in_rows_and_in_parts(how):
     assert rows_account["num_read"] == 40 == rows_account["num_packed"] + sum(rows_account["num_dropped"].values())
     lengths = [sum(run if run > 0 else 2 - run for run in row["runs"]) for row in data]
     assert report["num_rows_cut"] == sum(length > 30 for length in lengths)
-    counted = Telemetry(packing_length=30)
+    counted = Counts(packing_length=30)
     samples, _ = told([packs[number] for number in range(len(packs))])
     for left_out in left_out_by(packs.epoch_plan, packs.dataset):
-        count_left_out(counted, left_out)
+        left_out.count_in(counted)
     assert sum(map(len, (tokens for _, tokens, _ in samples))) + counted.lost_tokens.total() == sum(lengths)
     num_images = sum(run < 0 for row in data for run in row["runs"])
     starts = sum(tokens.count(START) for _, tokens, _ in samples)
@@ -248,27 +248,26 @@ def test_account_closes_in_rows_and_in_parts(how):
 
 def test_counts_go_through_a_checkpoint_and_add_up():
     """CUT-13 STAT-6"""
-    one, other = Telemetry(packing_length=10), Telemetry(packing_length=10)
+    one, other = Counts(packing_length=10), Counts(packing_length=10)
     one.read("a", 4, num_further=2)
     one.packed([("a", 5), ("a", 4)], further=["a"])
-    other.dropped("a", "image_over_length", is_further=True)
-    other.lost("image_over_length", num_tokens=20, num_images=1)
+    other.dropped("a", "image_over_length", is_further=True, num_tokens=20, num_images=1)
     other.packed([("a", 5)])
-    one.merge(Telemetry.from_state(other.state()))
-    again = Telemetry.from_state(one.state())
+    one.merge(Counts.from_state(other.state()))
+    again = Counts.from_state(one.state())
     assert again == one
     assert again.is_closed
-    report = again.as_json()
+    report = account_json(again)
     assert report["rows"]["a"] == {"num_read": 2, "num_packed": 2, "num_held": 0, "num_dropped": {}}
     assert report["lost_by_cutting"] == {"image_over_length": {"num_parts": 1, "num_tokens": 20, "num_images": 1}}
-    assert again.account.endswith("in rows: 2 read = 2 packed + 0 left out + 0 not reached")
+    assert law_in_words(again).endswith("in rows: 2 read = 2 packed + 0 left out + 0 not reached")
     again.dropped("a", "overflow")
     again.further["a"].num_packed += 1
     assert not again.is_closed
-    assert "do not add up" in again.account
-    plain = Telemetry(packing_length=10)
+    assert "do not add up" in law_in_words(again)
+    plain = Counts(packing_length=10)
     plain.packed([("a", 5)])
-    assert set(plain.state()) == set(Telemetry(packing_length=10).state()), "a state without parts is what it was"
+    assert set(plain.state()) == set(Counts(packing_length=10).state()), "a state without parts is what it was"
     assert not set(plain.state()) & {"further", "lost_tokens", "lost_images"}
 
 
@@ -328,7 +327,7 @@ def test_row_that_breaks_before_it_is_loaded_is_left_out_part_by_part(how):
     end_to_end = {"packing_strategy": "window", "packing_overflow": "keep"} if how == "window" else {}
     packs = PackingDataset(data, Template(), config(**end_to_end))
     data[1]["runs"] = None
-    counted = Telemetry(packing_length=30)
+    counted = Counts(packing_length=30)
     named = []
     for pack in (packs[number] for number in range(len(packs))):
         count_pack(counted, pack.record)
@@ -337,7 +336,7 @@ def test_row_that_breaks_before_it_is_loaded_is_left_out_part_by_part(how):
     assert sorted(named) == [f"data:1/{part}" for part in range(len(named))]
     assert len(named) >= 3
     assert counted.is_closed
-    account = counted.as_json()["rows"]["data"]
+    account = account_json(counted)["rows"]["data"]
     assert account == {"num_read": 3, "num_packed": 2, "num_held": 0, "num_dropped": {"encode_failed": 1}}
 
 
@@ -346,14 +345,14 @@ def count_pack(counted, record):
     if samples:
         counted.packed(samples, further=[key.source for key in record.sample_ids if key.is_further_part])
     for left_out in record.left_out:
-        count_left_out(counted, left_out)
+        left_out.count_in(counted)
 
 
 def test_streamed_feed_counts_parts_and_rows():
     """CUT-13: nobody knows of a row before it is read."""
     data = rows(20)
     feed = streamed_feed(data, Template(), config())
-    counted = Telemetry(packing_length=30)
+    counted = Counts(packing_length=30)
     for pack in feed.packs:
         count_pack(counted, pack.record)
     feed.count_rows(counted)

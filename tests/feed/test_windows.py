@@ -7,14 +7,12 @@ from itertools import pairwise
 import pytest
 
 from swift_vlpack import PackingDataset
-from swift_vlpack.feed.buffered import BufferedPackingDataset, ReaderProgress
-from swift_vlpack.feed.data_report import data_report, left_out_rows
-from swift_vlpack.feed.feed import count_left_out
-from swift_vlpack.feed.planned import left_out_by
+from swift_vlpack.feed.epoch_report import data_report, left_out_by, left_out_rows
+from swift_vlpack.feed.streamed import ReaderProgress, StreamedPackingDataset
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.source import RowSource
 from swift_vlpack.rows.streams import StreamedRows
-from swift_vlpack.runlog.telemetry import Telemetry
+from swift_vlpack.runlog.counts import Counts
 from tests.feed import test_parts
 from tests.feed.test_parts import (
     START,
@@ -89,7 +87,7 @@ def test_plan_is_what_the_stream_makes_of_the_same_order():
     """WIN-3"""
     data = rows(40, seed=2)
     planned = PackingDataset(in_order(data), Template(), config())
-    buffered = BufferedPackingDataset(in_order(data), Template(), config())
+    buffered = StreamedPackingDataset(in_order(data), Template(), config())
     by_plan = [[str(key) for key in planned[number].record.sample_ids] for number in range(len(planned))]
     assert by_plan == [[str(key) for key in pack.record.sample_ids] for pack in buffered if len(pack)]
     assert any(key.endswith("/2") for keys in by_plan for key in keys)
@@ -165,7 +163,7 @@ def test_stream_resumes_at_every_pack(form):
 
     def fresh():
         made = data if form == "sized" else StreamedRows(list(data), Template(), name="data")
-        return BufferedPackingDataset(made, Template(), config(), seed=1)
+        return StreamedPackingDataset(made, Template(), config(), seed=1)
 
     packs = list(fresh())
     expected = [(pack.record.sample_ids, pack.record.lengths) for pack in packs]
@@ -183,9 +181,9 @@ def test_account_closes_in_rows_and_parts():
     data = rows(40)
     packs = PackingDataset(in_order(data), Template(), config())
     report = data_report(packs.epoch_plan, packs.dataset)["cut"]
-    counted, (samples, _) = Telemetry(packing_length=CAPACITY), told([packs[n] for n in range(len(packs))])
+    counted, (samples, _) = Counts(packing_length=CAPACITY), told([packs[n] for n in range(len(packs))])
     for left_out in left_out_by(packs.epoch_plan, packs.dataset):
-        count_left_out(counted, left_out)
+        left_out.count_in(counted)
     lengths = [sum(run if run > 0 else 2 - run for run in row["runs"]) for row in data]
     assert sum(len(tokens) for _, tokens, _ in samples) + counted.lost_tokens.total() == sum(lengths)
     assert report["num_parts"] + (40 - report["num_rows_cut"]) == report["num_samples"]

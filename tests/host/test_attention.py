@@ -6,7 +6,7 @@ import re
 import pytest
 
 from swift_vlpack.attention import attention
-from swift_vlpack.attention.row_kernels import grouped
+from swift_vlpack.attention.kernels import grouped
 from swift_vlpack.errors import ConfigError
 from tests.data_rows import mixed_rows, write_jsonl
 from tests.host.runs import packed_argv, train

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import yaml
 
-from swift_vlpack.cli import parser
+from swift_vlpack.cli import parse
 from swift_vlpack.cli.plan import config_of
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError
@@ -111,10 +111,10 @@ def test_one_precedence_where_lengths_are_planned(option, given, monkeypatch):
     argv = ["plan", "--lengths", "x", *([f"--{option}", str(flag)] if given[0] else [])]
     if option == "packing_length" and not any(given):
         with pytest.raises(ConfigError, match="packing_length is not set"):
-            config_of(parser().parse_args(argv))
+            config_of(parse(argv))
         return
     argv += [] if option == "packing_length" else ["--packing_length", "64"]
-    assert getattr(config_of(parser().parse_args(argv)), option) == wanted(option, (given[0], False, given[1]))
+    assert getattr(config_of(parse(argv)), option) == wanted(option, (given[0], False, given[1]))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from swift_vlpack.attention import attention
-from swift_vlpack.cli.plan_run import training_report
+from swift_vlpack.cli.plan import training_report
 from swift_vlpack.cli.plan_text import plan_text
 from tests.data_rows import mixed_rows, write_jsonl
 from tests.environment import packing_options
@@ -30,7 +30,7 @@ def test_rows_of_an_epoch_have_one_shape_and_the_losses_without_padding(small_fo
     for pad_to in ("none", "length"):
         packing_options(**OPTIONS, packing_pad_to=pad_to)
         flags = packed_argv(folder, FAMILY, tmp_path / pad_to, **common)
-        with attention.recorded_rows() as rows:
+        with attention.recorded_calls() as rows:
             history = train(flags)["log_history"]
         found[pad_to] = history, {row.ends[-1] for row in rows}
     assert found["length"][1] == {LENGTH}
@@ -57,7 +57,7 @@ def test_streamed_rows_have_one_shape_over_epochs(small_folder, data, tmp_path, 
     for length in (LENGTH, 100):
         options = {"streaming": "true", "max_steps": 4, "gradient_accumulation_steps": 4, "packing_length": length}
         flags = packed_argv(small_folder(FAMILY), FAMILY, tmp_path / str(length), dataset=data, **options)
-        with attention.recorded_rows() as rows:
+        with attention.recorded_calls() as rows:
             train(flags)
         shapes[length] = {row.ends[-1] for row in rows}
     assert shapes[LENGTH] == {LENGTH}

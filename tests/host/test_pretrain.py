@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from swift_vlpack.cli.plan_run import training_report
+from swift_vlpack.cli.plan import training_report
 from tests.data_rows import write_jsonl
 from tests.environment import packing_options
 from tests.host.runs import argv, epoch_report, packed_argv, train

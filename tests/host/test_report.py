@@ -142,13 +142,13 @@ def sizes(run, small_folder):
 
 
 def trained(folder, *, up_to=None, since=0):
-    """Packs on record, in their order; of a leg that was stopped up to where the next one goes on."""
+    """Packs on record, in their order; of a segment that was stopped up to where the next one goes on."""
     packs = [Pack(line["step"], line["epoch"], line["ids"]) for line in lines(folder / "vlpack" / "packs_rank0.jsonl")]
     return [pack for pack in packs if since < pack.step and (up_to is None or pack.step <= up_to)]
 
 
 def kept(run):
-    """The packs that became a part of the model: the first leg up to the checkpoint, then the second."""
+    """The packs that became a part of the model: the first segment up to the checkpoint, then the second."""
     first = trained(run.stopped)
     second = trained(run.whole)[len(first) :]
     resumed = second[0].step - 1
@@ -206,7 +206,7 @@ def test_run_that_went_on_counts_every_step_once(run, sizes, capsys):
     assert report["run"]["step"] == report["run"]["num_steps"] == max(pack.step for pack in packs)
     assert report["trained"]["num_steps"] == report["run"]["step"]
     (note,) = report["notes"]
-    assert f"behind step {resumed}" in note
+    assert f"after step {resumed}, which was resumed from" in note
     assert {name: source["asked_share"] for name, source in report["sources"].items()} == {
         "captions": pytest.approx(NUM_CAPTIONS / (NUM_CAPTIONS + 2 * NUM_SCANS), abs=1e-4),
         "scans": pytest.approx(2 * NUM_SCANS / (NUM_CAPTIONS + 2 * NUM_SCANS), abs=1e-4),
@@ -241,7 +241,7 @@ def test_timeline_has_checkpoints_and_the_resume(run, capsys):
     checkpoints = [entry["step"] for entry in timeline if entry["event"] == "checkpoint"]
     assert set(checkpoints) == {int(path.name.split("-")[1]) for path in run.whole.glob("checkpoint-*")}
     lost = [entry["step"] for entry in timeline if not entry["is_kept"]]
-    assert lost, "the last sign of the first leg, at least"
+    assert lost, "the last sign of the first segment, at least"
     assert min(lost) > resumed
     (resume,) = (entry for entry in timeline if entry["event"] == "resume")
     assert (resume["step"], resume["said"].split(", ")[0]) == (
@@ -250,7 +250,7 @@ def test_timeline_has_checkpoints_and_the_resume(run, capsys):
 
 
 def test_lengths_that_were_remembered_are_counted(run):
-    """REPORT-4: by the second leg those of all captions, whose pictures are still there but for one that never was."""
+    """REPORT-4: the second segment remembers all captions, whose pictures are there but for one that never was."""
     begins = [line for line in lines(run.whole / "vlpack" / "run.jsonl") if "num_remembered" in line]
     assert [line["event"] for line in begins] == ["start", "resume"]
     assert begins[0]["num_remembered"] == 0
@@ -317,12 +317,12 @@ def test_report_for_a_reader_has_the_numbers(run, capsys):
         assert said in flat
 
 
-def test_run_without_notes_is_reported_from_what_there_is(run, tmp_path, capsys):
-    """REPORT-6: of an earlier version: log lines, epoch reports, checkpoints."""
+def test_run_without_its_log_is_reported_from_what_there_is(run, tmp_path, capsys):
+    """REPORT-6: lines of ms-swift's log, epoch reports, checkpoints."""
     old = Path(shutil.copytree(run.stopped, tmp_path / "old"))
     (old / "vlpack" / "run.jsonl").unlink()
     report = report_of(old, capsys)
-    assert "kept no notes" in report["notes"][0]
+    assert "run.jsonl) is missing" in report["notes"][0]
     assert report["unpacked"] is None
     newest = max(int(path.name.split("-")[1]) for path in old.glob("checkpoint-*"))
     packs = trained(old, up_to=newest)
@@ -346,7 +346,7 @@ def test_folder_above_a_run_and_a_checkpoint_of_it_mean_the_run(run, tmp_path, c
 SHAPE = """({
   wide: [root.scrollWidth, view.innerWidth],
   plots: root.querySelectorAll("svg[role=img]").length,
-  dots: root.querySelectorAll("svg circle").length,
+  dots: root.querySelectorAll("svg use[style*='var(--c']").length,
   tables: [...root.querySelectorAll(".scroll")].map(one => [one.tabIndex, one.scrollWidth > one.clientWidth]),
   letters: Math.min(...[...root.querySelectorAll("svg[role=img] text")].map(text =>
     text.getBoundingClientRect().height)),

@@ -42,16 +42,16 @@ def files(tmp_path_factory):
 @pytest.fixture
 def trained(monkeypatch):
     """The records of the packs that were trained, in order, with the step."""
-    from swift_vlpack.host.account import Account
+    from swift_vlpack.host.run_events import RunEvents
 
-    seen, take_step = [], Account.take_step
+    seen, take_step = [], RunEvents.take_step
 
     def noting(self, step):
-        records = take_step(self, step)
+        records, counts = take_step(self, step)
         seen.extend((step - 1, record) for record in records)
-        return records
+        return records, counts
 
-    monkeypatch.setattr(Account, "take_step", noting)
+    monkeypatch.setattr(RunEvents, "take_step", noting)
     return seen
 
 

@@ -5,7 +5,7 @@ import torch
 from swift.template import Template
 
 from swift_vlpack import PackingConfig, PackingDataset
-from swift_vlpack.cli.plan_run import training_report
+from swift_vlpack.cli.plan import training_report
 from swift_vlpack.errors import StateMismatch
 from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.encoder import Targets

@@ -8,12 +8,12 @@ from xml.etree import ElementTree
 import matplotlib as mpl
 import pytest
 
-from swift_vlpack.pages.charts import HEIGHT, Line, bar_chart, histogram, legs_chart, line_chart
+from swift_vlpack.pages.charts import HEIGHT, Line, bar_chart, histogram, line_chart, segments_chart
 from swift_vlpack.pages.report_page import report_page
 from swift_vlpack.pages.report_text import sparkline
-from swift_vlpack.runlog.run_folder import RunFolder
-from swift_vlpack.runlog.run_report import run_report
-from tests.cli.test_legs import train
+from swift_vlpack.runlog.folder import RunFolder
+from swift_vlpack.runlog.report import run_report
+from tests.runlog.test_segments import train
 
 
 def drawn(figure):
@@ -131,7 +131,7 @@ def test_chart_of_nothing_and_of_one_point_can_be_made():
     """REPORT-10: a run that was just begun has none."""
     assert line_chart("t", [Line("loss", [])], "loss") == ""
     assert line_chart("t", [Line("loss", [(3, None)])], "loss") == ""
-    assert bar_chart("t", [], {}) == histogram("t", {}) == legs_chart("t", [], 3) == ""
+    assert bar_chart("t", [], {}) == histogram("t", {}) == segments_chart("t", [], 3) == ""
     chart = drawn(line_chart("t", [Line("loss", [(3, 0.0)])], "loss"))
     assert len([use for use in chart.iter("use") if "var(--c1)" in use.get("style", "")]) == 1
     assert [said for said, _ in ticks(chart, "middle")] == [3]
@@ -163,17 +163,17 @@ def test_bars_are_as_long_as_their_shares():
     assert {"<b>", "$x_1$", "␀\\udc80<U+FFFF>", "图文对", "asked", "25.0%", "50.0%"} <= set(texts)
 
 
-def test_histogram_and_legs_have_all_their_parts():
-    """REPORT-10: packs by fill; a leg with lost steps has a hollow bar behind, and a tick for each checkpoint."""
+def test_histogram_and_segments_have_all_their_parts():
+    """REPORT-10: packs by fill; a segment with lost steps has a hollow bar behind, and a tick for each checkpoint."""
     chart = drawn(histogram("t", {36: 2, 100: 16}))
     assert len(boxes(chart, "c1")) == 2
     assert [said for said, _ in ticks(chart, "middle")] == [0, 25, 50, 75, 100]
     assert all(said == int(said) for said, _ in ticks(chart, "end")), "there are no half packs"
-    legs = [
+    segments = [
         {"name": "starts", "first": 0, "kept": 4, "last": 6, "checkpoints": [2, 4]},
         {"name": "goes on", "first": 4, "kept": 10, "last": 10, "checkpoints": []},
     ]
-    chart = drawn(legs_chart("t", legs, 10))
+    chart = drawn(segments_chart("t", segments, 10))
     (start, end), (again, last) = boxes(chart, "c1")
     x = scale_of(ticks(chart, "middle"))
     assert [start, end, again, last] == pytest.approx([x(0), x(4), x(4), x(10)], abs=0.2)

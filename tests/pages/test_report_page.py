@@ -11,11 +11,10 @@ from swift_vlpack import json_lines
 from swift_vlpack.cli import main
 from swift_vlpack.pages.report_page import report_page
 from swift_vlpack.pages.report_text import print_report
-from swift_vlpack.runlog.run_log import RunLog, events
-from swift_vlpack.runlog.step_counts import StepCounts, summed
-from tests.cli.test_legs import facts, report, train
+from swift_vlpack.runlog.events import EventLog, read_events
 from tests.pages.test_page import Elements
-from tests.runlog.test_step_counts import Pack, ids
+from tests.runlog.test_counts import steps_event
+from tests.runlog.test_segments import facts, report, train
 
 NAME = "<script>alert(1)</script>"
 
@@ -23,7 +22,7 @@ NAME = "<script>alert(1)</script>"
 def test_texts_of_a_run_cannot_become_markup(tmp_path):
     """REPORT-10: names of sources and folders are others' words."""
     folder = tmp_path / "<img src=x>"
-    RunLog(folder).note("start", 0, **facts(1, sources={NAME: {"rows": 1, "ratio": 1, "asked_share": 1.0}}))
+    EventLog(folder).append("start", 0, **facts(1, sources={NAME: {"rows": 1, "ratio": 1, "asked_share": 1.0}}))
     made = report_page(report(folder))
     assert "<script>alert" not in made
     assert "<img" not in made
@@ -75,15 +74,12 @@ def test_tables_are_reached_by_keyboard_and_say_what_they_are(tmp_path):
     assert {attrs["scope"] for attrs in headings} == {"col"}
 
 
-@pytest.mark.parametrize("noted", [None, 1], ids=["by an earlier version", "now"])
-def test_nothing_is_saved_against_batches_of_one(noted, tmp_path, capsys):
+def test_nothing_is_saved_against_batches_of_one(tmp_path, capsys):
     """REPORT-3: whatever the samples of a pack would be as one batch."""
-    log = RunLog(tmp_path)
-    log.note("start", 0, **facts(1, unpacked_batch_size=noted))
+    log = EventLog(tmp_path)
+    log.append("start", 0, **facts(1, unpacked_batch_size=1))
     for step in (1, 2):
-        num_tokens_unpacked = 120 if noted is None else 100  # of 60 and 40 in one batch; so it was counted
-        counts = summed([StepCounts.of_step([Pack(ids("a", "a"), (60, 40))], 1)])
-        log.note("steps", step, epoch=0, seconds=2.0, **{**counts, "num_tokens_unpacked": num_tokens_unpacked})
+        log.append("steps", step, epoch=0, **steps_event([("a", 60), ("a", 40)]))
     made = report(tmp_path)
     assert (made["unpacked"]["batch_size"], made["unpacked"]["num_tokens"]) == (1, 200)
     assert made["unpacked"]["num_padding_saved"] == made["unpacked"]["seconds_saved_estimated"] == 0
@@ -97,9 +93,9 @@ def test_nothing_is_saved_against_batches_of_one(noted, tmp_path, capsys):
 
 def test_long_run_makes_a_page_of_moderate_size_and_a_timeline_to_look_at(tmp_path, capsys):
     """REPORT-6 REPORT-10: 3,000 notes and 600 checkpoints."""
-    log = RunLog(tmp_path)
+    log = EventLog(tmp_path)
     train(tmp_path, range(1, 2), 1)
-    (note,) = [event for event in events(log.path) if event["event"] == "steps"]
+    (note,) = [event for event in read_events(log.path) if event["event"] == "steps"]
     more = [{**note, "step": step} for step in range(2, 3001)]
     checkpoints = [
         {"event": "checkpoint", "checkpoint": f"checkpoint-{n}", "when": note["when"], "step": n}

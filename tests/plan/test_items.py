@@ -5,7 +5,7 @@ import pytest
 
 from swift_vlpack import Packer, PackingConfig, plan
 from swift_vlpack.plan.items import is_single_long, must_be_alone, why_alone
-from swift_vlpack.runlog.telemetry import Telemetry
+from swift_vlpack.runlog.counts import Counts
 from tests.contract import run
 
 LENGTHS, IMAGES, PATCHES = [99, 100, 101, 40, 40, 40], [0, 0, 0, 2, 3, 0], [0, 0, 0, 50, 0, 51]
@@ -61,7 +61,7 @@ def test_over_cap_single_counts_alike_in_packer_plan_and_report():
     lengths, images = [60, 40, 40], [0, 0, 3]
     made = plan(lengths, config(packing_max_patches=None), images=images)
     packs = run(Packer(config(packing_max_patches=None)), [("a", 60, 0), ("b", 40, 0), ("c", 40, 3)])
-    stats = Telemetry(packing_length=100)
+    stats = Counts(packing_length=100)
     for pack in packs:
         stats.packed([("a", item.length) for item in pack.items], single_long=pack.single_long)
     assert sorted(made) == [[0, 1], [2]]

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from swift_vlpack import PackingConfig
 from swift_vlpack.errors import ConfigError, StateMismatch
-from swift_vlpack.feed.buffered import BufferedPackingDataset, ReaderProgress
+from swift_vlpack.feed.streamed import ReaderProgress, StreamedPackingDataset
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.samples import SampleId
 from swift_vlpack.rows.source import RowSource
@@ -52,7 +52,7 @@ def buffered(template, data, form="sized", *, rank=0, num_ranks=1, **options):
         dataset = FusionCaptionDataset([RowSource(name="data", rows=data)], template, seed=5)
     else:
         dataset = StreamedRows(data, template, name="data")
-    return BufferedPackingDataset(dataset, template, config(**options), seed=2, rank=rank, num_ranks=num_ranks)
+    return StreamedPackingDataset(dataset, template, config(**options), seed=2, rank=rank, num_ranks=num_ranks)
 
 
 def records(dataset, num_workers=0):
@@ -87,7 +87,7 @@ def test_ratios_by_tokens_are_refused_before_a_worker_starts(template):
     """MIX-8"""
     mixed = FusionCaptionDataset([RowSource(name="data", rows=rows(4))], template, ratio_by="tokens")
     with pytest.raises(ConfigError, match=r"packing_mode=buffer does not have; use packing_mode=plan"):
-        BufferedPackingDataset(mixed, template, config())
+        StreamedPackingDataset(mixed, template, config())
 
 
 @pytest.mark.parametrize("strategy", ["binpack", "greedy", "exact", "best_fit"])

@@ -11,16 +11,17 @@ from torch.utils.data import DataLoader
 
 from swift_vlpack import PackingConfig
 from swift_vlpack.errors import ConfigError, DataError
-from swift_vlpack.feed.buffered import BufferedPackingDataset
 from swift_vlpack.feed.collate import Collator
 from swift_vlpack.feed.dataset import PackingDataset
-from swift_vlpack.feed.planned import PlannedPackingDataset, left_out_by
+from swift_vlpack.feed.epoch_report import left_out_by
+from swift_vlpack.feed.planned import PlannedPackingDataset
+from swift_vlpack.feed.streamed import StreamedPackingDataset
 from swift_vlpack.plan.planner import plan
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.samples import Address, SampleId, TooManyFailures
 from swift_vlpack.rows.sizes import LengthIndex, RowSize
 from swift_vlpack.rows.source import RowSource
-from swift_vlpack.runlog.telemetry import Telemetry
+from swift_vlpack.runlog.counts import Counts
 from tests.data_rows import image_row, mixed_rows, text_row
 from tests.feeds import loader_over, planned_feed, streamed_feed
 from tests.images import BROKEN, GOOD, REASON_OF, make, photo
@@ -117,9 +118,9 @@ def counted(template, monkeypatch):
     [
         (list, "auto", PlannedPackingDataset),
         (list, "plan", PlannedPackingDataset),
-        (list, "buffer", BufferedPackingDataset),
-        (iter, "auto", BufferedPackingDataset),
-        (iter, "buffer", BufferedPackingDataset),
+        (list, "buffer", StreamedPackingDataset),
+        (iter, "auto", StreamedPackingDataset),
+        (iter, "buffer", StreamedPackingDataset),
     ],
 )
 def test_form_follows_the_data_and_the_mode(template, data, mode, form):
@@ -571,7 +572,7 @@ def test_every_row_comes_exactly_once_an_epoch_with_any_number_of_workers(
             assert len(records) == len(loader) == len(feed)
             gone += [left.sample_id for left in feed.begin(epoch).left_out]
         else:
-            gone += [left.sample_id for left in feed.left_out_behind()]
+            gone += [left.sample_id for left in feed.left_out_after()]
         order = [record.sample_ids for record in records]
         assert Counter([*(sample_id for pack in order for sample_id in pack), *gone]) == scheduled(feed)
         orders.append(order)
@@ -668,7 +669,7 @@ def test_a_sample_over_a_cap_counts_as_in_the_plan(template, tmp_path, form):
     assert len(template.encode(rows[-1])["input_ids"]) < capacity
     options = {"packing_length": capacity, "packing_strategy": "exact", "packing_max_images": 2}
     dataset = packed(rows, template, form, **options)
-    stats = Telemetry(packing_length=capacity)
+    stats = Counts(packing_length=capacity)
     for pack in packs_of(dataset):
         samples = [("data", length) for length in pack.record.lengths]
         stats.packed(samples, num_images=pack.record.num_images, single_long=pack.record.single_long)

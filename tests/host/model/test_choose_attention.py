@@ -8,7 +8,7 @@ import pytest
 from swift_vlpack import choose_attention
 from swift_vlpack.attention import attention
 from swift_vlpack.attention.attention import NAME
-from swift_vlpack.attention.row_kernels import grouped
+from swift_vlpack.attention.kernels import grouped
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError
 

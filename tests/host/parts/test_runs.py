@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from swift_vlpack.cli.plan_run import training_report
+from swift_vlpack.cli.plan import training_report
 from swift_vlpack.errors import ConfigError
 from tests.data_rows import write_jsonl
 from tests.environment import packing_options, restored_environment

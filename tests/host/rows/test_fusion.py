@@ -54,7 +54,7 @@ def ids(dataset):
 def epoch_of(dataset):
     """The sizes of epoch 0 at the positions of its schedule."""
     config = PackingConfig(packing_length=10_000)
-    return plan_epoch(recipe_of(dataset, dataset.sources, config, seed=0, num_ranks=1), 0)
+    return plan_epoch(recipe_of(dataset, config, seed=0, num_ranks=1), 0)
 
 
 def rows_of(dataset, name):
