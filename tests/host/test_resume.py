@@ -333,7 +333,9 @@ def test_other_options_and_lengths_are_refused(small_folder, dataset, uninterrup
                 small_folder, tmp_path, dataset, resume_from_checkpoint=checkpoint, max_pixels=6000, seed=7, data_seed=7
             )
         )
-    assert re.search(r"lengths \(train:\d+ .*files: [^)]*\.jpg\) has \d+ tokens.*, saved was \d+ tokens", str(refused.value))
+    assert re.search(
+        r"lengths \(train:\d+ .*files: [^)]*\.jpg\) has \d+ tokens.*, saved was \d+ tokens", str(refused.value)
+    )
     assert "seed (42, now 7)" in str(refused.value)
     assert "packing_min_fill_ratio" not in str(refused.value)
 
