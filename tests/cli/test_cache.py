@@ -42,6 +42,8 @@ def folder(tmp_path, monkeypatch):
     write_lengths(cache, "captions-0123456789ab", 3, days=1.5, about=about)
     (cache / "captions-0123456789ab.failures").write_text('["00", "file_missing", "gone", []]\n')
     os.utime(cache / "captions-0123456789ab.failures", (time.time() - 2 * DAY,) * 2)
+    for kind in ("parts", "notes.parts"):  # as rows were cut by the rules of a digest
+        (cache / f"captions-0123456789ab.{'cd' * 6}.{kind}").write_text('["00", [0, 9, 0, 0, 0, 9, ""]]\n')
     write_lengths(cache, "scans-ba9876543210", 2, days=40)
     (cache / f"{'ab' * 16}.trust").write_text('{"agreed": {}}\n')
     (cache / "unreachable.urls").write_text("")
