@@ -124,7 +124,7 @@ def test_clear_removes_what_was_asked_for_and_nothing_of_others(folder, capsys):
     assert all((folder / name).read_bytes() == content for name, content in FOREIGN.items())
     capsys.readouterr()
     assert main(["cache", "clear", "--yes"]) == 0
-    assert "nothing is remembered" in capsys.readouterr().out
+    assert "no cached lengths" in capsys.readouterr().out
 
 
 class Terminal(io.StringIO):
