@@ -10,6 +10,7 @@ from swift_vlpack.errors import VLPackError
 from swift_vlpack.plan.boundaries import Boundaries
 from swift_vlpack.plan.parts import Span
 from swift_vlpack.rows.faults import Fault
+from swift_vlpack.runlog.counts import Counts
 
 Encoded = dict[str, Any]
 
@@ -67,6 +68,11 @@ class LeftOut(NamedTuple):
     num_tokens: int = 0
     """Of a part that cutting left out."""
     num_images: int = 0
+
+    def count_in(self, counts: Counts) -> None:
+        """Count the sample, and what cutting lost with it."""
+        key, lost = self.sample_id, {"num_tokens": self.num_tokens, "num_images": self.num_images}
+        counts.dropped(key.source, self.reason, is_further=key.is_further_part, **lost)
 
 
 class SampleError(VLPackError):
@@ -136,6 +142,18 @@ class PackRecord:
         """The record of the row that was made."""
         num_padding = num_tokens - sum(self.lengths) if self.sequence_multiple > 1 else 0
         return replace(self, num_padding=num_padding, num_vision_tokens=num_vision_tokens)
+
+    def count_in(self, counts: Counts) -> None:
+        """Count the pack when it has been trained. One without samples, which fills a step up, is no pack."""
+        if self.sample_ids:
+            counts.packed(
+                [(key.source, length) for key, length in zip(self.sample_ids, self.lengths, strict=True)],
+                num_images=self.num_images,
+                num_vision_tokens=self.num_vision_tokens,
+                num_padding=self.num_padding,
+                single_long=self.single_long,
+                further=[key.source for key in self.sample_ids if key.is_further_part],
+            )
 
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.sample_ids[:8]))
