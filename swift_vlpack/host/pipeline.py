@@ -22,7 +22,7 @@ from swift_vlpack.feed.planned import PlannedPackingDataset
 from swift_vlpack.feed.planned_feed import PlannedFeed
 from swift_vlpack.feed.streamed import StreamedPackingDataset
 from swift_vlpack.feed.streamed_feed import StreamedFeed
-from swift_vlpack.host.args import packing_config
+from swift_vlpack.host.args import packing_config, unpacked_batch_size
 from swift_vlpack.host.headers import reading_urls
 from swift_vlpack.host.length_pass import with_lengths
 from swift_vlpack.host.objective import objective_of
@@ -117,7 +117,7 @@ def planned_feed(rows: FusionCaptionDataset, template: Any, args: Any, config: P
 
 def _of_run(args: Any) -> dict[str, Any]:
     """Collect the settings of training that every feed keeps."""
-    return {"objective": objective_of(args), "unpacked_batch_size": getattr(args, "unpacked_batch_size", 1)}
+    return {"objective": objective_of(args), "unpacked_batch_size": unpacked_batch_size(args)}
 
 
 def _unmeasured_rows(
