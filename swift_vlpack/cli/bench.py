@@ -17,11 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from swift_vlpack.cli.bench_advice import advice_on, speed_of
-from swift_vlpack.cli.bench_text import bench_text
+from swift_vlpack.cli.bench_report import advice_on, bench_text, speed_of
 from swift_vlpack.cli.command import Command, add_packing_flags, add_run_flags
+from swift_vlpack.cli.environment import num_cores
 from swift_vlpack.cli.in_run import end_by_signal, in_run, run_named
-from swift_vlpack.cli.machine import num_cores
 from swift_vlpack.errors import ConfigError, VLPackError
 from swift_vlpack.host.launch import check_launch
 

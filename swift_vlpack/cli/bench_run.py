@@ -18,7 +18,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from swift_vlpack.cli.bench_clock import MOST_PADDED, NUM_WARM, Enough, RowTimer, loader_speed, memory, say
-from swift_vlpack.cli.machine import num_cores
+from swift_vlpack.cli.environment import num_cores
 from swift_vlpack.config import PackingConfig, checked, chosen_options
 from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.host.args import is_ours, packing_config

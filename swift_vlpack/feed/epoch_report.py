@@ -14,7 +14,7 @@ from swift_vlpack.plan.advice import StepSize, step_size
 from swift_vlpack.plan.epoch import EpochPlan
 from swift_vlpack.plan.report import plan_report
 from swift_vlpack.plan.resume_schedule import num_steps
-from swift_vlpack.remedies import warning_of_left_out
+from swift_vlpack.reasons import warning_of_left_out
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.left_out import as_json, deleted_by_loader
 from swift_vlpack.rows.samples import Address, LeftOut

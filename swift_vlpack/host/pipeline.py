@@ -24,13 +24,12 @@ from swift_vlpack.feed.streamed import StreamedPackingDataset
 from swift_vlpack.feed.streamed_feed import StreamedFeed
 from swift_vlpack.host.args import packing_config, unpacked_batch_size
 from swift_vlpack.host.headers import reading_urls
-from swift_vlpack.host.length_pass import with_lengths
+from swift_vlpack.host.length_pass import with_all_lengths
 from swift_vlpack.host.objective import objective_of
-from swift_vlpack.host.ranks import RanksOfRun, num_ranks, num_ranks_of_run, rank
+from swift_vlpack.host.ranks import RanksOfRun, num_ranks_of_run, rank
 from swift_vlpack.host.same_rows import check_same_files, check_same_validation
 from swift_vlpack.host.sources import load_sources, load_stream
 from swift_vlpack.host.use_attention import use_attention
-from swift_vlpack.lengths.progress import one_bar
 from swift_vlpack.plan.advice import length_warning, long_row_warning
 from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.rows.encoder import RowEncoder
@@ -87,9 +86,8 @@ def build_feed(args: Any, template: Any, config: PackingConfig) -> tuple[Feed, A
 def measured_rows(sources: list[RowSource], template: Any, args: Any, config: PackingConfig) -> FusionCaptionDataset:
     """Measure the rows of the sources, because a plan is made of their lengths, and fuse them into one data set."""
     encoder = RowEncoder.of(template, config)  # for this config, because which tokens are targets is measured too
-    num_rows = sum(-(-len(source.rows) // num_ranks()) for source in sources)  # of this rank, which is shown
-    with without_model(encoder.template), one_bar(num_rows, is_shown=is_master()):
-        sources = [with_lengths(source, encoder, args, config.packing_cache_dir) for source in sources]
+    with without_model(encoder.template):
+        sources = with_all_lengths(sources, encoder, args, config.packing_cache_dir)
     return fused(sources, template, args, config)
 
 
@@ -219,8 +217,8 @@ def _validation(rows: Any, pipeline: Any, config: PackingConfig) -> Any:
         return LazyLLMDataset(rows, encoder.encode, strict=args.strict, random_state=args.data_seed)
     source = RowSource(name="validation", rows=rows)
     with without_model(template):
-        sized = with_lengths(source, encoder, args, config.packing_cache_dir)
-    packs = PlannedPackingDataset(FusionCaptionDataset([sized], template, shuffle=False), template, everything)
+        sized = with_all_lengths([source], encoder, args, config.packing_cache_dir)
+    packs = PlannedPackingDataset(FusionCaptionDataset(sized, template, shuffle=False), template, everything)
     check_rope(pipeline.model.config, packs.dataset, template.max_length, everything)
     return packs
 

@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 
 from swift_vlpack import json_lines
-from swift_vlpack.lengths.context import is_of_length
+from swift_vlpack.lengths.context import digest_of, is_of_length, is_plain, plain
 from swift_vlpack.lengths.environment import Reads, has_whole_environment, noted_reads
-from swift_vlpack.lengths.inputs import Encoders
-from swift_vlpack.lengths.rank_rows import rows_at
+from swift_vlpack.lengths.rank_rows import kinds_of, rows_at
+from swift_vlpack.lengths.rows_work import Encoders
 from swift_vlpack.lengths.source_code import (
     digest_of_files,
     functions_of_module,
@@ -34,8 +34,6 @@ from swift_vlpack.lengths.source_code import (
     names_in,
     parts_of_function,
 )
-from swift_vlpack.lengths.trust import kinds_of
-from swift_vlpack.lengths.values import digest_of, is_plain, plain
 from swift_vlpack.rows.media import image_urls
 from swift_vlpack.rows.source import Row, RowSource, with_system
 from swift_vlpack.rows.watch import Waits, watched
@@ -69,8 +67,8 @@ class Observed:
         return cls(*(frozenset().union(*(getattr(one, each.name) for one in some)) for each in fields(cls)))
 
 
-class Memory:
-    """The `*.observed` file, one for each key of what reading finds; sources with the same key share the file."""
+class ObservedFile:
+    """A `.observed` file: one for each key of what reading finds; sources with the same key share the file."""
 
     def __init__(self, path: Path, source: str) -> None:
         self._path = path

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from swift_vlpack.cli import main
+from swift_vlpack.lengths.cache_folder import About, write_about
 from swift_vlpack.lengths.length_file import KEYED_SIZE, LengthFile
-from swift_vlpack.lengths.remembered import About, tell_about
 
 DAY = 86400
 
@@ -26,7 +26,7 @@ def write_lengths(folder, stem, num_rows, *, days=0.0, about=None):
     file.append(records[:num_rows])
     file.append(records[num_rows:])
     if about:
-        tell_about(path, about)
+        write_about(path, about)
     for each in folder.glob(f"{stem}.*"):
         os.utime(each, (time.time() - days * DAY,) * 2)
     return path
@@ -121,7 +121,7 @@ def test_clear_removes_what_was_asked_for_and_nothing_of_others(folder, capsys):
     assert all((folder / name).read_bytes() == content for name, content in FOREIGN.items())
     capsys.readouterr()
     assert main(["cache", "clear", "--yes"]) == 0
-    assert "nothing is remembered" in capsys.readouterr().out
+    assert "no cached lengths" in capsys.readouterr().out
 
 
 class Terminal(io.StringIO):
