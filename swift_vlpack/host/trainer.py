@@ -10,25 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from swift.trainers import Seq2SeqTrainer
-from swift.utils import get_logger, is_master, is_mp
-from torch.utils.data import DataLoader
+from swift.utils import get_logger, is_master
 from transformers.trainer_utils import seed_worker
 
 from swift_vlpack.errors import ConfigError, StateMismatch
 from swift_vlpack.feed.collate import Batch, Collator, layout
 from swift_vlpack.feed.feed import Feed
-from swift_vlpack.feed.packs import Packs
 from swift_vlpack.feed.row_loss import num_targets, weigh_samples
 from swift_vlpack.feed.waiting import waiting
 from swift_vlpack.files import sync_folder
 from swift_vlpack.host.checkpoint_files import recorded
 from swift_vlpack.host.checkpoints import nothing_deleted, rotate, save_training_args, sync
+from swift_vlpack.host.evaluation import EvaluatesRows
 from swift_vlpack.host.loader import PackLoader, collator_of
 from swift_vlpack.host.losses import (
     MeanOfStep,
-    is_mean,
-    loss_of_sample,
     refuse_experts_of_packs,
     shifts_smoothed_labels,
     warn_of_what_differs,
@@ -38,7 +34,6 @@ from swift_vlpack.host.ranks import (
     RanksOfRun,
     check_equal,
     check_same_parameters,
-    gathered,
     num_ranks,
     refuse_differences,
     results_of_all,
@@ -46,7 +41,6 @@ from swift_vlpack.host.ranks import (
     versions,
 )
 from swift_vlpack.host.run_events import RunEvents
-from swift_vlpack.host.sample_losses import LossesOfRow, RowsOfEvaluation, SampleLoss
 from swift_vlpack.host.state import (
     FILE,
     ROWS_FILE,
@@ -67,7 +61,7 @@ from swift_vlpack.runlog.counts import Counts
 logger = get_logger()
 
 
-class PackingTrainer(Seq2SeqTrainer):
+class PackingTrainer(EvaluatesRows):
     """Trains packs, evaluates padded batches, with one template. `train_dataset` is a feed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -81,10 +75,7 @@ class PackingTrainer(Seq2SeqTrainer):
         self.is_first_batch_proved = not self.feed.config.packing_verify
         num_workers = training_args.dataloader_num_workers
         tolerate_packs_without_images(kwargs["model"], training_args)
-        self.is_evaluating = False
-        self._pack_evaluated: PackRecord | None = None
         self._supervised: list[torch.Tensor] = []  # tokens of each step of this rank since the last log line
-        self._losses_evaluated: dict[int, SampleLoss] = {}  # by row, since a packed evaluation began
         self.lengths_in_row: tuple[int, ...] = ()  # of the segments that are trained now
         super().__init__(*args, **kwargs)
         refuse_experts_of_packs(self)
@@ -185,12 +176,6 @@ class PackingTrainer(Seq2SeqTrainer):
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """ms-swift's loss; a row without a label has the loss 0, where a mean over nothing would be NaN."""
-        if self._pack_evaluated is not None:
-            return self._losses_of_samples(model, inputs, return_outputs)
-        if self.is_evaluating and is_mean(self):
-            num_items_in_batch = None  # else ms-swift would multiply this rank's mean by the number of ranks
-        if self.label_smoother is not None:  # ms-swift does not tell it
-            self.label_smoother.num_items = num_items_in_batch
         labels = inputs.get("labels")
         if not self.model.training or labels is None or bool((labels != NO_LABEL).any()):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -205,8 +190,6 @@ class PackingTrainer(Seq2SeqTrainer):
         Where ms-swift smooths each token at its own position, the last target of a sample would meet the logits of the
         next sample's first; in a padded batch it does not.
         """
-        if self._pack_evaluated is not None and is_mp():
-            return  # ms-swift would keep the last logits of the row, from some sample's middle on
         is_batch = self.is_evaluating and self._pack_evaluated is None
         if is_batch or self.label_smoother is None or shifts_smoothed_labels(self):
             super().prepare_logits_to_keep(inputs)
@@ -229,65 +212,6 @@ class PackingTrainer(Seq2SeqTrainer):
         """Evaluate with random numbers apart from those of training: a persistent loader draws only once in a run."""
         with self.events.paused(), RandomStream(self.args.seed, "evaluation", self.state.global_step):
             return super().evaluate(*args, **kwargs)
-
-    def _get_dataloader(self, dataset: Any, description: str, batch_size: int, **kwargs: Any) -> Any:
-        """Return ms-swift's loader of evaluation rows; packs are loaded one at a time, and none is dropped."""
-        if not isinstance(dataset, Packs):
-            return super()._get_dataloader(dataset, description, batch_size, **kwargs)
-        drop_last, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False
-        try:
-            return super()._get_dataloader(dataset, description, 1, **kwargs)
-        finally:
-            self.args.dataloader_drop_last = drop_last
-
-    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate batches of rows. Packed rows are evaluated as packs first; their losses then form the batches."""
-        if not isinstance(dataloader.dataset, Packs):
-            return super().evaluation_loop(dataloader, *args, **kwargs)
-        self._losses_evaluated = {}
-        gather = self.gather_function
-        super().evaluation_loop(dataloader, *args, **kwargs)
-        self.gather_function = gather  # the loop clears it at its end
-        rows = RowsOfEvaluation(gathered(self._losses_evaluated, "the losses of an evaluation"))
-        # The trainer then distributes, repeats and cuts off batches exactly as it does for rows without packing.
-        batches = DataLoader(rows, self.args.eval_batch_size, drop_last=self.args.dataloader_drop_last)
-        return super().evaluation_loop(self.accelerator.prepare(batches), *args, **kwargs)
-
-    def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Evaluate a padded batch, a pack (under `eval_packing`), or a batch of the losses that packs gave."""
-        if set(inputs) == set(SampleLoss._fields):
-            return self._loss_of_batch(**inputs), None, None
-        record = self._pack_evaluated = getattr(inputs, "record", None)
-        if record is not None:  # nothing predicts the first token of a sample, even if the template labels it
-            inputs["labels"][:, record.boundaries.cu_seqlens[:-1]] = NO_LABEL
-        self.is_evaluating = True
-        try:
-            with layout(self.template, packed=record is not None):
-                return super().prediction_step(model, inputs, *args, **kwargs)
-        finally:
-            self.is_evaluating, self._pack_evaluated = False, None
-
-    def _losses_of_samples(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        """Note the loss of every sample of a pack, computed by ms-swift's own code for losses of tokens."""
-        record = self._pack_evaluated
-        assert record is not None
-        losses = LossesOfRow(record.lengths, loss_of_sample(self), inputs.get("logits_to_keep"))
-        scale = inputs.get("loss_scale")
-        if scale is None:  # given weights, ms-swift computes a loss per token; otherwise the model takes the mean
-            scale = torch.ones_like(inputs["labels"], dtype=torch.float32)
-        inputs = {**inputs, "loss_scale": scale, "compute_loss_func": losses}
-        inputs.pop("skip_logits", None)
-        result = super().compute_loss(model, inputs, return_outputs)
-        rows = (sample_id.row for sample_id in record.sample_ids)
-        self._losses_evaluated.update(zip(rows, losses.samples, strict=True))
-        return result
-
-    def _loss_of_batch(self, total: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
-        """Return this rank's loss of a batch of rows; the mean over ranks is the loss of plain evaluation."""
-        num, num_shared = num_tokens.sum(), 1
-        if self.args.average_tokens_across_devices and not is_mean(self):
-            num, num_shared = self.accelerator.reduce(num, reduction="sum"), self.accelerator.num_processes
-        return num_shared * total.sum().float() / num
 
     # -- epochs -----------------------------------------------------------------------------------------------------
 
