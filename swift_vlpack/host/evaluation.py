@@ -28,7 +28,7 @@ from swift_vlpack.config import PackingConfig
 from swift_vlpack.feed.collate import layout
 from swift_vlpack.feed.packs import Packs
 from swift_vlpack.feed.planned import PlannedPackingDataset
-from swift_vlpack.feed.row_loss import num_targets
+from swift_vlpack.feed.sequence_loss import num_targets
 from swift_vlpack.host.length_pass import with_all_lengths
 from swift_vlpack.host.losses import LossOfSample, is_mean, loss_of_sample
 from swift_vlpack.host.ranks import gathered

@@ -9,9 +9,8 @@ from typing import Any
 from swift.dataloader import DataLoaderShard
 
 from swift_vlpack.errors import VLPackError
-from swift_vlpack.feed.collate import Batch, Collator
+from swift_vlpack.feed.collate import Batch, Collator, WorkerCollator
 from swift_vlpack.feed.feed import Feed
-from swift_vlpack.feed.transport import WorkerCollator
 from swift_vlpack.rows.randomness import own_generator
 
 SECONDS_TO_DIE = 1.0
