@@ -16,10 +16,11 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import seed_worker
 
 from swift_vlpack.errors import ConfigError, StateMismatch
-from swift_vlpack.feed.collate import Batch, Collator, layout
+from swift_vlpack.feed.collate import Batch, Collator
 from swift_vlpack.feed.feed import Feed
 from swift_vlpack.feed.packs import Packs
-from swift_vlpack.feed.row_loss import num_targets, weigh_samples
+from swift_vlpack.feed.sequence import layout
+from swift_vlpack.feed.sequence_loss import num_targets, weigh_samples
 from swift_vlpack.feed.waiting import waiting
 from swift_vlpack.files import sync_folder
 from swift_vlpack.host.checkpoint_files import recorded
@@ -85,7 +86,7 @@ class PackingTrainer(Seq2SeqTrainer):
         self._pack_evaluated: PackRecord | None = None
         self._supervised: list[torch.Tensor] = []  # tokens of each step of this rank since the last log line
         self._losses_evaluated: dict[int, SampleLoss] = {}  # by row, since a packed evaluation began
-        self.lengths_in_row: tuple[int, ...] = ()  # of the segments that are trained now
+        self.lengths_in_sequence: tuple[int, ...] = ()  # of the segments that are trained now
         super().__init__(*args, **kwargs)
         refuse_experts_of_packs(self)
         warn_of_what_differs(self)
@@ -152,7 +153,7 @@ class PackingTrainer(Seq2SeqTrainer):
         """Train one pack; it is counted when its optimizer step is taken."""
         record = inputs.record
         assert record is not None
-        self.lengths_in_row = record.lengths_in_row
+        self.lengths_in_sequence = record.lengths_in_sequence
         with layout(self.template, packed=True):
             loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
         self.events.trained(record)

@@ -10,6 +10,7 @@ from swift_vlpack.errors import VLPackError
 from swift_vlpack.plan.boundaries import Boundaries
 from swift_vlpack.plan.parts import Span
 from swift_vlpack.rows.faults import Fault
+from swift_vlpack.runlog.counts import Counts
 
 Encoded = dict[str, Any]
 
@@ -68,6 +69,11 @@ class LeftOut(NamedTuple):
     """Of a part that cutting left out."""
     num_images: int = 0
 
+    def count_in(self, counts: Counts) -> None:
+        """Count the sample, and what cutting lost with it."""
+        key, lost = self.sample_id, {"num_tokens": self.num_tokens, "num_images": self.num_images}
+        counts.dropped(key.source, self.reason, is_further=key.is_further_part, **lost)
+
 
 class SampleError(VLPackError):
     """A row cannot be encoded; names the row and the reason that is counted."""
@@ -115,7 +121,7 @@ class PackRecord:
     left_out: tuple[LeftOut, ...] = field(default=())
     progress: tuple[dict[str, Any], ...] = field(default=(), repr=False)
     """Where its worker stands after this pack, as JSON; none where packs are planned."""
-    row_multiple: int = 1
+    sequence_multiple: int = 1
     """The row is padded to a multiple of so many tokens."""
     num_padding: int = 0
     """Tokens of the row behind its samples, a segment of their own; known when the row is made."""
@@ -128,14 +134,26 @@ class PackRecord:
         return Boundaries(self.lengths)
 
     @property
-    def lengths_in_row(self) -> tuple[int, ...]:
+    def lengths_in_sequence(self) -> tuple[int, ...]:
         """Of the samples and what is behind them: of all tokens of the row."""
         return (*self.lengths, self.num_padding) if self.num_padding else self.lengths
 
-    def in_row_of(self, num_tokens: int, num_vision_tokens: int) -> PackRecord:
+    def in_sequence_of(self, num_tokens: int, num_vision_tokens: int) -> PackRecord:
         """The record of the row that was made."""
-        num_padding = num_tokens - sum(self.lengths) if self.row_multiple > 1 else 0
+        num_padding = num_tokens - sum(self.lengths) if self.sequence_multiple > 1 else 0
         return replace(self, num_padding=num_padding, num_vision_tokens=num_vision_tokens)
+
+    def count_in(self, counts: Counts) -> None:
+        """Count the pack when it has been trained. One without samples, which fills a step up, is no pack."""
+        if self.sample_ids:
+            counts.packed(
+                [(key.source, length) for key, length in zip(self.sample_ids, self.lengths, strict=True)],
+                num_images=self.num_images,
+                num_vision_tokens=self.num_vision_tokens,
+                num_padding=self.num_padding,
+                single_long=self.single_long,
+                further=[key.source for key in self.sample_ids if key.is_further_part],
+            )
 
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.sample_ids[:8]))
