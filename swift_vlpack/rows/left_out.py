@@ -18,7 +18,7 @@ from swift_vlpack import json_lines
 from swift_vlpack.reasons import Reason
 from swift_vlpack.rows.samples import LeftOut, SampleId
 from swift_vlpack.rows.source import RowSource, place
-from swift_vlpack.runlog.left_out_list import listed
+from swift_vlpack.runlog.left_out import listed
 
 logger = logging.getLogger(__name__)
 
