@@ -40,7 +40,7 @@ def choose_attention(
         return f"attention {name}, as asked for"
 
     def forward() -> None:
-        multiple = packs.config.row_multiple
+        multiple = packs.config.sequence_multiple
         row = packed_row(template, [placeholder(template), placeholder(template)], multiple=multiple)
         inputs = {name: value for name, value in row.items() if name not in ("labels", *NOT_FOR_THE_MODEL)}
         with forward_context():

@@ -98,10 +98,10 @@ class Collator:
         record = pack.record if isinstance(pack, PackedSamples) else None
         name = str(record or "the pack")
         with RandomStream(self.seed, name):
-            multiple = 1 if record is None else record.row_multiple
+            multiple = 1 if record is None else record.sequence_multiple
             row = packed_row(self.template, self._copies(pack), name, multiple=multiple)
         if record is not None:
-            record = record.in_row_of(row["input_ids"].shape[-1], num_vision_tokens(self.template, row))
+            record = record.of_sequence(row["input_ids"].shape[-1], num_vision_tokens(self.template, row))
         return self._batch(row, record)
 
     def _copies(self, samples: Sequence[Encoded]) -> list[Encoded]:

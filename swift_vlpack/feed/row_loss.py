@@ -115,7 +115,7 @@ def weigh_samples(batches: Sequence[Batch], kind: str, total: Total) -> None:
 
 
 def _lengths(batch: Batch) -> tuple[int, ...]:
-    return batch.record.lengths_in_row if batch.record is not None else ()
+    return batch.record.lengths_in_sequence if batch.record is not None else ()
 
 
 def _num_targets(batch: Batch) -> torch.Tensor:  # (num_samples,)

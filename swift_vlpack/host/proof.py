@@ -83,20 +83,20 @@ def _checked_row(trainer: Any, batch: Batch) -> FirstRow:
 def _unseen(trainer: Any) -> Iterator[None]:
     """Restore what computing a loss changes on the trainer: metrics, and the lengths that scale noise."""
     args = trainer.args
-    before = trainer.custom_metrics, trainer.lengths_in_row, args.router_aux_loss_coef
+    before = trainer.custom_metrics, trainer.lengths_in_sequence, args.router_aux_loss_coef
     trainer.custom_metrics = {mode: type(one)(one.default_factory) for mode, one in before[0].items()}
     args.router_aux_loss_coef = 0.0  # balances experts over the sequence: no sum over samples
     try:
         yield
     finally:
-        trainer.custom_metrics, trainer.lengths_in_row, args.router_aux_loss_coef = before
+        trainer.custom_metrics, trainer.lengths_in_sequence, args.router_aux_loss_coef = before
 
 
 def _loss(trainer: Any, batch: Batch, num_items: Any, inputs: Mapping[str, Any], packed: bool) -> torch.Tensor:
     """Return the trainer's loss of the batch with other inputs, or of an un-packed batch, as a part of the step."""
     assert batch.record is not None
     row = to_device(batch_of(inputs, batch.record, batch.beside) if packed else dict(inputs), trainer.args.device)
-    trainer.lengths_in_row = batch.record.lengths_in_row if packed else ()
+    trainer.lengths_in_sequence = batch.record.lengths_in_sequence if packed else ()
     try:
         with layout(trainer.template, packed=packed), trainer.template.forward_context(trainer.model, row):
             row = trainer._prepare_inputs(row)
@@ -105,7 +105,7 @@ def _loss(trainer: Any, batch: Batch, num_items: Any, inputs: Mapping[str, Any],
                 model = unwrapped(model_of(trainer))
                 loss: torch.Tensor = trainer.compute_loss(model, row, num_items_in_batch=num_items)
     finally:
-        trainer.lengths_in_row = ()
+        trainer.lengths_in_sequence = ()
     return loss
 
 

@@ -85,7 +85,7 @@ class PackingTrainer(Seq2SeqTrainer):
         self._pack_evaluated: PackRecord | None = None
         self._supervised: list[torch.Tensor] = []  # tokens of each step of this rank since the last log line
         self._losses_evaluated: dict[int, SampleLoss] = {}  # by row, since a packed evaluation began
-        self.lengths_in_row: tuple[int, ...] = ()  # of the segments that are trained now
+        self.lengths_in_sequence: tuple[int, ...] = ()  # of the segments that are trained now
         super().__init__(*args, **kwargs)
         refuse_experts_of_packs(self)
         warn_of_what_differs(self)
@@ -152,7 +152,7 @@ class PackingTrainer(Seq2SeqTrainer):
         """Train one pack; it is counted when its optimizer step is taken."""
         record = inputs.record
         assert record is not None
-        self.lengths_in_row = record.lengths_in_row
+        self.lengths_in_sequence = record.lengths_in_sequence
         with layout(self.template, packed=True):
             loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
         self.events.trained(record)

@@ -54,7 +54,7 @@ def difference(
     `weighs_samples` says that training multiplies the loss weights of each sample by a factor of its own.
     """
     row = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-    ends = [0, *accumulate(record.lengths_in_row)]
+    ends = [0, *accumulate(record.lengths_in_sequence)]
     if wrong := _wrong_boundaries(row, ends):
         return wrong
     alone = [packed_row(template, [known(sample)]) for sample in samples]
@@ -83,7 +83,7 @@ def difference(
 def wrong_by_itself(batch: Mapping[str, Any], record: PackRecord) -> str | None:
     """Describe a mistake in a batch that shows without its samples: in boundaries or labels; None if there is none."""
     row = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-    ends = [0, *accumulate(record.lengths_in_row)]
+    ends = [0, *accumulate(record.lengths_in_sequence)]
     if wrong := _wrong_boundaries(row, ends):
         return wrong
     labels, tokens = row["labels"], row["input_ids"]

@@ -106,7 +106,7 @@ class FirstRow:
         if not isinstance(self.samples, str) and any(kinds_of_media(self.samples[at]) for at in which):
             changed = [with_other_media(one) if at in which else one for at, one in enumerate(self.samples)]
             names = {name for one in changed for name in kinds_of_media(one)} & set(row)
-            made = packed_row(self.template, list(map(known, changed)), multiple=self.record.row_multiple)
+            made = packed_row(self.template, list(map(known, changed)), multiple=self.record.sequence_multiple)
             row |= {name: made[name].to(row[name]) for name in names if isinstance(row[name], torch.Tensor)}
         return row
 

@@ -45,7 +45,7 @@ def proof_of(
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Proof:
     """What `prove` measures, in numbers."""
-    rows = TemplateRows(template, packs.config.row_multiple)
+    rows = TemplateRows(template, packs.config.sequence_multiple)
     subject = Subject(unwrapped(model), rows, is_ordinary_token(template.tokenizer), forward_context)
     samples = chosen_samples(
         packs, lambda sample: num_supervised(sample) > 0 and can_be_replaced(sample, subject.is_ordinary)

@@ -158,7 +158,7 @@ def test_weights_of_other_samples_stop_before_step_1(kind, small_folder, data, t
     def reversed_weights(batches, *args):
         right(batches, *args)
         for batch in batches:
-            lengths = batch.record.lengths_in_row
+            lengths = batch.record.lengths_in_sequence
             batch["loss_scale"] = torch.cat(batch["loss_scale"].split(lengths, dim=1)[::-1], dim=1)
 
     monkeypatch.setattr(trainer, "weigh_samples", reversed_weights)

@@ -53,8 +53,8 @@ def test_padding_is_a_segment_of_its_own(training, encoded, family):
         assert of_axis[0, num_tokens:].tolist() == list(range(missing))
     for name in ("input_ids", "labels", "position_ids"):
         assert torch.equal(row[name][..., :num_tokens], bare[name]), "samples are where they were"
-    assert (row.record.num_padding, row.record.lengths_in_row[-1]) == (missing, missing)
-    assert (bare.record.num_padding, bare.record.lengths_in_row) == (0, bare.record.lengths)
+    assert (row.record.num_padding, row.record.lengths_in_sequence[-1]) == (missing, missing)
+    assert (bare.record.num_padding, bare.record.lengths_in_sequence) == (0, bare.record.lengths)
 
 
 def test_rows_of_a_family_without_own_positions_are_padded_too(training, encoded):
@@ -68,7 +68,7 @@ def test_rows_of_a_family_without_own_positions_are_padded_too(training, encoded
     empty = row_of(template, [], packing_pad_to="length")
     assert empty["input_ids"].shape == (1, 640)
     assert empty["labels"].unique().tolist() == [NO_LABEL]
-    assert empty.record.lengths_in_row == (640,)
+    assert empty.record.lengths_in_sequence == (640,)
     alone = row_of(template, [sample], packing_length=sample["length"] - 1, packing_pad_to="length")
     assert alone["input_ids"].shape[1] == 2 * (sample["length"] - 1), "longer than a pack: the next multiple"
 
