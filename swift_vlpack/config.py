@@ -189,7 +189,7 @@ class PackingConfig:
 
     @property
     def sequence_multiple(self) -> int:
-        """Sequences are padded to a multiple of this many tokens; 1 leaves them as they are.
+        """Return the number of tokens that sequences are padded to a multiple of; 1 leaves them as they are.
 
         >>> [PackingConfig(packing_length=4096, packing_pad_to=to).sequence_multiple for to in ("length", 64, None)]
         [4096, 64, 1]

@@ -1,9 +1,10 @@
-"""What a plan comes to, for a reader."""
+"""Write the report of `vlpack plan` for a reader."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from swift_vlpack.cli.lines import labelled
 from swift_vlpack.plan.advice import StepSize, nothing_packed
 from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.reasons import kept_by
@@ -11,11 +12,11 @@ from swift_vlpack.words import by_reason, counted
 
 
 def plan_text(report: dict[str, Any]) -> str:
-    """The report of `plan_report`, and of a run, as lines of a label and what is to be said."""
+    """Lay out the report of a file of lengths, or of a run, which has more in it."""
     is_of_run = "sources" in report
     lines = [*(_about_data(report) if is_of_run else []), *_about_packs(report)]
     lines += _about_steps(report) if is_of_run else [("time", f"{report['seconds']:.2f} s")]
-    return "\n".join(f"{name:<12} {text}".rstrip() for name, text in lines)
+    return labelled(lines)
 
 
 def _about_packs(report: dict[str, Any]) -> list[tuple[str, str]]:
@@ -70,7 +71,7 @@ def _about_padding(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _about_cutting(cut: dict[str, Any], strategy: str) -> list[tuple[str, str]]:
-    """Rows longer than a pack, what was lost of them, and the account of all rows."""
+    """Say which rows were cut, what was lost by it, and that all rows are accounted for."""
     num_read, num_packed = (sum(counts[name] for counts in cut["rows"].values()) for name in ("num_read", "num_packed"))
     rows, parts = counted(cut["num_rows_cut"], "row"), counted(cut["num_parts"], "part")
     if strategy == WINDOW:
@@ -91,7 +92,7 @@ def _about_cutting(cut: dict[str, Any], strategy: str) -> list[tuple[str, str]]:
 
 
 def _about_data(report: dict[str, Any]) -> list[tuple[str, str]]:
-    """The sources of a run, as a table, and their lengths."""
+    """Say what the data is like: the sources as a table, lengths, images."""
     width = max(len("source"), *map(len, report["sources"]))
     asked = ", ratios are shares of tokens" if report["ratio_by"] == "tokens" else ""
     lines = [("data", f"{counted(report['rows'], 'row')} in {counted(len(report['sources']), 'source')}{asked}")]

@@ -38,7 +38,7 @@ FARTHEST_ROW = 20_000
 
 
 class StreamedFeed(Feed):
-    """Packs as their readers make them."""
+    """Packs in the order in which the readers of each rank make them."""
 
     kind = "buffer"
     can_plan_again = False

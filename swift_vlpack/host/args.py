@@ -232,6 +232,6 @@ def _fold_batch_size(args: Any) -> None:
     args.per_device_train_batch_size = 1
     args.gradient_accumulation_steps = accumulation * per_device
     logger.warning(
-        f"packing: per_device_train_batch_size {per_device} becomes 1 (one row is one pack) and "
+        f"packing: per_device_train_batch_size {per_device} becomes 1 (one sequence is one pack) and "
         f"gradient_accumulation_steps {accumulation} becomes {accumulation * per_device}, so the effective batch stays"
     )

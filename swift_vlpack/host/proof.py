@@ -13,7 +13,8 @@ from swift.utils import to_device
 
 from swift_vlpack.attention import attention
 from swift_vlpack.attention.prepare import unwrapped
-from swift_vlpack.feed.collate import Batch, batch_of, layout
+from swift_vlpack.feed.collate import Batch, batch_of
+from swift_vlpack.feed.sequence import layout
 from swift_vlpack.feed.waiting import waiting
 from swift_vlpack.host.ranks import results_of_all
 from swift_vlpack.proof.first_batch import difference, encoded_again, wrong_by_itself

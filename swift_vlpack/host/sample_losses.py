@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.modeling_outputs import CausalLMOutput
 
-from swift_vlpack.feed.row_loss import num_targets
+from swift_vlpack.feed.sequence_loss import num_targets
 from swift_vlpack.rows.contents import NO_LABEL
 
 LossOfSample = Callable[[Any, torch.Tensor, torch.Tensor | None], torch.Tensor]

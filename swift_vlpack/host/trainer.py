@@ -16,10 +16,11 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import seed_worker
 
 from swift_vlpack.errors import ConfigError, StateMismatch
-from swift_vlpack.feed.collate import Batch, Collator, layout
+from swift_vlpack.feed.collate import Batch, Collator
 from swift_vlpack.feed.feed import Feed
 from swift_vlpack.feed.packs import Packs
-from swift_vlpack.feed.row_loss import num_targets, weigh_samples
+from swift_vlpack.feed.sequence import layout
+from swift_vlpack.feed.sequence_loss import num_targets, weigh_samples
 from swift_vlpack.feed.waiting import waiting
 from swift_vlpack.files import sync_folder
 from swift_vlpack.host.checkpoint_files import recorded

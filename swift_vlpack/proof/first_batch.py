@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from swift_vlpack.feed.collate import UNUSED_COLUMNS, packed_row
+from swift_vlpack.feed.collate import UNUSED_COLUMNS
 from swift_vlpack.feed.feed import CannotReadAgain, Feed
+from swift_vlpack.feed.sequence import packed_sequence
 from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.samples import Encoded, PackRecord, SampleId
 
@@ -57,7 +58,7 @@ def difference(
     ends = [0, *accumulate(record.lengths_in_sequence)]
     if wrong := _wrong_boundaries(row, ends):
         return wrong
-    alone = [packed_row(template, [known(sample)]) for sample in samples]
+    alone = [packed_sequence(template, [known(sample)]) for sample in samples]
     media: dict[str, list[torch.Tensor]] = {}
     for key, sample, own, (start, end) in zip(record.sample_ids, samples, alone, pairwise(ends), strict=False):
         if not set(own) <= set(row):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from swift_vlpack.feed.collate import layout, packed_row
+from swift_vlpack.feed.sequence import layout, packed_sequence
 from swift_vlpack.proof import gradients
 from swift_vlpack.proof.changes import kinds_of_media, replaced, with_other_media
 from swift_vlpack.proof.first_batch import known
@@ -106,7 +106,7 @@ class FirstRow:
         if not isinstance(self.samples, str) and any(kinds_of_media(self.samples[at]) for at in which):
             changed = [with_other_media(one) if at in which else one for at, one in enumerate(self.samples)]
             names = {name for one in changed for name in kinds_of_media(one)} & set(row)
-            made = packed_row(self.template, list(map(known, changed)), multiple=self.record.sequence_multiple)
+            made = packed_sequence(self.template, list(map(known, changed)), multiple=self.record.sequence_multiple)
             row |= {name: made[name].to(row[name]) for name in names if isinstance(row[name], torch.Tensor)}
         return row
 

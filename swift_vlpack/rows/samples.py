@@ -15,6 +15,7 @@ from swift_vlpack.errors import VLPackError
 from swift_vlpack.plan.boundaries import Boundaries
 from swift_vlpack.plan.parts import Span
 from swift_vlpack.rows.faults import Fault
+from swift_vlpack.runlog.counts import Counts
 
 Encoded = dict[str, Any]
 
@@ -73,6 +74,11 @@ class LeftOut(NamedTuple):
     """Tokens that cutting lost, for a part."""
     num_images: int = 0
     """Images that cutting lost, for a part."""
+
+    def count_in(self, counts: Counts) -> None:
+        """Count the sample, and what cutting lost with it."""
+        key, lost = self.sample_id, {"num_tokens": self.num_tokens, "num_images": self.num_images}
+        counts.dropped(key.source, self.reason, is_further=key.is_further_part, **lost)
 
 
 class SampleError(VLPackError):
@@ -138,10 +144,22 @@ class PackRecord:
         """Lengths of the samples and of the padding after them, which make up the sequence."""
         return (*self.lengths, self.num_padding) if self.num_padding else self.lengths
 
-    def of_sequence(self, num_tokens: int, num_vision_tokens: int) -> PackRecord:
+    def in_sequence_of(self, num_tokens: int, num_vision_tokens: int) -> PackRecord:
         """Return the record with what is known once the sequence is made."""
         num_padding = num_tokens - sum(self.lengths) if self.sequence_multiple > 1 else 0
         return replace(self, num_padding=num_padding, num_vision_tokens=num_vision_tokens)
+
+    def count_in(self, counts: Counts) -> None:
+        """Count the pack when it has been trained. One without samples, which fills a step up, is no pack."""
+        if self.sample_ids:
+            counts.packed(
+                [(key.source, length) for key, length in zip(self.sample_ids, self.lengths, strict=True)],
+                num_images=self.num_images,
+                num_vision_tokens=self.num_vision_tokens,
+                num_padding=self.num_padding,
+                single_long=self.single_long,
+                further=[key.source for key in self.sample_ids if key.is_further_part],
+            )
 
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.sample_ids[:8]))

@@ -346,7 +346,7 @@ def test_folder_above_a_run_and_a_checkpoint_of_it_mean_the_run(run, tmp_path, c
 SHAPE = """({
   wide: [root.scrollWidth, view.innerWidth],
   plots: root.querySelectorAll("svg[role=img]").length,
-  dots: root.querySelectorAll("svg circle").length,
+  dots: root.querySelectorAll("svg use[style*='var(--c']").length,
   tables: [...root.querySelectorAll(".scroll")].map(one => [one.tabIndex, one.scrollWidth > one.clientWidth]),
   letters: Math.min(...[...root.querySelectorAll("svg[role=img] text")].map(text =>
     text.getBoundingClientRect().height)),

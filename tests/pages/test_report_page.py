@@ -13,7 +13,7 @@ from swift_vlpack.pages.report_page import report_page
 from swift_vlpack.pages.report_text import print_report
 from swift_vlpack.runlog.events import EventLog, read_events
 from tests.pages.test_page import Elements
-from tests.runlog.test_counts import Pack, ids, steps_event
+from tests.runlog.test_counts import steps_event
 from tests.runlog.test_segments import facts, report, train
 
 NAME = "<script>alert(1)</script>"
@@ -79,7 +79,7 @@ def test_nothing_is_saved_against_batches_of_one(tmp_path, capsys):
     log = EventLog(tmp_path)
     log.append("start", 0, **facts(1, unpacked_batch_size=1))
     for step in (1, 2):
-        log.append("steps", step, epoch=0, **steps_event([Pack(ids("a", "a"), (60, 40))]))
+        log.append("steps", step, epoch=0, **steps_event([("a", 60), ("a", 40)]))
     made = report(tmp_path)
     assert (made["unpacked"]["batch_size"], made["unpacked"]["num_tokens"]) == (1, 200)
     assert made["unpacked"]["num_padding_saved"] == made["unpacked"]["seconds_saved_estimated"] == 0

@@ -9,10 +9,10 @@ from swift_vlpack import PackingConfig, PackingDataset, prove
 from swift_vlpack.attention import attention
 from swift_vlpack.attention.sequence_effects import check_rope
 from swift_vlpack.errors import ConfigError
-from swift_vlpack.feed import padding
+from swift_vlpack.feed import sequence
 from swift_vlpack.feed.collate import Collator
 from swift_vlpack.feed.packs import packed_samples
-from swift_vlpack.feed.row_loss import weigh_samples
+from swift_vlpack.feed.sequence_loss import weigh_samples
 from swift_vlpack.proof.isolation import IsolationError
 from swift_vlpack.rows.contents import NO_LABEL
 from tests.data_rows import text_row
@@ -97,8 +97,8 @@ def test_loss_and_gradients_are_those_without_padding(training, encoded, family,
     assert bare.gradient.keys() == padded.gradient.keys()
     for name, gradient in bare.gradient.items():
         assert torch.allclose(gradient, padded.gradient[name], rtol=1e-5, atol=1e-5 * float(gradient.abs().max())), name
-    right = padding.padding
-    monkeypatch.setattr(padding, "padding", lambda *of: {**right(*of), "input_ids": list(range(300, 300 + of[1]))})
+    right = sequence.padding
+    monkeypatch.setattr(sequence, "padding", lambda *of: {**right(*of), "input_ids": list(range(300, 300 + of[1]))})
     other_padding = ran(subject, samples, MULTIPLE)
     for one, other in zip(padded.logits, other_padding.logits, strict=True):
         assert torch.equal(one, other)
@@ -119,13 +119,13 @@ def test_proof_is_of_padded_rows(packs, monkeypatch):
     with attention.recorded_calls() as rows:
         assert prove(loaded.model, loaded.template, made).startswith("isolation verified: max difference 0.0")
     assert {row.ends[-1] for row in rows} == {640}
-    right = padding.padding
+    right = sequence.padding
 
     def trained(template, num_tokens):
         made = right(template, num_tokens)
         return {**made, "labels": [NO_LABEL] + [5] * (num_tokens - 1)}
 
-    monkeypatch.setattr(padding, "padding", trained)
+    monkeypatch.setattr(sequence, "padding", trained)
     with pytest.raises(IsolationError, match="gradient"):
         prove(loaded.model, loaded.template, made)
 
