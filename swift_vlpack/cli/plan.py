@@ -27,7 +27,7 @@ from swift_vlpack.host.run_flags import split_flags
 from swift_vlpack.plan.length_files import plan_of_rows, read_lengths
 from swift_vlpack.plan.report import plan_report
 from swift_vlpack.rows.families import merge_size
-from swift_vlpack.runlog.left_out_list import listed
+from swift_vlpack.runlog.left_out import listed
 from swift_vlpack.words import by_reason, counted
 
 if TYPE_CHECKING:
