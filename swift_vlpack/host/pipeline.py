@@ -60,7 +60,7 @@ def prepare_dataset(pipeline: Any) -> list[Any]:
     check_same_validation(val_rows, RanksOfRun())
     # Of all rows, before the first step: a mount that is gone shows in the length pass already.
     check_measured(feed.sources, config.packing_max_failed_share)
-    check_rope(pipeline.model.config, feed.dataset, template.max_length, config)
+    check_rope(pipeline.model.config, feed.sources, template.max_length, config)
     val_rows = _saved_validation(pipeline, val_rows)
     if is_master():
         _show(pipeline, feed)
@@ -219,7 +219,7 @@ def _validation(rows: Any, pipeline: Any, config: PackingConfig) -> Any:
     with without_model(template):
         sized = with_all_lengths([source], encoder, args, config.packing_cache_dir)
     packs = PlannedPackingDataset(FusionCaptionDataset(sized, template, shuffle=False), template, everything)
-    check_rope(pipeline.model.config, packs.dataset, template.max_length, everything)
+    check_rope(pipeline.model.config, packs.sources, template.max_length, everything)
     return packs
 
 
