@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.config import PackingConfig
-from swift_vlpack.plan.advice import StepSize, step_size
 from swift_vlpack.plan.epoch import EpochPlan
-from swift_vlpack.plan.report import plan_report
+from swift_vlpack.plan.report import StepSize, plan_report, step_size
 from swift_vlpack.plan.resume_schedule import num_steps
 from swift_vlpack.reasons import warning_of_left_out
 from swift_vlpack.rows.fusion import FusionCaptionDataset
