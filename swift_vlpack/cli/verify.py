@@ -20,7 +20,7 @@ from swift_vlpack.words import counted
 
 if TYPE_CHECKING:
     from swift_vlpack.lengths.true_lengths import SourceLengths
-    from swift_vlpack.proof.isolation import Proof
+    from swift_vlpack.proof.verdict import Proof
 
 EXIT_DOES_NOT_HOLD, EXIT_NOT_VERIFIED = 1, 2
 NUM_SHOWN = 5
@@ -87,10 +87,10 @@ def verified(flags: Sequence[str], *, command: str = "sft") -> dict[str, Any]:
 def _proved(trainer: Any) -> dict[str, Any]:
     """Run the checks of a training run before step 1, in the same order, and describe what they found."""
     from swift_vlpack.attention.sequence_effects import noise_by_sample
+    from swift_vlpack.errors import IsolationError
     from swift_vlpack.host.losses import add_up
     from swift_vlpack.host.proof import attention_of, prove_isolation
     from swift_vlpack.host.use_attention import choose_for
-    from swift_vlpack.proof.isolation import IsolationError
 
     name = attention_of(trainer)
     attention = {"name": name, "chosen": f"attention {name}: nothing is chosen for rows that are wrong"}
@@ -131,7 +131,7 @@ def _numbers(proof: Proof | None) -> dict[str, Any]:
     return {
         "num_samples": proof.num_samples,
         "num_samples_in_rows_of_plan": proof.num_more,
-        "num_rows_left_out": proof.num_rows_left_out,
+        "num_rows_left_out": proof.num_sequences_left_out,
         "measured": _finite(
             {
                 "moved_by_others": proof.moved,

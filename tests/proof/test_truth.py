@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from swift_vlpack.proof.truth import wrong_inputs_of
+from swift_vlpack.proof.same_inputs import wrong_inputs_of
 
 GRIDS = torch.tensor([[1, 4, 6], [1, 2, 8], [1, 6, 4]])
 LENGTHS = torch.tensor([30, 12])

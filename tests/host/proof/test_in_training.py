@@ -12,10 +12,10 @@ from torch.utils.data import get_worker_info
 from transformers import AttentionInterface
 
 from swift_vlpack.attention import attention
+from swift_vlpack.errors import IsolationError
 from swift_vlpack.feed.collate import Collator, batch_of
 from swift_vlpack.host.proof import prove_first_batch
 from swift_vlpack.proof import in_training, passes
-from swift_vlpack.proof.isolation import IsolationError
 from tests.data_rows import mixed_rows, text_row, write_jsonl
 from tests.environment import packing_options
 from tests.host.proof import sabotage as s
@@ -169,7 +169,9 @@ def test_noise_by_the_length_of_the_row_is_stopped(run, monkeypatch):
     from swift_vlpack.host import callback
 
     monkeypatch.setattr(callback, "noise_by_sample", lambda trainer: None)
-    with pytest.raises(IsolationError, match=r"noise on embeddings is scaled by the length of the row.*0\.\d+ times"):
+    with pytest.raises(
+        IsolationError, match=r"noise on embeddings is scaled by the length of the sequence.*0\.\d+ times"
+    ):
         run(neftune_noise_alpha=5)
 
 
@@ -182,7 +184,7 @@ def test_backward_that_is_wrong_in_full_rows_is_stopped(run, attending):
         return s.with_a_wrong_backward(*args, cu_seq_lens_q=ends, **options) if ends[-1] > 600 else right()
 
     attending(wrong)
-    with pytest.raises(IsolationError, match=r"the backward of the trainer's own row is not that of its samples"):
+    with pytest.raises(IsolationError, match=r"the backward of the trainer's own sequence is not that of its samples"):
         run(max_length=900)
 
 
