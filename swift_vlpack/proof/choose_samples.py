@@ -68,6 +68,14 @@ def short_samples(packs: Packs) -> list[Encoded]:
     return few if len(few) > 1 else few * 2
 
 
+def shortest_of_each_kind(samples: Sequence[Encoded]) -> list[int]:
+    """Return the index of the shortest sample with each kind of media, and of the shortest without any."""
+    by_length = sorted(range(len(samples)), key=lambda at: length_of(samples[at]))
+    return list(
+        {kinds_of_media(samples[at]): at for at in by_length[::-1]}.values()
+    )  # the last one, the shortest, stays
+
+
 def candidates_from(packs: Packs) -> list[Iterator[Encoded]]:
     """Return one iterator for each kind of sample in the epoch, short ones first; samples are encoded on demand."""
     plan = packs.epoch_plan

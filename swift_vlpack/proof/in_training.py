@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from swift_vlpack.proof import gradients
+from swift_vlpack.proof.choose_samples import shortest_of_each_kind
 from swift_vlpack.proof.first_batch import FirstSequence, Span, is_token
 from swift_vlpack.proof.limits import (
     FLOORS,
@@ -25,12 +26,13 @@ from swift_vlpack.proof.limits import (
     Limits,
     Noise,
     gap_of,
+    has_experts,
     precision_of,
     rounded_otherwise,
     worst,
 )
 from swift_vlpack.proof.passes import Pass, Passes
-from swift_vlpack.proof.perturb import kinds_of_media
+from swift_vlpack.proof.proof_model import length_of
 from swift_vlpack.proof.reference import (
     OWN,
     QUICK,
@@ -156,7 +158,7 @@ class _Compared:
             with rounded_otherwise(model, self.dtype):
                 noise = self._alone(few)
         largest = float(original.hidden.abs().max())
-        has_experts = any("expert" in name for name, _ in model.named_modules())
+        experts = has_experts(model)
         of_noise = Noise(0.0, 0.0)
         if alone:
             right = [alone[number] for number in few if number < len(alone)]
@@ -164,7 +166,7 @@ class _Compared:
             of_noise = Noise(worst(gaps), _apart(_joined(right), _joined(noise)).most)
         # Because the proof before this one compares models of 16 bits in float32, and this one cannot.
         times = TIMES_NOISE_BESIDE_FLOAT32 if torch.finfo(self.dtype).bits == 16 else TIMES_NOISE
-        limits = Limits.of(self.dtype, largest, of_noise.times(times), 0.0, has_experts=has_experts)
+        limits = Limits.of(self.dtype, largest, of_noise.times(times), 0.0, has_experts=experts)
         floor = FLOORS[self.dtype]
         exact = limits._replace(moved=floor.moved * max(1.0, largest), gradient=floor.gradient)
         together = self._of_watched(still)
@@ -185,7 +187,7 @@ class _Compared:
             limits=limits,
             dtype=str(self.dtype).removeprefix("torch."),
             # In 16 bits a token may go to another expert because other tokens are beside it.
-            exact=exact if not has_experts else limits._replace(moved=max(limits.alone, exact.moved)),
+            exact=exact if not experts else limits._replace(moved=max(limits.alone, exact.moved)),
             not_looked_at=self._not_looked_at(has_changed=not moved or own > 2 * exact.moved),
         )
 
@@ -222,17 +224,7 @@ class _Compared:
 
     def _of_watched(self, whole: Pass) -> list[Pass]:
         """Cut the results of the watched samples out of a pass."""
-        spans = [slice(*self.sequence.spans[at]) for at in self.watched]
-        return [
-            replace(
-                whole,
-                hidden=whole.hidden[span],
-                of_loss=None if whole.of_loss is None else whole.of_loss[span],
-                of_inputs=None if whole.of_inputs is None else whole.of_inputs[span],
-                gradient={},
-            )
-            for span in spans
-        ]
+        return [whole.at(slice(*self.sequence.spans[at])) for at in self.watched]
 
     def _alone(self, numbers: Sequence[int]) -> list[Pass]:
         """Run the watched samples of these numbers alone, as the host does without packing.
@@ -257,9 +249,8 @@ class _Compared:
         If parameters are sharded, adds numbers past the last sample (see `_alone`): all ranks return equally many.
         """
         samples = self.encoded
-        by_length = sorted(range(len(samples)), key=lambda number: int(samples[number]["length"]))
-        of_kinds = {kinds_of_media(samples[number]): number for number in by_length[::-1]}
-        few = list(dict.fromkeys([*of_kinds.values(), *by_length]))[:NUM_FOR_NOISE]
+        by_length = sorted(range(len(samples)), key=lambda number: length_of(samples[number]))
+        few = list(dict.fromkeys([*shortest_of_each_kind(samples), *by_length]))[:NUM_FOR_NOISE]
         missing = min(NUM_FOR_NOISE, self.num_alone) - len(few) if self.passes.is_sharded else 0
         return few + [self.num_alone] * missing
 
@@ -351,13 +342,7 @@ def _has_rates(model: torch.nn.Module) -> bool:
 
 
 def _without_padding(ran: Pass, inputs: Mapping[str, Any]) -> Pass:
-    kept = is_token(inputs)[0].to(ran.hidden.device)
-    return replace(
-        ran,
-        hidden=ran.hidden[kept],
-        of_loss=None if ran.of_loss is None else ran.of_loss[kept],
-        of_inputs=None if ran.of_inputs is None else ran.of_inputs[kept],
-    )
+    return replace(ran.at(is_token(inputs)[0].to(ran.hidden.device)), gradient=ran.gradient)
 
 
 def _gap(one: Pass, other: Pass) -> Gap:

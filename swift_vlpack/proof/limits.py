@@ -125,6 +125,11 @@ class Gap(NamedTuple):
     over_tokens: float
 
 
+def has_experts(model: torch.nn.Module) -> bool:
+    """Return whether a model routes tokens to experts; rounding may send a token to another one."""
+    return any("expert" in name for name, _ in model.named_modules())
+
+
 def gap_of(one: torch.Tensor, other: torch.Tensor) -> Gap:
     """Compare two computations of the logits of one sample."""
     by_token = gap_by_token(one, other)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from swift_vlpack.proof import gradients
+from swift_vlpack.proof.choose_samples import shortest_of_each_kind
 from swift_vlpack.proof.limits import (
     TIMES_NOISE,
     TIMES_NOISE_BESIDE_FLOAT32,
@@ -18,12 +19,13 @@ from swift_vlpack.proof.limits import (
     Limits,
     Noise,
     gap_of,
+    has_experts,
     precision_of,
     rounded_otherwise,
     rounds_coarsely,
     worst,
 )
-from swift_vlpack.proof.perturb import kinds_of_media, replaced, twins, with_other_media
+from swift_vlpack.proof.perturb import replaced, twins, with_other_media
 from swift_vlpack.proof.proof_model import ProofModel, RunResult, length_of, with_cut_head
 from swift_vlpack.proof.reference import (
     Reference,
@@ -35,11 +37,11 @@ from swift_vlpack.proof.reference import (
     untouched,
 )
 from swift_vlpack.proof.same_inputs import (
-    wrong_boundaries_of,
-    wrong_inputs_of,
-    wrong_positions_of,
+    wrong_boundaries,
+    wrong_media,
+    wrong_positions,
     wrong_targets_of,
-    wrong_tokens_of,
+    wrong_tokens,
 )
 from swift_vlpack.rows.samples import Encoded
 
@@ -66,7 +68,7 @@ class AgainstAlone(NamedTuple):
 
         `alone` may be a generator: it is read one sample at a time, because logits are large.
         """
-        gaps, targets, inputs, tokens = [], [], [], [wrong_boundaries_of(packed.inputs, list(map(length_of, samples)))]
+        gaps, targets, inputs, tokens = [], [], [], [wrong_boundaries(packed.inputs, list(map(length_of, samples)))]
         for at, (sample, ran) in enumerate(zip(samples, alone, strict=True)):
             inputs.append({} if ran is None else ran.inputs)
             if ran is None:
@@ -74,10 +76,8 @@ class AgainstAlone(NamedTuple):
             gaps.append(gap_of(packed.logits[at], ran.logits[0]))
             targets.append(wrong_targets_of(sample, at, packed, ran))
             start = sum(map(length_of, samples[:at]))
-            tokens.append(
-                wrong_positions_of(sample, at, packed, ran) or wrong_tokens_of(sample, at, start, packed, ran)
-            )
-        media = wrong_inputs_of(packed.inputs, inputs) if len(gaps) == len(samples) else None
+            tokens.append(wrong_positions(sample, at, packed, ran) or wrong_tokens(sample, at, start, packed, ran))
+        media = wrong_media(packed.inputs, inputs) if len(gaps) == len(samples) else None
         return cls(samples, gaps, next(filter(None, targets), None), media, next(filter(None, tokens), None))
 
 
@@ -173,14 +173,14 @@ def measure_pack(
         samples = reference.known(samples)
         with own_attention(proof_model.model):
             proof_model = reference.proof_model = with_cut_head(proof_model, min(samples, key=length_of))
-        has_experts = any("expert" in name for name, _ in proof_model.model.named_modules())
-        packs = _PackRuns(proof_model, samples, has_experts=has_experts)
+        experts = has_experts(proof_model.model)
+        packs = _PackRuns(proof_model, samples, has_experts=experts)
         repeated = worst(_moved(proof_model, samples, packs.packed))
         own, own_media, moves, moves_by_media = _changed(proof_model, samples, packs.packed)
         few = [samples[at] for at in packs.few]
         single, why_not, padded = None, "", Noise(0.0, 0.0)
         if rounds_coarsely(proof_model.model, packs.dtype):
-            single, why_not = _in_float32(proof_model, few, has_experts=has_experts)
+            single, why_not = _in_float32(proof_model, few, has_experts=experts)
             padded = padded if single else packs.padded(samples)
         kept = affordable(sequences, tokens_of_epoch)
         of_plan = [_against_known(proof_model, reference, sequence) for sequence in kept]
@@ -202,7 +202,7 @@ def measure_pack(
                 num_tokens=_tokens_in(sequences) - _tokens_in([one.samples for one in looked_at]),
                 num_samples=sum(len(one.samples) - len(one.gaps) for one in looked_at),
             ),
-            has_experts=has_experts,
+            has_experts=experts,
             in_float32=single,
             not_in_float32=why_not,
             padded=padded,
@@ -342,8 +342,7 @@ class _PackRuns:
 def _short_of_each_kind(samples: Sequence[Encoded]) -> list[int]:
     """Choose the two shortest samples, and the shortest with each kind of media: a vision tower rounds, too."""
     by_length = sorted(range(len(samples)), key=lambda at: length_of(samples[at]))
-    of_kinds = {kinds_of_media(samples[at]): at for at in by_length[::-1]}
-    return list(dict.fromkeys([*by_length[:2], *of_kinds.values()]))
+    return list(dict.fromkeys([*by_length[:2], *shortest_of_each_kind(samples)]))
 
 
 def _changed(

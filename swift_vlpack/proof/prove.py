@@ -1,22 +1,25 @@
 """Prove that a packed sample is trained as it is alone, on the very model, with real samples.
 
-There are two proofs. `prove` runs before training, on short samples of every kind and on sequences of the plan:
+>>> model = tiny_llama(attn_implementation="vlpack")  # any causal model of transformers
+>>> row = {"input_ids": [5, 6, 7, 8, 9, 10, 11, 12, 13], "document_starts": [0, 4]}
+>>> print(verify(model, collator, [row]))  # doctest: +ELLIPSIS
+isolation verified: max difference 0.0 over 2 samples, attention vlpack (packed equals the model's own attention ...)
+>>> verify(tiny_llama(attn_implementation="sdpa"), collator, [row])  # doctest: +ELLIPSIS
+Traceback (most recent call last):
+swift_vlpack.errors.IsolationError: isolation could not be verified with attention sdpa: attention sdpa knows no ...
 
-    choose_samples  ->  measure (forwards and backwards of a ProofModel)  ->  verdict  ->  a line for the log
+There are two proofs. The one before training takes short samples of every kind and sequences of the plan:
+
+    choose_samples  ->  measure (forwards and backwards of a `ProofModel`)  ->  verdict  ->  a line for the log
 
 (a) Replace the tokens, then the media, of some samples: their own logits must move, and those of the others must not.
 (b) Compare packed with alone, by the model's own attention and the host's own collator (`reference`): logits, labels,
     loss weights, positions and gradients must be equal, up to the rounding that is measured on this model (`limits`).
 (c) Compare whole sequences of the plan with their samples alone: they must be equal, too.
 
-The other one runs on the first batch, through the trainer's own loss, wrappers, random draws and checkpointing:
-`first_batch` -> `in_training` -> `verdict` (called from `host.proof`). A failure before training is examined:
-`evidence` collects who moved whom, where and in which layer, and `causes` names the likeliest cause. For example, with
-attention that ignores boundaries:
-
-    IsolationError: isolation could not be verified with attention sdpa: attention sdpa knows no boundaries; leave
-    attn_impl unset, so that packing chooses its own. (samples of a pack see each other: replacing the tokens of one
-    moved the logits of another by 0.79 (largest logit 1.4, torch.float32); ...)
+The other proof takes the first batch, with the trainer's own loss, wrappers, random draws and checkpointing:
+first_batch -> in_training -> verdict. If the proof before training fails, `evidence` collects who moved whom, at which
+tokens and in which layer, and `causes` names the likeliest cause.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import torch
 from swift_vlpack.proof.in_training import Gradients, InTraining
 from swift_vlpack.proof.limits import Limits, worst
 from swift_vlpack.proof.measure import NOTHING_LEFT_OUT, InFloat32, LeftOut, Measurements
+from swift_vlpack.proof.same_inputs import name_of
 from swift_vlpack.rows.samples import Encoded
 from swift_vlpack.words import counted
 
@@ -237,13 +238,14 @@ def _blindness(of: Measurements, said: str) -> Iterator[Finding]:
     blind = [at for at, moved in enumerate(of.own) if not moved > 2 * of.limits.moved]
     if blind:
         yield Finding(
-            f"replacing the tokens of {_name(of, blind[0])} did not move its own logits {said}",
+            f"replacing the tokens of {name_of(of.samples[blind[0]], blind[0])} did not move its own logits {said}",
             "the model does not look at its tokens, so nothing can be seen by changing them",
         )
     blind = [at for at, moved in of.own_media.items() if not moved > 2 * of.limits.moved]
     if blind:
+        name = name_of(of.samples[blind[0]], blind[0])
         yield Finding(
-            f"replacing or exchanging the media of {_name(of, blind[0])} did not move its logits {said}",
+            f"replacing or exchanging the media of {name} did not move its logits {said}",
             "media do not reach the model, so nobody can see whether they reach the right sample",
         )
 
@@ -261,10 +263,6 @@ def _gradients(of: Measurements) -> Iterator[Finding]:
                     "the backward of a pack is not that of its samples one by one: a function with a backward of its "
                     "own (the attention, a fused kernel), or something that is detached",
                 )
-
-
-def _name(of: Measurements, at: int) -> str:
-    return str(of.samples[at].get("sample_id", f"sample {at + 1}"))
 
 
 # -- on the first batch -----------------------------------------------------------------------------------------------

@@ -219,7 +219,7 @@ def other_tokens(inputs, record):
 
 WRONG = {
     "labels": (rolled, "labels of train:"),
-    "boundary": (lost, "cu_seq_lens_q of the batch are"),
+    "boundary": (lost, r"the boundary before sample 3 of the sequence is lost"),
     "positions": (other_positions, "position_ids of train:"),
     "pixels": (exchanged, "pixel_values are not those of the samples"),
     "tokens": (other_tokens, "input_ids of train:"),
@@ -250,7 +250,7 @@ def test_batches_that_workers_make_wrongly_are_stopped(name, run, monkeypatch):
 def test_boundary_that_the_collator_loses_is_stopped(run, monkeypatch):
     """ISO-22"""
     changing(monkeypatch, lost, is_in_workers_only=False)
-    with pytest.raises(IsolationError, match="cu_seq_lens_q of the batch are"):
+    with pytest.raises(IsolationError, match=r"the boundary before sample 3 of the sequence is lost"):
         run()
 
 
