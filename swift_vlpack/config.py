@@ -188,10 +188,10 @@ class PackingConfig:
         return {name: value for name, (value, default) in chosen.items() if value != default}
 
     @property
-    def row_multiple(self) -> int:
-        """Rows are padded to a multiple of so many tokens; 1 leaves them as they are.
+    def sequence_multiple(self) -> int:
+        """Return the number of tokens that sequences are padded to a multiple of; 1 leaves them as they are.
 
-        >>> [PackingConfig(packing_length=4096, packing_pad_to=pad_to).row_multiple for pad_to in ("length", 64, None)]
+        >>> [PackingConfig(packing_length=4096, packing_pad_to=to).sequence_multiple for to in ("length", 64, None)]
         [4096, 64, 1]
         """
         if self.packing_pad_to is None:

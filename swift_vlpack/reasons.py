@@ -1,15 +1,18 @@
-"""Every reason for which a row is trained in no pack: the words that are counted, and what is to be known of each.
+"""Every reason why a row is trained in no pack: the word that is counted, and all that is known of it.
 
 >>> Reason.OVERSIZE == "oversize", about("oversize").kind.value
 (True, 'decided by the packer')
 >>> is_failure("file_missing"), is_failure("oversize")
 (True, False)
 
-docs/reasons.md shows them all, and a test keeps it equal to this.
+A reason is declared here, once. Lists, reports, log lines, numbers in files and docs/reasons.md follow from the
+declaration. To add one: declare it, give it where it is found (`Reason.X`), run `make docs-tables`.
+`tests/test_reasons.py` names what is missing of an incomplete one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -28,31 +31,35 @@ class Kind(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class About:
-    """What is to be known of a reason."""
+    """What is known of a reason."""
 
     kind: Kind
     meaning: str
+    """The sentence for people."""
     remedy: str = ""
-    """What to do about many of them; empty where the rows themselves have to be mended or removed."""
-    again: str = ""
-    """When a row that could not be encoded is tried again; empty for other kinds."""
+    """What to do about many of them; empty if the rows themselves have to be mended or removed."""
+    retried: str = ""
+    """When a row that could not be encoded is tried again; for `Kind.ENCODING`."""
     code: int | None = None
-    """The number in files of lengths, for what an encoding finds. Files outlive versions: it never changes."""
+    """The number in files of lengths; for `Kind.ENCODING`. Files outlive versions, so it never changes."""
+    part_code: int | None = None
+    """The number in files of parts, for what `plan/parts.py` gives. It never changes either."""
     is_failure: bool = False
     """Whether the row was to be trained and could not be; many of them stop a run."""
     is_passing: bool = False
-    """Whether it is asked again at every start, because what it depends on leaves no trace that could be compared."""
+    """Whether to retry at every start, because nothing on disk tells whether the cause is gone."""
     is_of_pixels: bool = False
-    """Whether a row can fail for it although its headers are good."""
+    """Whether a row with good headers can fail for it."""
     is_of_row: bool = False
-    """Whether it neither comes nor goes with a file, so that the row or the options must have changed."""
+    """Whether only the row or the options can cause and cure it, and no file."""
     is_of_content: bool = False
-    """Whether it depends on nothing but the row, its files and the template, so that nothing else can cure it."""
+    """Whether it follows from the row, its files and the template alone, so that nothing else can cure it."""
 
 
-def _unreadable(code: int, meaning: str, again: str, remedy: str = "", **flags: bool) -> About:
+def _unreadable(code: int, meaning: str, retried: str, remedy: str = "", **flags: bool) -> About:
+    """Describe a row that cannot be encoded."""
     flags = {"is_failure": True, "is_of_pixels": True, **flags}
-    return About(kind=Kind.ENCODING, code=code, meaning=meaning, again=again, remedy=remedy, **flags)
+    return About(kind=Kind.ENCODING, code=code, meaning=meaning, retried=retried, remedy=remedy, **flags)
 
 
 _ALLOW = "set packing_allow_single_long to true"
@@ -61,18 +68,18 @@ _WHEN_CHANGED = f"when it changes, or {_WHEN_READ.removeprefix('when ').removesu
 
 
 class Reason(str, Enum):
-    """A word that is counted; the same one in every report, list and log."""
+    """The word that is counted, the same one in every report, list and log; `about` has the rest."""
 
     about: About
 
     def __new__(cls, word: str, about: About) -> Reason:
-        """A text with what is to be known of it."""
+        """Make the word, with what is known of it."""
         made = str.__new__(cls, word)
         made._value_ = word
         made.about = about
         return made
 
-    # As the word itself on every Python; 3.11 changed what a mixed-in Enum shows.
+    # Show the word itself on every Python; 3.11 changed what an Enum with a mixed-in type shows.
     __str__ = str.__str__
     __format__ = str.__format__  # type: ignore[assignment]  # positional there, and nobody calls it by name
 
@@ -112,6 +119,7 @@ class Reason(str, Enum):
         "overflow",
         About(
             kind=Kind.CUT,
+            part_code=1,
             meaning="more than `packing_length` tokens, under `packing_overflow=drop`",
             remedy="raise packing_length, or set packing_overflow to split",
         ),
@@ -120,7 +128,8 @@ class Reason(str, Enum):
         "truncated",
         About(
             kind=Kind.CUT,
-            meaning="the rest of a row behind `packing_length` tokens, under `packing_overflow=truncate`",
+            part_code=2,
+            meaning="the rest of a row after `packing_length` tokens, under `packing_overflow=truncate`",
             remedy="raise packing_length, or set packing_overflow to split",
         ),
     )
@@ -128,6 +137,7 @@ class Reason(str, Enum):
         "image_over_length",
         About(
             kind=Kind.CUT,
+            part_code=3,
             meaning="a single image or video of more than `packing_length` tokens, in a row that is cut",
             remedy="raise packing_length, or lower the pixels of an image (MAX_PIXELS, max_pixels)",
         ),
@@ -136,6 +146,7 @@ class Reason(str, Enum):
         "cannot_be_cut",
         About(
             kind=Kind.CUT,
+            part_code=4,
             meaning="longer than a pack, and which of its tokens are which image is not known for its model family",
             remedy="raise packing_length, or set packing_overflow to keep",
         ),
@@ -152,6 +163,7 @@ class Reason(str, Enum):
         "too_short",
         About(
             kind=Kind.DOCUMENT,
+            part_code=5,
             meaning="a document, or the rest of one that was cut, of fewer than `min_len` tokens; "
             "in training, a part of fewer than `packing_min_len`",
             remedy="lower min_len (packing_min_len)",
@@ -263,15 +275,71 @@ class Reason(str, Enum):
 
 
 def about(word: str) -> About:
-    """What is to be known of a reason, by its word."""
+    """Return what is known of a reason, by its word. Raises `ValueError` for a word that is no reason."""
     return Reason(word).about  # type: ignore[call-arg]  # mypy takes this for the making of a member
+
+
+def is_failure(word: str) -> bool:
+    """Tell whether a row with this reason was to be trained and could not be; not so if its length is the reason."""
+    return about(word).is_failure
 
 
 _BY_CODE = {reason.about.code: reason.value for reason in Reason if reason.about.code is not None}
 REASONS = ("", *(_BY_CODE[code] for code in sorted(_BY_CODE)))
-"""What an encoding finds, each at the place of its code; at 0 that nothing is wrong."""
+"""What an encoding finds, each at the place of its `code`; at 0 that nothing is wrong."""
+_BY_PART_CODE = {reason.about.part_code: reason for reason in Reason if reason.about.part_code is not None}
 
 
-def is_failure(word: str) -> bool:
-    """Whether a row was to be trained and could not be, other than one that is left out for its length."""
-    return about(word).is_failure
+def part_code_of(reason: Reason | None) -> int:
+    """Return the number in files of parts; 0 for a part that is packed.
+
+    >>> part_code_of(Reason.TRUNCATED), part_code_of(None)
+    (2, 0)
+    """
+    if reason is None:
+        return 0
+    code = reason.about.part_code
+    assert code is not None, f"Reason.{reason.name} is given to a part, so reasons.py must declare its part_code"
+    return code
+
+
+def of_part_code(code: int) -> Reason | None:
+    """Return the reason of a number in files of parts; None for a part that is packed."""
+    return _BY_PART_CODE[code] if code else None
+
+
+# -- what to do about rows that are left out, if they are too many to be an accident -----------------------------------
+
+MAX_SHARE_LEFT_OUT = 0.01
+"""An epoch that leaves out more of its rows warns."""
+NO_REMEDY = "; mend or remove the rows that cannot be read, the log names them"
+
+
+def warning_of_left_out(num_dropped: Mapping[str, int], *, num_of: int, what: str = "rows") -> str | None:
+    """Return a warning with the remedy for each reason; None if next to nothing is left out.
+
+    >>> warning_of_left_out({"too_long": 10}, num_of=2000)
+    >>> warning_of_left_out({"too_short": 40}, num_of=2000)
+    '40 of 2000 rows of the epoch are left out (2.0%): too_short 40 (lower min_len (packing_min_len))'
+    """
+    total = sum(num_dropped.values())
+    if total <= MAX_SHARE_LEFT_OUT * num_of:
+        return None
+    remedies = {word: about(word).remedy for word in num_dropped}
+    reasons = (
+        f"{word} {num}" + (f" ({remedies[word]})" if remedies[word] else "")
+        for word, num in sorted(num_dropped.items())
+    )
+    are = "is" if total == 1 else "are"
+    return f"{total} of {num_of} {what} of the epoch {are} left out ({total / num_of:.1%}): {', '.join(reasons)}" + (
+        "" if all(remedies.values()) else NO_REMEDY
+    )
+
+
+def kept_by(num_dropped: Mapping[str, int]) -> str:
+    """Name the option that keeps the remainder of an epoch, if one is left out.
+
+    >>> kept_by({"underfilled": 2}), kept_by({"oversize": 1})
+    ('; packing_drop_last=false keeps the underfilled', '')
+    """
+    return "; packing_drop_last=false keeps the underfilled" if Reason.UNDERFILLED.value in num_dropped else ""

@@ -248,7 +248,7 @@ def is_of(node, *names):
 def test_options_are_checked_before_the_length_is_known():
     """PAD-6 CONF-4: it may be whatever the multiple goes into."""
     assert checked({"packing_pad_to": "48"}).packing_pad_to == 48
-    assert checked({"packing_pad_to": "length", "packing_length": 10}).row_multiple == 10
+    assert checked({"packing_pad_to": "length", "packing_length": 10}).sequence_multiple == 10
     with pytest.raises(ConfigError, match=r"packing_pad_to=48 .* packing_length to 48 or 96"):
         checked({"packing_pad_to": "48", "packing_length": 50})
     with pytest.raises(ConfigError, match="packing_pad_to must be none, length"):

@@ -227,7 +227,7 @@ def test_machine_without_ms_swift_is_looked_at_all_the_same(with_numpy_only, tmp
     done = with_numpy_only("-m", "swift_vlpack", "doctor")
     assert "ms-swift      not installed: nothing can be trained here" in done.stdout
     done = with_numpy_only("-m", "swift_vlpack", "cache", "list", "--packing_cache_dir", str(tmp_path))
-    assert done.stdout.strip() == f"{tmp_path}: nothing is remembered of lengths"
+    assert done.stdout.strip() == f"{tmp_path}: no cached lengths"
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ def check_rope(model_config: Any, rows: Any, max_length: int | None, config: Pac
     Up to the length that the model was trained with, all samples have the same frequencies. A longer sample does no
     harm if it does not fit a pack, because then it has a sequence of its own.
     """
-    longest, most_padding = _longest(rows, max_length), config.row_multiple - 1
+    longest, most_padding = _longest(rows, max_length), config.sequence_multiple - 1
     if config.cuts_rows:
         longest = min(longest, config.packing_length)
     for rope_type, limit in rope_limits(model_config):
@@ -88,7 +88,7 @@ def noise_by_sample(trainer: Any) -> None:
     def add_noise(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
         if not module.training:
             return output
-        lengths = torch.tensor(trainer.lengths_in_row or output.shape[1:2], device=output.device)
+        lengths = torch.tensor(trainer.lengths_in_sequence or output.shape[1:2], device=output.device)
         # Raises if the samples do not make up the sequence: noise of a wrong size would go unnoticed.
         by_token = (lengths * output.shape[2]).rsqrt().repeat_interleave(lengths).view(1, -1, 1)
         noise = torch.empty_like(output).uniform_(-1, 1)

@@ -17,11 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from swift_vlpack.cli.bench_advice import advice_on, speed_of
-from swift_vlpack.cli.bench_text import bench_text
+from swift_vlpack.cli.bench_report import advice_on, bench_text, speed_of
 from swift_vlpack.cli.command import Command, add_packing_flags, add_run_flags
+from swift_vlpack.cli.environment import num_cores
 from swift_vlpack.cli.in_run import end_by_signal, in_run, run_named
-from swift_vlpack.cli.machine import num_cores
 from swift_vlpack.errors import ConfigError, VLPackError
 from swift_vlpack.host.launch import check_launch
 
@@ -86,7 +85,7 @@ def measured_apart(argv: Sequence[str], phase: str, *, tokens_of_pack: int = 0) 
 
 
 def bench_report(packed: Mapping[str, Any], padded: Mapping[str, Any], *, seconds: float) -> dict[str, Any]:
-    """Both together, the ratio, and what follows."""
+    """Put both phases together, with their ratio and advice."""
     of_packed, of_padded = _training(packed), _training(padded)
     speeds = [one["speed"] for one in (of_packed, of_padded)]
     known = all(speeds)

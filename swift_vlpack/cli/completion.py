@@ -12,7 +12,7 @@ from typing import Any
 
 from swift_vlpack.cli import parser as parser_of_all
 from swift_vlpack.cli.command import Command
-from swift_vlpack.cli.schema_training import flag_schema
+from swift_vlpack.cli.schema_values import flag_schema
 from swift_vlpack.host.launch import COMMANDS
 from swift_vlpack.host.swift_flags import Flag, flags
 

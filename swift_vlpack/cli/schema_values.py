@@ -1,4 +1,4 @@
-"""JSON schemas of values in YAML that become flags: what argparse would take of their text is right.
+"""Make JSON schemas for the values of YAML keys that become flags: what argparse takes is right.
 
 >>> import ast
 >>> def schema(text):
@@ -19,12 +19,14 @@ import ast
 from collections.abc import Iterable
 from typing import Any
 
+from swift_vlpack.host.swift_flags import Flag
+
 Schema = dict[str, Any]
 
 TEXT: Schema = {"type": ["string", "number"]}
 INT: Schema = {"type": ["integer", "string"], "pattern": "^[-+]?[0-9]+$"}
 FLOAT: Schema = {"type": ["number", "string"], "pattern": "^[-+]?[0-9.]+([eE][-+]?[0-9]+)?$"}
-"""As a text too: to YAML `1e-4` is one, without a point."""
+"""A text too, because YAML reads `1e-4` as a text: it has no point."""
 BOOL: Schema = {"enum": [True, False, "true", "false"]}
 MAPPING: Schema = {"type": ["object", "string"]}
 NULL: Schema = {"type": "null"}
@@ -32,8 +34,31 @@ ANYTHING: Schema = {}
 _OF_NAME = {"str": TEXT, "int": INT, "float": FLOAT, "bool": BOOL, "dict": MAPPING, "Dict": MAPPING, "Path": TEXT}
 
 
+def flag_schema(flag: Flag) -> Schema:
+    """Return the schema of an option of ms-swift, as far as its source tells."""
+    schema = schema_of(flag.annotation)
+    has_default, default = _default(flag.default)
+    if has_default and default is None:
+        schema = any_of([schema, NULL])
+    return {
+        **({"description": flag.text} if flag.text else {}),
+        **schema,
+        **({"default": default} if has_default and default is not None else {}),
+    }
+
+
+def _default(written: ast.expr | None) -> tuple[bool, Any]:
+    """Return whether the source has a plain default, and the default."""
+    if isinstance(written, ast.Call):
+        written = next((option.value for option in written.keywords if option.arg == "default"), None)
+    try:
+        return (False, None) if written is None else (True, ast.literal_eval(written))
+    except ValueError:  # worked out when ms-swift is imported
+        return False, None
+
+
 def schema_of(annotation: ast.expr) -> Schema:
-    """Of the type of a field, as its source has it."""
+    """Return the schema of a type annotation, as the source of ms-swift has it."""
     if isinstance(annotation, ast.Constant):
         return NULL if annotation.value is None else ANYTHING
     if isinstance(annotation, ast.Name):
@@ -61,7 +86,7 @@ def _of_generic(name: str, inside: ast.expr) -> Schema:
 
 
 def any_of(schemas: Iterable[Schema]) -> Schema:
-    """One of these; where one of them takes everything, all of them do."""
+    """Return a schema that takes what any of these takes."""
     flat: list[Schema] = []
     for schema in schemas:
         flat += [one for one in schema.get("anyOf", [schema]) if one not in flat]

@@ -68,7 +68,8 @@ class TrainedRun:
     def spans(self) -> list[EpochSpan]:
         """Return where epochs began and went on: from the run log, else from the checkpoints."""
         if self.segments:
-            return [span for segment in self.segments for span in segment.spans()]
+            planned = (segment for segment in self.segments if segment.start["mode"] == PlannedFeed.kind)
+            return [span for segment in planned for span in segment.spans()]
         return self._spans_of_checkpoints()
 
     def _spans_of_checkpoints(self) -> list[EpochSpan]:

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from swift_vlpack.cli.command import Command, add_packing_flags, add_run_flags
 from swift_vlpack.cli.in_run import in_run
+from swift_vlpack.cli.lines import labelled, listed
 from swift_vlpack.errors import AttentionError, BoundaryError, DataError, VLPackError
 from swift_vlpack.words import counted
 
 if TYPE_CHECKING:
-    from swift_vlpack.lengths.true_lengths import SourceLengths
+    from swift_vlpack.lengths.audit import SourceLengths
     from swift_vlpack.proof.verdict import Proof
 
 EXIT_DOES_NOT_HOLD, EXIT_NOT_VERIFIED = 1, 2
@@ -55,7 +56,7 @@ def _run(args: argparse.Namespace) -> int:
 def verified(flags: Sequence[str], *, command: str = "sft") -> dict[str, Any]:
     """Check lengths and isolation of the run that ms-swift's command with these flags would be."""
     from swift_vlpack.host.run import TrainableRun, prepare_to_train, run_of
-    from swift_vlpack.lengths.true_lengths import checked_lengths
+    from swift_vlpack.lengths.audit import checked_lengths
 
     start = time.perf_counter()
     found: dict[str, Any] = {}
@@ -164,7 +165,7 @@ def _lengths(source: SourceLengths) -> dict[str, Any]:
 
 
 def verify_text(report: dict[str, Any]) -> str:
-    """Write the report for a reader: lines of a label and a text."""
+    """Write the report for a reader."""
     lines = [
         ("model", f"{report['model']}, {report['dtype']} on {report['device']}"),
         ("attention", report["attention"]["chosen"]),
@@ -173,7 +174,7 @@ def verify_text(report: dict[str, Any]) -> str:
         *_about_lengths(report["lengths"]["sources"]),
         ("result", _result(report)),
     ]
-    return "\n".join(f"{name:<12} {text}".rstrip() for name, text in lines)
+    return labelled(lines)
 
 
 def _about_lengths(sources: list[dict[str, Any]]) -> list[tuple[str, str]]:
@@ -187,7 +188,7 @@ def _about_lengths(sources: list[dict[str, Any]]) -> list[tuple[str, str]]:
         lines += _first_rows(source["differing"], "differs", "differ")
         without = "cannot be encoded; training leaves out and counts"
         lines += _first_rows(source["unreadable"], f"{without} it", f"{without} them")
-    return [("lengths" if not at else "", line) for at, line in enumerate(lines)]
+    return listed("lengths", lines)
 
 
 def _first_rows(rows: list[str], one: str, many: str) -> list[str]:

@@ -10,9 +10,9 @@ from swift_vlpack.attention import attention
 from swift_vlpack.attention.choose_kernel import AUTO, OfAll, alone, choose
 from swift_vlpack.attention.prepare import unwrapped
 from swift_vlpack.errors import ConfigError
-from swift_vlpack.feed.collate import NOT_FOR_THE_MODEL, on_device, packed_row
+from swift_vlpack.feed.collate import NOT_FOR_THE_MODEL, on_device
 from swift_vlpack.feed.packs import Packs
-from swift_vlpack.feed.padding import placeholder
+from swift_vlpack.feed.sequence import packed_sequence, placeholder
 from swift_vlpack.plan.typical import typical_row
 
 
@@ -40,8 +40,8 @@ def choose_attention(
         return f"attention {name}, as asked for"
 
     def forward() -> None:
-        multiple = packs.config.row_multiple
-        row = packed_row(template, [placeholder(template), placeholder(template)], multiple=multiple)
+        multiple = packs.config.sequence_multiple
+        row = packed_sequence(template, [placeholder(template), placeholder(template)], multiple=multiple)
         inputs = {name: value for name, value in row.items() if name not in ("labels", *NOT_FOR_THE_MODEL)}
         with forward_context():
             model(**on_device(inputs, next(model.parameters()).device))

@@ -14,11 +14,12 @@ from swift_vlpack.plan.advice import StepSize, step_size
 from swift_vlpack.plan.epoch import EpochPlan
 from swift_vlpack.plan.report import plan_report
 from swift_vlpack.plan.resume_schedule import num_steps
-from swift_vlpack.remedies import warning_of_left_out
+from swift_vlpack.reasons import warning_of_left_out
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.left_out import as_json, deleted_by_loader
 from swift_vlpack.rows.samples import Address, LeftOut
 from swift_vlpack.rows.source import RowSource
+from swift_vlpack.runlog.account import account_json
 from swift_vlpack.runlog.counts import Counts
 
 # -- what an epoch leaves out -----------------------------------------------------------------------------------------
@@ -51,7 +52,7 @@ def count_rows(counted: Counts, plan: EpochPlan, rows: FusionCaptionDataset) -> 
     for name, num_samples, num in zip(schedule.names, schedule.num_rows_per_source, num_further, strict=True):
         counted.read(name, num_samples, num_further=num)
     for left_out in left_out_by(plan, rows):
-        counted.left_out(left_out)
+        left_out.count_in(counted)
 
 
 # -- what it holds ----------------------------------------------------------------------------------------------------
@@ -106,7 +107,7 @@ def _cut(epoch: EpochPlan, dataset: FusionCaptionDataset) -> dict[str, Any]:
     """What cutting makes of the rows of an epoch, and their account, as the report of the epoch will have it."""
     num_samples = len(epoch.schedule)
     is_part = np.zeros(num_samples, dtype=bool) if epoch.spans is None else epoch.spans.astype(bool).max(axis=0)
-    account = _account_of(epoch, dataset).as_json()
+    account = account_json(_account_of(epoch, dataset))
     return {
         "packing_overflow": epoch.packs.config.packing_overflow,
         "num_rows_cut": int((is_part & ~epoch.is_further_part).sum()),

@@ -103,6 +103,6 @@ def packed_samples(
         num_images=sum(size.images for size in sizes),
         single_long=len(sizes) == 1 and is_single_long(*sizes[0][:3], config),
         left_out=tuple(left_out),
-        row_multiple=config.row_multiple,
+        sequence_multiple=config.sequence_multiple,
     )
     return PackedSamples(samples, record)

@@ -21,7 +21,7 @@ from swift_vlpack.feed.streamed import ReaderProgress, StreamedPackingDataset
 from swift_vlpack.plan.advice import long_row_warning
 from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.plan.shares import Share, share_of
-from swift_vlpack.remedies import warning_of_left_out
+from swift_vlpack.reasons import warning_of_left_out
 from swift_vlpack.rows.cutting import in_parts
 from swift_vlpack.rows.samples import Address, Encoded, LeftOut, PackRecord, SampleError
 from swift_vlpack.rows.source import row_bytes
@@ -38,7 +38,7 @@ FARTHEST_ROW = 20_000
 
 
 class StreamedFeed(Feed):
-    """Packs as their readers make them."""
+    """Packs in the order in which the readers of each rank make them."""
 
     kind = "buffer"
     can_plan_again = False

@@ -7,7 +7,7 @@ tokens of its row is weighted here; any other is refused. Which one a loss is, i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,10 @@ from peft import PeftModel
 from swift.utils import get_logger, to_device
 
 from swift_vlpack.errors import ConfigError, IsolationError, VLPackError
-from swift_vlpack.feed.collate import layout
 from swift_vlpack.feed.packs import packed_samples
-from swift_vlpack.feed.row_loss import SCALE, TOLERANCE, Losses, MeanOfStep, num_targets, with_fewer_targets
+from swift_vlpack.feed.sequence import layout
+from swift_vlpack.feed.sequence_loss import SCALE, TOLERANCE, Losses, MeanOfStep, num_targets, with_fewer_targets
 from swift_vlpack.feed.waiting import is_of_collective
-from swift_vlpack.host.sample_losses import LossOfSample
 from swift_vlpack.proof.choose_samples import short_samples
 from swift_vlpack.proof.perturb import replaced
 from swift_vlpack.proof.prove import is_ordinary_token
@@ -29,6 +28,8 @@ from swift_vlpack.rows.samples import Encoded
 
 logger = get_logger()
 
+LossOfSample = Callable[[Any, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""Takes the outputs, labels and weights of one sample. Returns the loss summed over its tokens."""
 CAUSAL_LM = "cross_entropy"
 """The only one of ms-swift's own loss types that is for causal_lm."""
 
@@ -105,7 +106,7 @@ def check_weights(trainer: Any) -> None:
     if (kind := trainer.feed.config.packing_loss) == "token":
         return
     samples = two_samples(trainer)
-    row = trainer.data_collator.row(packed_samples(samples, 0, 0, trainer.feed.config, ()))
+    row = trainer.data_collator.sequence(packed_samples(samples, 0, 0, trainer.feed.config, ()))
     scale = row.get(SCALE)
     before = torch.ones(row["labels"].shape) if scale is None else scale.clone()
     (weighed,), _ = trainer.weighed_batches(iter([row]), 1, trainer.accelerator.device)
@@ -153,7 +154,7 @@ def loss_of(trainer: Any, samples: Sequence[Encoded], num_items: int) -> float:
     """The loss of one row of a step with so many tokens, the way that training takes."""
     device = trainer.accelerator.device
     pack = packed_samples(samples, 0, 0, trainer.feed.config, ())
-    inputs = to_device(trainer.data_collator.row(pack), device)
+    inputs = to_device(trainer.data_collator.sequence(pack), device)
     model = getattr(trainer, "model_wrapped", None) or trainer.model
     with layout(trainer.template, packed=True), trainer.template.forward_context(trainer.model, inputs):
         inputs = trainer._prepare_inputs(inputs)
@@ -176,7 +177,7 @@ def loss_of_sample(trainer: Any) -> LossOfSample:
     def total(outputs: Any, labels: torch.Tensor, loss_scale: torch.Tensor | None) -> torch.Tensor:
         if isinstance(own, MeanOfStep):
             num = num_targets(labels)
-            mean = own.mean_of_row(outputs, labels, num_items_in_batch=num, loss_scale=loss_scale, trainer=trainer)
+            mean = own.mean_of_sequence(outputs, labels, num_items_in_batch=num, loss_scale=loss_scale, trainer=trainer)
             return mean * num
         if own is not None:
             one = torch.ones((), device=labels.device)
@@ -184,7 +185,7 @@ def loss_of_sample(trainer: Any) -> LossOfSample:
             return result
         if smoother is not None:
             shift = {"shift_labels": True} if shifts_smoothed_labels(trainer) else {}
-            return smoother.mean_of_row(outputs, labels, **shift) * num_targets(labels)
+            return smoother.mean_of_sequence(outputs, labels, **shift) * num_targets(labels)
         return outputs.loss.sum()
 
     return total

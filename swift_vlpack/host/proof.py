@@ -13,7 +13,8 @@ from swift.utils import to_device
 
 from swift_vlpack.attention import attention
 from swift_vlpack.attention.prepare import unwrapped
-from swift_vlpack.feed.collate import Batch, batch_of, layout
+from swift_vlpack.feed.collate import Batch, batch_of
+from swift_vlpack.feed.sequence import layout
 from swift_vlpack.feed.waiting import waiting
 from swift_vlpack.host.ranks import results_of_all
 from swift_vlpack.proof.first_batch import FirstSequence, encoded_again
@@ -86,20 +87,20 @@ def _checked_sequence(trainer: Any, batch: Batch) -> FirstSequence:
 def _unseen(trainer: Any) -> Iterator[None]:
     """Restore what computing a loss changes on the trainer: metrics, and the lengths that scale noise."""
     args = trainer.args
-    before = trainer.custom_metrics, trainer.lengths_in_row, args.router_aux_loss_coef
+    before = trainer.custom_metrics, trainer.lengths_in_sequence, args.router_aux_loss_coef
     trainer.custom_metrics = {mode: type(one)(one.default_factory) for mode, one in before[0].items()}
     args.router_aux_loss_coef = 0.0  # balances experts over the sequence: no sum over samples
     try:
         yield
     finally:
-        trainer.custom_metrics, trainer.lengths_in_row, args.router_aux_loss_coef = before
+        trainer.custom_metrics, trainer.lengths_in_sequence, args.router_aux_loss_coef = before
 
 
 def _loss(trainer: Any, batch: Batch, num_items: Any, inputs: Mapping[str, Any], packed: bool) -> torch.Tensor:
     """Return the trainer's loss of the batch with other inputs, or of an un-packed batch, as a part of the step."""
     assert batch.record is not None
     sequence = to_device(batch_of(inputs, batch.record, batch.beside) if packed else dict(inputs), trainer.args.device)
-    trainer.lengths_in_row = batch.record.lengths_in_row if packed else ()
+    trainer.lengths_in_sequence = batch.record.lengths_in_sequence if packed else ()
     try:
         with layout(trainer.template, packed=packed), trainer.template.forward_context(trainer.model, sequence):
             sequence = trainer._prepare_inputs(sequence)
@@ -108,7 +109,7 @@ def _loss(trainer: Any, batch: Batch, num_items: Any, inputs: Mapping[str, Any],
                 model = unwrapped(model_of(trainer))
                 loss: torch.Tensor = trainer.compute_loss(model, sequence, num_items_in_batch=num_items)
     finally:
-        trainer.lengths_in_row = ()
+        trainer.lengths_in_sequence = ()
     return loss
 
 

@@ -23,8 +23,9 @@ from swift_vlpack.files import write_json
 from swift_vlpack.host.ranks import gathered
 from swift_vlpack.rows.left_out import LeftOutRows, deleted_by_loader
 from swift_vlpack.rows.samples import LeftOut, PackRecord
-from swift_vlpack.runlog import left_out_list
-from swift_vlpack.runlog.counts import Counts
+from swift_vlpack.runlog import left_out
+from swift_vlpack.runlog.account import account_json, account_line
+from swift_vlpack.runlog.counts import Counts, padded
 from swift_vlpack.runlog.events import CHECKPOINT, END, EPOCH, FOLDER, RESUME, START, STEPS, EventLog
 from swift_vlpack.runlog.pack_log import PackLog, pack_file
 
@@ -50,7 +51,7 @@ class RunEvents:
         self._log = EventLog(folder) if is_master() else None
         self._packs = PackLog.wanted(pack_file(folder, rank), os.environ, feed.can_plan_again)
         self._sources = feed.sources
-        self._left_out_rows = LeftOutRows(self._reports / left_out_list.FILE, self._sources)
+        self._left_out_rows = LeftOutRows(self._reports / left_out.FILE, self._sources)
         self._failed_share = FailedShare(feed.config.packing_max_failed_share)
 
     # -- start and end ------------------------------------------------------------------------------------------------
@@ -86,10 +87,14 @@ class RunEvents:
         """Count the packs whose optimizer step has just been taken. Returns them with the counts of the step."""
         # Emptied before anything can fail, because a step that is counted twice would break the account.
         records, self._in_step = self._in_step, []
-        counts = Counts.of_step(records, self.feed.config.packing_length, self.feed.unpacked_batch_size)
+        counts = self._no_counts()
         for record in records:
+            record.count_in(counts)
             self._failed_share.count(len(record.sample_ids))
             self.leave_out(record.epoch, record.left_out)
+        # Un-packed, the samples of the step would be in padded batches of the size that was asked for, in this order.
+        lengths = [length for record in records for length in record.lengths]
+        counts.num_tokens_unpacked = padded(lengths, self.feed.unpacked_batch_size)
         self.of_epoch.merge(counts)
         self._since_event.merge(counts)
         self._tokens_of_steps.append(counts.num_tokens)
@@ -150,7 +155,7 @@ class RunEvents:
         self._failed_share.count(0, left_out)
         self._left_out_rows.add(epoch, left_out)
         for sample in left_out:
-            self.of_epoch.left_out(sample)
+            sample.count_in(self.of_epoch)
 
     def over_all_ranks(self) -> Counts:
         """Add up the epoch's counts so far. All ranks must call it."""
@@ -162,11 +167,13 @@ class RunEvents:
     def report_epoch(self, counts: Counts, global_step: int) -> None:
         """Log the account of the feed's epoch, and write it to `vlpack/epoch_N.json`."""
         epoch = self.feed.epoch
-        logger.info(f"packing: {counts.line(epoch=epoch)}")
+        logger.info(f"packing: {account_line(counts, epoch=epoch)}")
         deleted = {source.name: source.num_lost for source in self._sources}
         path = self._reports / f"epoch_{epoch}.json"
         try:
-            write_json(path, {**counts.as_json(epoch=epoch), "global_step": global_step, "loader_deleted": deleted})
+            write_json(
+                path, account_json(counts, epoch=epoch) | {"global_step": global_step, "loader_deleted": deleted}
+            )
         # The run goes on, because the numbers are in the log, and training is worth more than a report.
         except OSError as error:
             logger.warning(

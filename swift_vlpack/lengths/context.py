@@ -1,9 +1,9 @@
-"""Digest everything but the row that a length depends on: the key under which lengths are remembered.
+"""Find everything but the row that a length depends on; its digest, the context, is part of every key of the cache.
 
-A key that covers too much only measures again; a key that covers too little gives wrong lengths. So the inputs of a
-template are found, not listed: its attributes, the state of its processor and of all parts of that, the vision settings
-in the model's config, the constants of qwen_vl_utils, the environment variables that the template's source names, and
-that source itself, with the plugins that may have patched it.
+A key that covers too much only costs cache misses; a key that covers too little gives wrong lengths. So what a template
+depends on is found, not listed: its attributes, the state of its processor and of the processor's parts, the vision
+settings of the model's config, the constants of qwen_vl_utils, the environment variables that the template's source
+names, and that source itself, with the plugins that may have patched it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from swift_vlpack.lengths.source_code import (
     is_installed,
     source_files,
 )
-from swift_vlpack.lengths.values import digest_of, is_plain
 
 _PACKAGES = (
     "swift-vlpack",
@@ -49,8 +48,8 @@ _NOT_OF_LENGTH = re.compile(
     r"packing|padding_free|model|dummy_model|processor|tokenizer|config|model_info"
     r"|\w*_cache|_handles|_deepspeed_initialize|TOKENIZERS_PARALLELISM|root_image_dir|ROOT_IMAGE_DIR"
 )
-"""Attributes and variables that change from run to run, or within one, and lengths do not. Where images are to be found
-is in the state of the files that a row names."""
+"""Attributes and variables that change from run to run, or within a run, and that lengths do not depend on. Folders of
+images are among them, because the files that a row names are part of its own key."""
 _NOT_OF_PART = re.compile(
     r"model_info|model_meta|global_vars|\w*name_or_path|transformers_version|_commit_hash|auto_map|device|dtype|torch_dtype"
     r"|init_inputs|init_kwargs|_vocab|_merges|verbose|deprecation_warnings|files_loaded|_in_target_context_manager"
@@ -65,13 +64,11 @@ _NOT_OF_CONFIG = re.compile(
 """Config values that are not in the key: changed by training, about how a model computes, or of the language model."""
 _OF_VISION = re.compile("vision|visual|vit|image|audio")
 _VARIABLE = re.compile(r"""(?:get_env_args\(|getenv\(|environ\.get\(|environ\[)\s*['"](\w+)['"]""")
-
-
-_LOADING = ("swift.template.vision_utils", "qwen_vl_utils.vision_process")
+_LOADING = ("swift.template.vision_utils", "qwen_vl_utils.vision_process")  # the code that loads media
 
 
 def context_of(template: Any, plugins: Iterable[str] = ()) -> str:
-    """Return the key, 32 hexadecimal digits; `plugins` are the files of `--external_plugins`."""
+    """Return the digest, 32 hexadecimal digits; `plugins` are the files of `--external_plugins`."""
     return digest_of(dependencies_of(template, plugins), 16)
 
 
@@ -151,7 +148,7 @@ def _without(folder: str | None, value: Any) -> Any:
 
 
 def _agent_template(template: Any) -> list[Any]:
-    """The one that is chosen, by flag or by the template's kind, if any is; asking for another one raises."""
+    """Return the agent template if one is chosen, because without one ms-swift's property raises."""
     return [template.agent_template] if template._agent_template is not None else []
 
 
@@ -180,7 +177,7 @@ def _files_of(*modules: str) -> Iterator[str]:
 
 
 def _constants(module: str) -> dict[str, Any]:
-    """The upper-case numbers of a module and the variables of the same name.
+    """Return the upper-case settings of a module, each with the environment variable of the same name.
 
     ms-swift writes MAX_PIXELS and the like into the module when it loads a model, which may be before or after this.
     """
@@ -203,3 +200,31 @@ def _digest_of_tokenizer(tokenizer: Any) -> str:
     # As text: the file of a tokenizer may be the same while tokens were added in memory.
     text = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+# -- digests ----------------------------------------------------------------------------------------------------------
+
+
+def digest_of(value: Any, num_bytes: int) -> str:
+    """Return a digest of the value as JSON: `num_bytes` bytes, written in hexadecimal. It is equal in every process."""
+    text = json.dumps(value, sort_keys=True, default=plain)
+    return hashlib.blake2b(text.encode(), digest_size=num_bytes).hexdigest()
+
+
+def plain(value: Any) -> Any:
+    """Replace a value that JSON cannot hold: sets and arrays by lists, other objects by class and plain attributes."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, value))
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.tolist()
+    own = {name: inner for name, inner in getattr(value, "__dict__", {}).items() if is_plain(inner)}
+    return [f"{type(value).__module__}.{type(value).__qualname__}", getattr(value, "__qualname__", None), own]
+
+
+def is_plain(value: Any) -> bool:
+    """Tell whether JSON can hold the value as it is."""
+    if isinstance(value, dict):
+        return all(map(is_plain, (*value, *value.values())))
+    if isinstance(value, (list, tuple)):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, (str, int, float, bool))

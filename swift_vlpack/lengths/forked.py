@@ -1,4 +1,8 @@
-"""Work in processes that are forked with it, so that nothing of what it needs has to be pickled."""
+"""Do tasks in processes that are forked with everything they need, so that only tasks and results are pickled.
+
+The pools of the standard library do not fit: `multiprocessing.Pool` waits for ever for a worker that was killed, and
+`ProcessPoolExecutor` cannot end busy workers at once before Python 3.14, as a pass that finds a difference has to.
+"""
 
 from __future__ import annotations
 
@@ -21,40 +25,51 @@ import torch
 from swift_vlpack.errors import VLPackError
 
 _NUM_AHEAD = 2
-"""Tasks that a process has besides the one it is at, so that it never waits; few, so that all end at once."""
-_SECONDS_BETWEEN_LOOKS = 2.0
+"""Tasks that wait in a process besides the one it works on, so that it is never idle; few, so that all end together."""
+_SECONDS_BETWEEN_LOOKS = 2.0  # of a worker, at whether the process that forked it still lives
 
 Work = Callable[[Any], Any]
 
 
-class _Answer(NamedTuple):
-    """What became of a task in another process."""
+def results(work: Work, tasks: deque[Any], num_processes: int) -> Iterator[Any]:
+    """Yield the result of each task, in order. The caller may add tasks while it takes results.
 
-    value: Any = None
-    error: BaseException | None = None
-    cause: BaseException | None = None
-    """Of the error: pickle forgets it; of one that nobody foresaw, where it was raised."""
+    Fewer than two processes means this process.
 
-
-def done(work: Work, tasks: deque[Any], num_processes: int) -> Iterator[Any]:
-    """What becomes of each task, in order; whoever takes it may add further tasks meanwhile."""
+    >>> list(results(lambda task: 2 * task, deque([1, 2, 3]), num_processes=1))
+    [2, 4, 6]
+    """
     if num_processes < 2:
         while tasks:
             yield work(tasks.popleft())
     else:
         with _crew(work, num_processes) as crew:
-            yield from crew.done(tasks)
+            yield from crew.results(tasks)
+
+
+class _Answer(NamedTuple):
+    """The result of a task, or the error that it raised."""
+
+    value: Any = None
+    error: BaseException | None = None
+    cause: BaseException | None = None
+    """The cause of the error, which pickle forgets; for an unexpected error, its traceback."""
+
+    def get(self) -> Any:
+        if self.error is not None:
+            raise self.error from self.cause
+        return self.value
 
 
 class _Worker:
-    """One process, and the tasks it has: it does them in order."""
+    """A process, and the numbers of the tasks it was given; it does them in order."""
 
     def __init__(self, work: Work) -> None:
         context = multiprocessing.get_context("fork")
         self.pipe, its_end = context.Pipe()
         self.process: ForkProcess = context.Process(target=_serve, args=(work, its_end, os.getpid()))
         self.process.start()
-        # Closed here, so that the pipe ends when the process does, and not only with this one.
+        # Closed here, so that the pipe ends when the worker dies: while this process holds the end open, it would not.
         its_end.close()
         self.numbers: deque[int] = deque()
 
@@ -62,17 +77,15 @@ class _Worker:
         self.numbers.append(number)
         try:
             self.pipe.send(task)
-        except OSError as error:  # nobody is there to read it
+        except OSError as error:  # the process is gone
             raise _killed() from error
 
-    def take(self) -> tuple[int, Any]:
+    def take(self) -> tuple[int, _Answer]:
         try:
             answer: _Answer = self.pipe.recv()
         except (EOFError, OSError) as error:
             raise _killed() from error
-        if answer.error is not None:
-            raise answer.error from answer.cause
-        return self.numbers.popleft(), answer.value
+        return self.numbers.popleft(), answer
 
 
 class _Crew:
@@ -81,25 +94,29 @@ class _Crew:
     def __init__(self, workers: list[_Worker]) -> None:
         self._workers = workers
 
-    def done(self, tasks: deque[Any]) -> Iterator[Any]:
-        results: dict[int, Any] = {}
+    def results(self, tasks: deque[Any]) -> Iterator[Any]:
+        waiting: dict[int, _Answer] = {}
         num_given = num_yielded = 0
         while True:
-            num_given += self._given(tasks, num_given, num_given - num_yielded)
+            num_given += self._give(tasks, num_given, num_given - num_yielded)
             if num_yielded == num_given:
                 return
-            while num_yielded not in results:
-                results.update(self._taken())
-                num_given += self._given(tasks, num_given, num_given - num_yielded)
-            yield results.pop(num_yielded)
+            while num_yielded not in waiting:
+                waiting.update(self._take())
+                num_given += self._give(tasks, num_given, num_given - num_yielded)
+            # Errors wait for their turn, too, so that the results before them are not lost.
+            yield waiting.pop(num_yielded).get()
             num_yielded += 1
 
-    def _given(self, tasks: deque[Any], number: int, num_open: int) -> int:
-        """Give out tasks, numbered from `number` on; how many. One slow task does not let results pile up."""
+    def _give(self, tasks: deque[Any], number: int, num_open: int) -> int:
+        """Give out tasks, numbered from `number` on. Returns how many.
+
+        At most so many are open that results do not pile up behind one slow task.
+        """
         most = 2 * (1 + _NUM_AHEAD) * len(self._workers) - num_open
         start = number
         while tasks and number - start < most:
-            # The least busy one: tasks take from milliseconds to seconds, so that taking turns would let some wait.
+            # To the least busy one: tasks take from milliseconds to seconds, so that with turns some would be idle.
             worker = min(self._workers, key=lambda worker: len(worker.numbers))
             if len(worker.numbers) > _NUM_AHEAD:
                 break
@@ -107,15 +124,16 @@ class _Crew:
             number += 1
         return number - start
 
-    def _taken(self) -> list[tuple[int, Any]]:
-        """At least one result. A process that is gone is found by its sentinel: others have its pipe open too."""
+    def _take(self) -> list[tuple[int, _Answer]]:
+        """Wait for at least one result."""
         busy = [worker for worker in self._workers if worker.numbers]
+        # Wait for the sentinels, too: workers forked later hold a pipe open, so that it does not end with its process.
         ready = wait([end for worker in busy for end in (worker.pipe, worker.process.sentinel)])
         taken = []
         for worker in busy:
             if worker.pipe in ready:
                 taken.append(worker.take())
-            # What it sent before it died is still to be had.
+            # A dead process may have sent results before; they are taken first.
             elif worker.process.sentinel in ready and not worker.pipe.poll():
                 raise _killed()
         return taken
@@ -123,13 +141,13 @@ class _Crew:
 
 @contextmanager
 def _crew(work: Work, num_processes: int) -> Iterator[_Crew]:
-    """Processes that end with this, whatever they are at: of an interrupted pass nobody wants the results."""
+    """Start processes, and kill them at the end whatever they do: nobody needs the results of an interrupted pass."""
     workers: list[_Worker] = []
     try:
         workers.extend(_Worker(work) for _ in range(num_processes))
         yield _Crew(workers)
     finally:
-        # All are told before any is waited for, so that they end at once and not one after the other.
+        # Kill all before waiting for any, so that they end together and not one after the other.
         for worker in workers:
             worker.process.kill()
         for worker in workers:
@@ -145,28 +163,28 @@ def _killed() -> VLPackError:
     )
 
 
-# -- in a process of its own ------------------------------------------------------------------------------------------
+# -- in a worker process ----------------------------------------------------------------------------------------------
 
 
 def _serve(work: Work, pipe: Connection, parent: int) -> None:
-    """One thread a process; and an end when the process that forked this one has been killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one that forked this one, which ends it
-    # The processes share the cores already; threads of each would take the others' time.
+    """Do tasks one after the other, until this process is killed or the one that forked it is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent process, which kills this one
+    # The processes share the cores already; more threads in each would only compete for them.
     torch.set_num_threads(1)
-    # A daemon: it waits for an end that may never come.
+    # A daemon, because it waits for an end that may never come.
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     while True:
         task = pipe.recv()
         try:
             answer = _Answer(work(task))
         except BaseException as error:
-            foreseen = error.__cause__ if isinstance(error, VLPackError) else RuntimeError(traceback.format_exc())
-            answer = _Answer(error=_that_travels(error), cause=foreseen and _that_travels(foreseen))
+            cause = error.__cause__ if isinstance(error, VLPackError) else RuntimeError(traceback.format_exc())
+            answer = _Answer(error=_picklable(error), cause=cause and _picklable(cause))
         pipe.send(answer)
 
 
-def _that_travels(error: BaseException) -> BaseException:
-    """The error, or, where it cannot be pickled and made anew, one that says the same."""
+def _picklable(error: BaseException) -> BaseException:
+    """Return the error; if it cannot be pickled and read back, one with the same text."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -177,5 +195,5 @@ def _that_travels(error: BaseException) -> BaseException:
 def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_SECONDS_BETWEEN_LOOKS)
-    # Not `sys.exit`, which would only end this thread.
+    # `sys.exit` would only end this thread.
     os._exit(1)

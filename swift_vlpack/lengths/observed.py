@@ -1,4 +1,4 @@
-"""Observe, while some rows are encoded, the inputs of a length that reading source code cannot find.
+"""Observe, while some rows are encoded, what lengths depend on and reading source code cannot find.
 
 Two kinds of input are observed: environment variables that are read in any way, and the user's own modules whose code
 runs, however it was loaded. Of a module count its functions as they are loaded, and the plain values that they name,
@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 
 from swift_vlpack import json_lines
-from swift_vlpack.lengths.context import is_of_length
+from swift_vlpack.lengths.context import digest_of, is_of_length, is_plain, plain
 from swift_vlpack.lengths.environment import Reads, has_whole_environment, noted_reads
-from swift_vlpack.lengths.inputs import Encoders
-from swift_vlpack.lengths.rank_rows import rows_at
+from swift_vlpack.lengths.rank_rows import kinds_of, rows_at
+from swift_vlpack.lengths.rows_work import Encoders
 from swift_vlpack.lengths.source_code import (
     digest_of_files,
     functions_of_module,
@@ -34,8 +34,6 @@ from swift_vlpack.lengths.source_code import (
     names_in,
     parts_of_function,
 )
-from swift_vlpack.lengths.trust import kinds_of
-from swift_vlpack.lengths.values import digest_of, is_plain, plain
 from swift_vlpack.rows.media import image_urls
 from swift_vlpack.rows.source import Row, RowSource, with_system
 from swift_vlpack.rows.watch import Waits, watched
@@ -69,8 +67,8 @@ class Observed:
         return cls(*(frozenset().union(*(getattr(one, each.name) for one in some)) for each in fields(cls)))
 
 
-class Memory:
-    """The `*.observed` file, one for each key of what reading finds; sources with the same key share the file."""
+class ObservedFile:
+    """A `.observed` file: one for each key of what reading finds; sources with the same key share the file."""
 
     def __init__(self, path: Path, source: str) -> None:
         self._path = path
@@ -164,16 +162,16 @@ def _profiled(codes: dict[int, tuple[CodeType, Any]], work: Callable[[], Any]) -
     is_over = False
 
     def note(frame: FrameType, event: str, _: Any) -> None:
-        if is_over:  # a thread that was started meanwhile and lives on
+        if is_over:  # in a thread that was started by the work and lives on
             sys.setprofile(None)
             return
-        # By its number, as comparing code compares all of it; kept, so that no other gets the number.
+        # By `id`, because comparing code objects compares all of their content. They are kept, so that no id is reused.
         if event == "call" and id(frame.f_code) not in codes:
             codes[id(frame.f_code)] = frame.f_code, frame.f_globals
 
     def profiled() -> Any:
         nonlocal is_over
-        before = sys.getprofile(), threading.getprofile()  # a profiler of the user's
+        before = sys.getprofile(), threading.getprofile()  # perhaps a profiler of the user
         threading.setprofile(note)
         sys.setprofile(note)
         try:

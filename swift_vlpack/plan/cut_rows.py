@@ -3,8 +3,8 @@
 >>> cut = CutRows.of({4: [PartSize(0, 8, 0, 1, 20, 3), PartSize(8, 10, 0, 0, 0, 2, 1)]})
 >>> cut.num_parts(np.array([3, 4])).tolist()
 [1, 2]
->>> LEFT_OUT[cut.parts(4)[1].reason]
-'overflow'
+>>> of_part_code(cut.parts(4)[1].reason)
+<Reason.OVERFLOW: 'overflow'>
 """
 
 from __future__ import annotations
@@ -17,17 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.plan.parts import Part
-from swift_vlpack.reasons import Reason
-
-LEFT_OUT = (
-    "",
-    Reason.OVERFLOW.value,
-    Reason.TRUNCATED.value,
-    Reason.IMAGE_OVER_LENGTH.value,
-    Reason.CANNOT_BE_CUT.value,
-    Reason.TOO_SHORT.value,
-)
-"""Why a part is in no pack, by its number in files, which outlive versions: it never changes."""
+from swift_vlpack.reasons import of_part_code, part_code_of
 
 
 class PartSize(NamedTuple):
@@ -40,18 +30,17 @@ class PartSize(NamedTuple):
     patches: int
     supervised: int
     reason: int = 0
-    """Place in `LEFT_OUT`; 0 for a part to be packed."""
+    """`part_code` of the reason (`reasons.py`); 0 for a part to be packed."""
 
     @classmethod
     def of(cls, part: Part, supervised: int) -> PartSize:
         """With its tokens that are predicted."""
-        reason = LEFT_OUT.index("" if part.reason is None else part.reason.value)
+        reason = part_code_of(part.reason)
         return cls(part.start, part.stop, part.num_repeated, part.images, part.patches, supervised, reason)
 
     def part(self, number: int) -> Part:
         """The part itself."""
-        reason = Reason(LEFT_OUT[self.reason]) if self.reason else None  # type: ignore[call-arg]
-        return Part(number, *self[:5], reason)
+        return Part(number, *self[:5], of_part_code(self.reason))
 
 
 @dataclass(frozen=True, eq=False)

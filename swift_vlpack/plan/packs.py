@@ -81,7 +81,7 @@ class Plan(Sequence[list[int]]):
     @property
     def num_padding(self) -> int:
         """Tokens that are added to packs with a sample, under `packing_pad_to`."""
-        return int((-self.num_tokens_per_pack % self.config.row_multiple).sum())
+        return int((-self.num_tokens_per_pack % self.config.sequence_multiple).sum())
 
     @cached_property
     def cost_per_pack(self) -> NDArray[np.float64]:

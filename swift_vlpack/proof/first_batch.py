@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from swift_vlpack.feed.collate import layout, packed_row
 from swift_vlpack.feed.feed import CannotReadAgain, Feed
+from swift_vlpack.feed.sequence import layout, packed_sequence
 from swift_vlpack.proof.perturb import kinds_of_media, replaced, with_other_media
 from swift_vlpack.proof.same_inputs import without_extras
 from swift_vlpack.rows.contents import NO_LABEL
@@ -92,7 +92,9 @@ class FirstSequence:
         if not isinstance(self.samples, str) and any(kinds_of_media(self.samples[at]) for at in which):
             changed = [with_other_media(one) if at in which else one for at, one in enumerate(self.samples)]
             names = {name for one in changed for name in kinds_of_media(one)} & set(inputs)
-            made = packed_row(self.template, list(map(without_extras, changed)), multiple=self.record.row_multiple)
+            made = packed_sequence(
+                self.template, list(map(without_extras, changed)), multiple=self.record.sequence_multiple
+            )
             inputs |= {name: made[name].to(inputs[name]) for name in names if isinstance(inputs[name], torch.Tensor)}
         return inputs
 

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-from swift_vlpack.feed.collate import NOT_FOR_THE_MODEL, UNUSED_COLUMNS, layout, on_device, packed_row
+from swift_vlpack.feed.collate import NOT_FOR_THE_MODEL, UNUSED_COLUMNS, on_device
+from swift_vlpack.feed.sequence import layout, packed_sequence
 from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.samples import Encoded
 
@@ -63,7 +64,7 @@ class TemplateBatches:
         copies = [{name: value for name, value in sample.items() if name != UNUSED_COLUMNS} for sample in samples]
         with layout(self.template, packed=packed):
             if packed:
-                yield Collated.of(packed_row(self.template, copies, multiple=self.multiple))
+                yield Collated.of(packed_sequence(self.template, copies, multiple=self.multiple))
             else:
                 yield Collated.of(self.template.data_collator(copies))
 

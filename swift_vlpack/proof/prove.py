@@ -77,7 +77,7 @@ def proof_of(
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Proof:
     """Run `prove` and return its numbers."""
-    batches = TemplateBatches(template, packs.config.row_multiple)
+    batches = TemplateBatches(template, packs.config.sequence_multiple)
     proof_model = ProofModel(unwrapped(model), batches, is_ordinary_token(template.tokenizer), forward_context)
     samples = chosen_samples(
         packs, lambda sample: num_supervised(sample) > 0 and can_be_replaced(sample, proof_model.is_ordinary)

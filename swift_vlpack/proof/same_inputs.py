@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from swift_vlpack.feed.collate import UNUSED_COLUMNS, packed_row
+from swift_vlpack.feed.collate import UNUSED_COLUMNS
+from swift_vlpack.feed.sequence import packed_sequence
 from swift_vlpack.proof.proof_model import RunResult, length_of
 from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.samples import Encoded, PackRecord
@@ -174,10 +175,10 @@ def wrong_in_first_batch(
     sequence = _on_cpu(batch)
     if wrong := _wrong_shape(sequence, record):
         return wrong
-    starts, num_tokens = accumulate(record.lengths_in_row, initial=0), sum(record.lengths_in_row)
+    starts, num_tokens = accumulate(record.lengths_in_sequence, initial=0), sum(record.lengths_in_sequence)
     media: list[dict[str, Any]] = []
     for at, (key, sample, start) in enumerate(zip(record.sample_ids, samples, starts, strict=False)):
-        alone = packed_row(template, [without_extras(sample)])
+        alone = packed_sequence(template, [without_extras(sample)])
         if not set(alone) <= set(sequence):
             return f"the batch has no {', '.join(sorted(set(alone) - set(sequence)))}"
         span = slice(start, start + length_of(sample))
@@ -210,7 +211,7 @@ def wrong_without_samples(batch: Mapping[str, Any], record: PackRecord) -> str |
     labels, tokens = sequence["labels"], sequence["input_ids"]
     if not bool(((labels == NO_LABEL) | (labels == tokens)).all()):
         return "labels are not the tokens at their places"
-    starts = labels[0, [*accumulate(record.lengths_in_row)][:-1]]
+    starts = labels[0, [*accumulate(record.lengths_in_sequence)][:-1]]
     return None if bool((starts == NO_LABEL).all()) else "the first token of a sample is a target of the one before it"
 
 
@@ -225,7 +226,7 @@ def _on_cpu(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 def _wrong_shape(sequence: Mapping[str, Any], record: PackRecord) -> str | None:
     """Compare the number of tokens, the boundaries and the longest sample with the record; padding counts as one."""
-    lengths = record.lengths_in_row
+    lengths = record.lengths_in_sequence
     if sequence["input_ids"].shape != (1, sum(lengths)):
         return f"the batch has {tuple(sequence['input_ids'].shape)} tokens, and its samples {sum(lengths)}"
     if wrong := wrong_boundaries(sequence, lengths, is_whole=True):

@@ -4,14 +4,19 @@
 >>> counts.read("captions", 3)
 >>> counts.packed([("captions", 6), ("captions", 4)])
 >>> counts.dropped("captions", "oversize")
+>>> counts.num_read, counts.num_packed, counts.num_dropped, counts.num_held
+(3, 2, Counter({'oversize': 1}), 0)
 >>> counts.is_closed
 True
->>> print(counts.line(epoch=0))
-epoch 0: 1 pack, 2 samples, 10 tokens, fill 100.0% (p5 100, p50 100, p95 100), 0 single-long (0.0%), 1 of 3 left out \
-(33.3%): oversize 1; counts add up: 3 read = 2 packed + 1 left out + 0 not reached
+>>> both = Counts(packing_length=10)
+>>> both.merge(counts)
+>>> both.merge(counts)
+>>> both.num_packs, both.num_tokens, both.fill_mean
+(2, 20, 1.0)
 
 The law: read = packed + left out + held, for every source. At the end of an epoch nothing is held. All numbers are
-integers, so that adding them up gives the same in any order; shares and means are derived at the end.
+integers, so that adding them up gives the same in any order; shares and means are derived at the end. `account.py`
+writes the counts of an epoch for people and machines.
 """
 
 from __future__ import annotations
@@ -19,12 +24,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any
 
 from swift_vlpack.envelope import Named, Whole, check_shape
 from swift_vlpack.errors import StateMismatch
 from swift_vlpack.reasons import about
-from swift_vlpack.words import by_reason, counted
 
 NUM_FILL_BINS = 100
 """Fill is counted in whole per cent, because counts in bins add up over ranks exactly and means of means would not."""
@@ -38,66 +42,6 @@ STATE = {
 """The shape of a saved state: the counts that the account of an epoch needs. The others are in the run log."""
 _STATE_OF_CUT_ROWS = {"further": _SOURCES, "lost_tokens": Named(Whole()), "lost_images": Named(Whole())}
 """What the state has besides if rows were cut."""
-
-
-class SampleKey(Protocol):
-    """The id of a sample, as far as counts need it."""
-
-    @property
-    def source(self) -> str:
-        """The name of its source."""
-
-    @property
-    def is_further_part(self) -> bool:
-        """Whether it is a part of a row other than part 0, by which the row is counted."""
-
-
-class TrainedPack(Protocol):
-    """A pack, as far as counts need it."""
-
-    @property
-    def sample_ids(self) -> Sequence[SampleKey]:
-        """Ids of its samples."""
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        """Tokens of each sample."""
-
-    @property
-    def num_images(self) -> int:
-        """Images of all samples."""
-
-    @property
-    def num_vision_tokens(self) -> int:
-        """Tokens that stand for images, videos and sounds."""
-
-    @property
-    def num_padding(self) -> int:
-        """Tokens of the sequence after its samples."""
-
-    @property
-    def single_long(self) -> bool:
-        """Whether it is one sample too long for a pack."""
-
-
-class LeftOutSample(Protocol):
-    """A sample that is in no pack, as far as counts need it."""
-
-    @property
-    def sample_id(self) -> SampleKey:
-        """Its id."""
-
-    @property
-    def reason(self) -> str:
-        """A word of the registry of reasons."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of a part that cutting left out; 0 for other samples."""
-
-    @property
-    def num_images(self) -> int:
-        """Images of such a part."""
 
 
 @dataclass(slots=True)
@@ -172,29 +116,6 @@ class Counts:
 
     # -- counting -----------------------------------------------------------------------------------------------------
 
-    @classmethod
-    def of_step(cls, packs: Iterable[TrainedPack], packing_length: int, unpacked_batch_size: int) -> Counts:
-        """Count the packs that one rank trained in a step; a pack without samples, which fills a step up, is none.
-
-        Un-packed, the samples would be in padded batches of `unpacked_batch_size` in the order of training.
-        """
-        counts = cls(packing_length)
-        lengths: list[int] = []
-        for pack in packs:
-            if pack.sample_ids:
-                samples = zip((key.source for key in pack.sample_ids), pack.lengths, strict=True)
-                counts.packed(
-                    samples,
-                    num_images=pack.num_images,
-                    num_vision_tokens=pack.num_vision_tokens,
-                    num_padding=pack.num_padding,
-                    single_long=pack.single_long,
-                    further=[key.source for key in pack.sample_ids if key.is_further_part],
-                )
-                lengths += pack.lengths
-        counts.num_tokens_unpacked = padded(lengths, unpacked_batch_size)
-        return counts
-
     def read(self, source: str, num_samples: int = 1, *, num_further: int = 0) -> None:
         """Count samples that came in, `num_further` of which are further parts of rows."""
         _of(self.sources, source).num_read += num_samples
@@ -256,12 +177,6 @@ class Counts:
             self.lost_tokens[reason] += num_tokens
             self.lost_images[reason] += num_images
 
-    def left_out(self, sample: LeftOutSample) -> None:
-        """Count a sample that is in no pack."""
-        key = sample.sample_id
-        lost = {"num_tokens": sample.num_tokens, "num_images": sample.num_images}
-        self.dropped(key.source, sample.reason, is_further=key.is_further_part, **lost)
-
     def merge(self, other: Counts) -> None:
         """Add other counts; in any order the sum is the same."""
         for name in NUMBERS:
@@ -322,16 +237,6 @@ class Counts:
         return all(counts.num_held == 0 for counts in (*self.sources.values(), *self.rows.values()))
 
     @property
-    def account(self) -> str:
-        """Say the law in words. What is held is called not reached: it was planned, but training stopped before it."""
-        # Source by source, because one with more out than in is a mistake of ours, which a sum over all could hide.
-        adds_up = all(counts.num_held >= 0 for counts in (*self.sources.values(), *self.rows.values()))
-        return (
-            f"counts {'add' if adds_up else 'do not add'} up: {_account_of(self.sources)}"
-            f"{f'; in rows: {_account_of(self.rows)}' if self.further else ''}"
-        )
-
-    @property
     def fill_mean(self) -> float:
         """Return the mean fill of the packs that are not a single long sample."""
         return share(self.num_pack_tokens, self.num_room)
@@ -390,62 +295,6 @@ class Counts:
         counts.read_what_came()
         return counts
 
-    def as_json(self, **labels: Any) -> dict[str, Any]:
-        """Return the account of an epoch, every count under its full name."""
-        num_dropped = self.num_dropped
-        return {
-            **labels,
-            "num_packs": self.num_packs,
-            "num_samples": self.num_packed,
-            "num_tokens": self.num_tokens,
-            "num_images": self.num_images,
-            "num_padding": self.num_padding,
-            "fill_mean": round(self.fill_mean, 4),
-            "fill_p5": self.fill_percentile(5),
-            "fill_p50": self.fill_percentile(50),
-            "fill_p95": self.fill_percentile(95),
-            "fill_histogram": {str(fill): num_packs for fill, num_packs in enumerate(self.fill_histogram) if num_packs},
-            "num_single_long": self.num_single_long,
-            "single_long_per_cent": _per_cent(self.num_single_long, self.num_read),
-            "num_dropped": dict(sorted(num_dropped.items())),
-            "dropped_per_cent": _per_cent(num_dropped.total(), self.num_read),
-            "num_read": self.num_read,
-            "num_held": self.num_held,
-            "is_closed": self.is_closed,
-            "account": self.account,
-            "sources": {name: counts.as_json() for name, counts in sorted(self.sources.items())},
-            **(self._cut_rows_as_json() if self.further or self.lost_tokens else {}),
-        }
-
-    def _cut_rows_as_json(self) -> dict[str, Any]:
-        rows = {name: counts.as_json() for name, counts in sorted(self.rows.items())}
-        for counts in rows.values():
-            del counts["num_tokens"]  # the same as beside its source: tokens of all parts
-        lost = {
-            reason: {
-                "num_parts": self.num_dropped[reason],
-                "num_tokens": num_tokens,
-                "num_images": self.lost_images[reason],
-            }
-            for reason, num_tokens in sorted(self.lost_tokens.items())
-        }
-        return {"rows": rows, "lost_by_cutting": lost}
-
-    def line(self, **labels: Any) -> str:
-        """Return one line for the log."""
-        where = " ".join(f"{name} {value}" for name, value in labels.items())
-        percentiles = ", ".join(f"p{p} {self.fill_percentile(p)}" for p in (5, 50, 95))
-        num_dropped = self.num_dropped.total()
-        padding = f"{self.num_padding} of padding, " if self.num_padding else ""
-        return (
-            f"{where}: {counted(self.num_packs, 'pack')}, {counted(self.num_packed, 'sample')}, "
-            f"{counted(self.num_tokens, 'token')}, {padding}fill {100 * self.fill_mean:.1f}% ({percentiles}), "
-            f"{self.num_single_long} single-long ({_per_cent(self.num_single_long, self.num_read)}%), "
-            f"{num_dropped} of {self.num_read} left out ({_per_cent(num_dropped, self.num_read)}%)"
-            + (f": {by_reason(dict(sorted(self.num_dropped.items())))}" if num_dropped else "")
-            + f"; {self.account}"
-        )
-
 
 NUMBERS = tuple(spec.name for spec in fields(Counts) if spec.type == "int" and spec.name != "packing_length")
 """The numbers that are simply added."""
@@ -466,10 +315,6 @@ def share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def _per_cent(part: int, whole: int) -> float:
-    return round(100 * share(part, whole), 1)
-
-
 def _of(counts: dict[str, SourceCounts], source: str) -> SourceCounts:
     return counts.setdefault(source, SourceCounts())
 
@@ -480,11 +325,3 @@ def _sources_from(state: Mapping[str, Any]) -> dict[str, SourceCounts]:
         name: SourceCounts(**{of: counts[of] for of in names}, num_dropped=Counter(counts["num_dropped"]))
         for name, counts in state.items()
     }
-
-
-def _account_of(sources: Mapping[str, SourceCounts]) -> str:
-    num_read, num_packed, num_held = (
-        sum(getattr(counts, name) for counts in sources.values()) for name in ("num_read", "num_packed", "num_held")
-    )
-    num_left_out = num_read - num_packed - num_held
-    return f"{num_read} read = {num_packed} packed + {num_left_out} left out + {num_held} not reached"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_vlpack.errors import StateMismatch
+from swift_vlpack.runlog.account import account_json
 from swift_vlpack.runlog.counts import Counts, SourceCounts, share
 from swift_vlpack.runlog.events import FILE, FOLDER, RESUME
 from swift_vlpack.runlog.folder import ARGS, Checkpoint, RunFolder, checkpoints, epoch_reports, read_json
@@ -90,7 +91,7 @@ def _accounts(saved: Sequence[Checkpoint]) -> Iterator[Report]:
         except StateMismatch:  # written by another version
             counts = Counts(packing_length=1)
         counts.read_what_came()  # rows that are still to come are no part of it
-        yield {**counts.as_json(epoch=state["epoch"]), "is_finished": False, "as_of": checkpoint.path.name}
+        yield {**account_json(counts, epoch=state["epoch"]), "is_finished": False, "as_of": checkpoint.path.name}
 
 
 def _from_account(account: Mapping[str, Any]) -> Counts:
@@ -232,7 +233,7 @@ def _notes(run: RunFolder, segments: Sequence[Segment]) -> Iterator[str]:
         folder = resumed_folder(first)
         why = "is not there any more" if folder is None else f"has no run log in {folder / FOLDER}"
         yield (
-            f"the run goes on from {first.start['checkpoint']}, whose run {why}: the numbers begin after step "
+            f"the run was resumed from {first.start['checkpoint']}, whose run {why}: the numbers begin after step "
             f"{first.start['step']}"
         )
 

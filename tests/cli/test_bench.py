@@ -7,7 +7,7 @@ import pytest
 
 from swift_vlpack.cli import bench_run
 from swift_vlpack.cli.bench import bench_report
-from swift_vlpack.cli.bench_text import bench_text
+from swift_vlpack.cli.bench_report import bench_text
 from tests.cli.in_process import run_here
 from tests.data_rows import mixed_rows, text_row, write_jsonl
 from tests.host.runs import packed_argv

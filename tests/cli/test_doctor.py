@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from swift_vlpack.cli import doctor, main
-from swift_vlpack.cli.doctor_advice import GB, MB, advice_on
-from swift_vlpack.cli.doctor_text import doctor_text
-from swift_vlpack.cli.packages import fits, packages, ranges, requirements, version_of
-from swift_vlpack.lengths.folders import lengths_folder
+from swift_vlpack.cli import environment, main
+from swift_vlpack.cli.doctor import advice_on, doctor_text
+from swift_vlpack.cli.environment import fits, packages, ranges, requirements, version_of
+from swift_vlpack.cli.lines import GB, MB
+from swift_vlpack.lengths.cache_folder import lengths_folder
 
 ROOT = Path(__file__).parent.parent.parent
 SEAM = {"torch": "2.15.0", "cuda": "12.8", "devices": [{"name": "H100", "memory": 80 * GB}], "seam": 37}
@@ -139,7 +139,7 @@ def test_torch_that_takes_its_process_down_is_advice_and_no_crash(code, tmp_path
     """CLI-18"""
     (tmp_path / "broken_looker.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(doctor, "LOOKER", "broken_looker")
+    monkeypatch.setattr(environment, "IMPORTER", "broken_looker")
     assert main(["doctor", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     first = report["advice"][0]

@@ -12,8 +12,8 @@ import yaml
 
 from swift_vlpack import PackingConfig
 from swift_vlpack.cli import main
-from swift_vlpack.cli.schema import schema_text
-from swift_vlpack.cli.schema_training import flag_schema, training_schema, versions_comment
+from swift_vlpack.cli.schema import schema_text, training_schema, versions_comment
+from swift_vlpack.cli.schema_values import flag_schema
 from swift_vlpack.config import RECORD_PACKS, RESTART, RESUME_DATA, option_names
 from swift_vlpack.host.swift_flags import Flag, flag_names, flags
 from swift_vlpack.rows.fusion_config import SourceSpec
@@ -121,7 +121,7 @@ def test_fusion_file_with_a_mistake_is_marked():
 
 def test_without_ms_swift_other_keys_pass(monkeypatch):
     """CLI-20: nobody knows them."""
-    monkeypatch.setattr("swift_vlpack.cli.schema_training.flags", dict)
+    monkeypatch.setattr("swift_vlpack.cli.schema.flags", dict)
     without = jsonschema.Draft7Validator(training_schema())
     assert problems(without, {"model": "m", "packing_buffer": 8}) == []
     assert problems(without, {"packing_buffer": "many"}) != []

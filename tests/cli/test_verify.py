@@ -14,7 +14,7 @@ from swift.utils import utils as swift_utils
 from swift_vlpack.cli.verify import verify_text
 from swift_vlpack.feed.collate import Collator
 from swift_vlpack.host.launch import plugin_path
-from swift_vlpack.lengths.remembered import remembered_in
+from swift_vlpack.lengths.cache_folder import remembered_in
 from tests.cli.in_process import run_here
 from tests.data_rows import mixed_rows, text_row, write_jsonl
 from tests.host.runs import packed_argv

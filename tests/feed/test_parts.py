@@ -18,6 +18,7 @@ from swift_vlpack.feed.streamed import ReaderProgress, StreamedPackingDataset
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.source import RowSource
 from swift_vlpack.rows.streams import StreamedRows
+from swift_vlpack.runlog.account import account_json, law_in_words
 from swift_vlpack.runlog.counts import Counts
 from tests.feeds import planned_feed, resumed, streamed_feed
 
@@ -233,7 +234,7 @@ def test_account_closes_in_rows_and_in_parts(how):
     counted = Counts(packing_length=30)
     samples, _ = told([packs[number] for number in range(len(packs))])
     for left_out in left_out_by(packs.epoch_plan, packs.dataset):
-        counted.left_out(left_out)
+        left_out.count_in(counted)
     assert sum(map(len, (tokens for _, tokens, _ in samples))) + counted.lost_tokens.total() == sum(lengths)
     num_images = sum(run < 0 for row in data for run in row["runs"])
     starts = sum(tokens.count(START) for _, tokens, _ in samples)
@@ -256,14 +257,14 @@ def test_counts_go_through_a_checkpoint_and_add_up():
     again = Counts.from_state(one.state())
     assert again == one
     assert again.is_closed
-    report = again.as_json()
+    report = account_json(again)
     assert report["rows"]["a"] == {"num_read": 2, "num_packed": 2, "num_held": 0, "num_dropped": {}}
     assert report["lost_by_cutting"] == {"image_over_length": {"num_parts": 1, "num_tokens": 20, "num_images": 1}}
-    assert again.account.endswith("in rows: 2 read = 2 packed + 0 left out + 0 not reached")
+    assert law_in_words(again).endswith("in rows: 2 read = 2 packed + 0 left out + 0 not reached")
     again.dropped("a", "overflow")
     again.further["a"].num_packed += 1
     assert not again.is_closed
-    assert "do not add up" in again.account
+    assert "do not add up" in law_in_words(again)
     plain = Counts(packing_length=10)
     plain.packed([("a", 5)])
     assert set(plain.state()) == set(Counts(packing_length=10).state()), "a state without parts is what it was"
@@ -335,7 +336,7 @@ def test_row_that_breaks_before_it_is_loaded_is_left_out_part_by_part(how):
     assert sorted(named) == [f"data:1/{part}" for part in range(len(named))]
     assert len(named) >= 3
     assert counted.is_closed
-    account = counted.as_json()["rows"]["data"]
+    account = account_json(counted)["rows"]["data"]
     assert account == {"num_read": 3, "num_packed": 2, "num_held": 0, "num_dropped": {"encode_failed": 1}}
 
 
@@ -344,7 +345,7 @@ def count_pack(counted, record):
     if samples:
         counted.packed(samples, further=[key.source for key in record.sample_ids if key.is_further_part])
     for left_out in record.left_out:
-        counted.left_out(left_out)
+        left_out.count_in(counted)
 
 
 def test_streamed_feed_counts_parts_and_rows():

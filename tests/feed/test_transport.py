@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from swift_vlpack.feed import transport
+from swift_vlpack.feed import collate as transport
 from swift_vlpack.feed.collate import batch_of
 from tests.namespaces import why_no_namespace, with_shared_memory_of
 

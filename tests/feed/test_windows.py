@@ -183,7 +183,7 @@ def test_account_closes_in_rows_and_parts():
     report = data_report(packs.epoch_plan, packs.dataset)["cut"]
     counted, (samples, _) = Counts(packing_length=CAPACITY), told([packs[n] for n in range(len(packs))])
     for left_out in left_out_by(packs.epoch_plan, packs.dataset):
-        counted.left_out(left_out)
+        left_out.count_in(counted)
     lengths = [sum(run if run > 0 else 2 - run for run in row["runs"]) for row in data]
     assert sum(len(tokens) for _, tokens, _ in samples) + counted.lost_tokens.total() == sum(lengths)
     assert report["num_parts"] + (40 - report["num_rows_cut"]) == report["num_samples"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from swift_vlpack.errors import ConfigError
-from swift_vlpack.feed import row_loss
+from swift_vlpack.feed import sequence_loss
 from swift_vlpack.host import trainer
 from swift_vlpack.host.losses import LossNotAdditive
 from swift_vlpack.rows.contents import NO_LABEL
@@ -153,12 +153,12 @@ def test_loss_that_does_not_see_weights_is_refused(flags, small_folder, data, tm
 @pytest.mark.parametrize("kind", ["sample", "sqrt"])
 def test_weights_of_other_samples_stop_before_step_1(kind, small_folder, data, tmp_path, monkeypatch):
     """LOSS-9: each sample of a row gets the weights of the one on the other side."""
-    right = row_loss.weigh_samples
+    right = sequence_loss.weigh_samples
 
     def reversed_weights(batches, *args):
         right(batches, *args)
         for batch in batches:
-            lengths = batch.record.lengths_in_row
+            lengths = batch.record.lengths_in_sequence
             batch["loss_scale"] = torch.cat(batch["loss_scale"].split(lengths, dim=1)[::-1], dim=1)
 
     monkeypatch.setattr(trainer, "weigh_samples", reversed_weights)

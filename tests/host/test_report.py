@@ -245,7 +245,7 @@ def test_timeline_has_checkpoints_and_the_resume(run, capsys):
     assert min(lost) > resumed
     (resume,) = (entry for entry in timeline if entry["event"] == "resume")
     assert (resume["step"], resume["said"].split(", ")[0]) == (
-        resumed, f"goes on from {run.whole / f'checkpoint-{resumed}'}",
+        resumed, f"resumes from {run.whole / f'checkpoint-{resumed}'}",
     )  # fmt: skip
 
 
@@ -346,7 +346,7 @@ def test_folder_above_a_run_and_a_checkpoint_of_it_mean_the_run(run, tmp_path, c
 SHAPE = """({
   wide: [root.scrollWidth, view.innerWidth],
   plots: root.querySelectorAll("svg[role=img]").length,
-  dots: root.querySelectorAll("svg circle").length,
+  dots: root.querySelectorAll("svg use[style*='var(--c']").length,
   tables: [...root.querySelectorAll(".scroll")].map(one => [one.tabIndex, one.scrollWidth > one.clientWidth]),
   letters: Math.min(...[...root.querySelectorAll("svg[role=img] text")].map(text =>
     text.getBoundingClientRect().height)),
@@ -376,7 +376,7 @@ def test_page_is_readable_in_light_dark_and_on_a_phone(run, tmp_path, capsys):
         assert str(run.whole.parent) not in look["text"], "REPORT-12"
         assert look["tables"]
         assert {tab for tab, _ in look["tables"]} == {0}, "reached by keyboard"
-        assert "goes on from" in look["text"]
+        assert "resumes from" in look["text"]
     assert any(is_wider for _, is_wider in looks[1]["tables"]), "which scrolls by itself on a phone"
     light, dark = looks[1]["colours"], looks[2]["colours"]
     assert light[0] != dark[0]

@@ -291,17 +291,17 @@ def changed(dataset, folder, change):
         (
             lambda lines: [*lines[:-1], lines[-1].replace("the", "car").replace("tree", "house")],
             ["data"],
-            r"train:35 \(.*/train\.jsonl:36.*\) is another row than then",
+            r"train:35 \(.*/train\.jsonl:36.*\) is not the row that was saved",
         ),
         (
             lambda lines: lines[:-1],
             ["data", "lengths", "sources"],
-            r"train has 35 rows, then 36; they differ from row 36 of the saved run, which is missing",
+            r"train has 35 rows, saved were 36; they differ from row 36 of the saved run, which is missing",
         ),
         (
             lambda lines: lines[1:],
             ["data"],
-            r"train has 35 rows, then 36; they differ from train:0 \(.*/train\.jsonl:1",
+            r"train has 35 rows, saved were 36; they differ from train:0 \(.*/train\.jsonl:1",
         ),
         (
             lambda lines: [lines[1], lines[0], *lines[2:]],
@@ -333,7 +333,9 @@ def test_other_options_and_lengths_are_refused(small_folder, dataset, uninterrup
                 small_folder, tmp_path, dataset, resume_from_checkpoint=checkpoint, max_pixels=6000, seed=7, data_seed=7
             )
         )
-    assert re.search(r"lengths \(train:\d+ .*files: [^)]*\.jpg\) has \d+ tokens.*, then \d+ tokens", str(refused.value))
+    assert re.search(
+        r"lengths \(train:\d+ .*files: [^)]*\.jpg\) has \d+ tokens.*, saved was \d+ tokens", str(refused.value)
+    )
     assert "seed (42, now 7)" in str(refused.value)
     assert "packing_min_fill_ratio" not in str(refused.value)
 
@@ -491,12 +493,12 @@ def test_first_batch_after_a_resume_comes_at_once(small_folder, tmp_path):
 @pytest.mark.telling
 def test_run_goes_on_with_the_lengths_it_planned_although_one_was_wrong(small_folder, tmp_path, monkeypatch):
     """RESUME-6 LEN-13: what loading finds to be longer is for the next run, not for the one that is resumed."""
-    from swift_vlpack.host import pipeline
+    from swift_vlpack.host import length_pass
 
     wide, other = photo(tmp_path, "wide", 300, 200), photo(tmp_path, "other", 150, 100)
     rows = [*[text_row(f"question {n}", "answer " * 20) for n in range(28)], image_row([wide]), image_row([other])]
     data = write_jsonl(tmp_path / "rows.jsonl", rows)
-    with_lengths = pipeline.with_lengths
+    with_lengths = length_pass.with_lengths
 
     def with_one_too_short(*args):
         source = with_lengths(*args)
@@ -505,7 +507,7 @@ def test_run_goes_on_with_the_lengths_it_planned_although_one_was_wrong(small_fo
         columns[0, rows.index(28)] = 20
         return replace(source, sizes=replace(source.sizes, columns=columns))
 
-    monkeypatch.setattr(pipeline, "with_lengths", with_one_too_short)
+    monkeypatch.setattr(length_pass, "with_lengths", with_one_too_short)
     set_environment({**OPTIONS, "VLPACK_PACKING_CACHE_DIR": str(tmp_path / "cache")})
     options = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 1, "gradient_accumulation_steps": 1}
     train(flags(small_folder, tmp_path / "whole", data, **options))
@@ -514,7 +516,7 @@ def test_run_goes_on_with_the_lengths_it_planned_although_one_was_wrong(small_fo
     checkpoint = tmp_path / "whole" / "checkpoint-1"
     train(flags(small_folder, tmp_path / "rest", data, **options, resume_from_checkpoint=checkpoint))
     assert trained(tmp_path / "rest") == [pack for pack in whole if pack[0] > 1]
-    monkeypatch.setattr(pipeline, "with_lengths", with_lengths)
+    monkeypatch.setattr(length_pass, "with_lengths", with_lengths)
     train(flags(small_folder, tmp_path / "new", data, **options))
     assert not list((tmp_path / "cache").glob("*.notes"))
     assert epoch_report(tmp_path / "rest") == epoch_report(tmp_path / "whole")

@@ -56,3 +56,22 @@ def test_ranks_add_up_and_say_how_even_they_were(tmp_path, monkeypatch):
     total = ranks[0].note_steps(3)
     assert (total.num_steps, total.num_packs, total.num_tokens) == (3, 5, 32)
     assert total.num_tokens_slowest == 9 + 8 + 7
+
+
+def test_step_counts_its_packs_and_what_they_would_be_unpacked(tmp_path):
+    """REPORT-2 REPORT-3: a sequence without a sample is no pack; single-long ones do not count for the fill."""
+    feed = SimpleNamespace(**{**vars(FEED), "unpacked_batch_size": 2, "config": PackingConfig(packing_length=100)})
+    run = RunEvents(feed, str(tmp_path), rank=0)
+    ids = tuple(SampleId(source, number) for number, source in enumerate("aabb"))
+    run.trained(PackRecord(0, 0, ids[:3], (30, 50, 20), num_images=2, num_vision_tokens=40))
+    run.trained(PackRecord(0, 1, (), (), 0))
+    run.trained(PackRecord(0, 2, ids[3:], (120,), 0, single_long=True))
+    records, counts = run.take_step(1)
+    assert [record.number for record in records] == [0, 1, 2]
+    assert (counts.num_packs, counts.num_packed, counts.num_tokens) == (2, 4, 220)
+    assert (counts.num_images, counts.num_vision_tokens, counts.num_single_long) == (2, 40, 1)
+    assert (counts.num_pack_tokens, counts.num_room) == (100, 100)
+    of_sources = {name: (one.num_packed, one.num_tokens) for name, one in counts.sources.items()}
+    assert of_sources == {"a": (2, 80), "b": (2, 140)}
+    assert counts.num_tokens_unpacked == 2 * 50 + 2 * 120
+    assert run.take_step(2)[0] == [], "a pack counts once"

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from swift_vlpack.lengths.true_lengths import NUM_ROWS_OF_A_KIND, checked_lengths, rows_to_compare
+from swift_vlpack.lengths.audit import NUM_ROWS_OF_A_KIND, checked_lengths, rows_to_compare
 from swift_vlpack.rows.contents import size_of
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.sizes import LengthIndex, RowSize

@@ -113,8 +113,8 @@ def test_failures_are_remembered_while_nothing_that_may_cure_them_changes(path):
     some["reason"] = [REASONS.index(reason) for reason in ("image_unreadable", "over_max_length", "")]
     LengthCache(path, "context", b"1" * 16).append(keys(1, 2, 3), some)
 
-    def known(cures):
-        return LengthCache(path, "context", cures).load().of(keys(1, 2, 3))
+    def known(retry_key):
+        return LengthCache(path, "context", retry_key).load().of(keys(1, 2, 3))
 
     assert known(b"1" * 16)[0].tolist() == [True, True, True]
     assert known(b"1" * 16)[1]["reason"].tolist() == some["reason"].tolist()
@@ -131,12 +131,12 @@ def test_words_of_failures_are_kept_and_a_line_cut_off_costs_no_other(path):
     """LEN-17"""
     faults = [Fault("file_empty", 'a "b"\n\u00e9', ("/a", "/b")), Fault("encode_failed", "why", ())]
     cache = LengthCache(path, "context")
-    cache.tell(keys(1, 2), faults)
-    cache.tell(np.array([NO_KEY], KEY), faults[:1])
-    assert cache.told() == {key.tobytes(): fault for key, fault in zip(keys(1, 2), faults, strict=True)}
+    cache.append_faults(keys(1, 2), faults)
+    cache.append_faults(np.array([NO_KEY], KEY), faults[:1])
+    assert cache.load_faults() == {key.tobytes(): fault for key, fault in zip(keys(1, 2), faults, strict=True)}
     file = path.with_suffix(".failures")
     file.write_bytes(file.read_bytes()[:-5])
-    assert set(cache.told()) == {keys(1)[0].tobytes()}
+    assert set(cache.load_faults()) == {keys(1)[0].tobytes()}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from swift_vlpack.lengths import forked
 
 
 def all_of(work, tasks, num_processes=2):
-    return list(forked.done(work, deque(tasks), num_processes))
+    return list(forked.results(work, deque(tasks), num_processes))
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 3])
@@ -40,7 +40,7 @@ def test_results_come_in_order_whatever_takes_longest(num_processes):
 def test_whoever_takes_a_result_may_add_tasks(num_processes):
     """LEN-3: rows to compare are found while others are measured; also behind the last one."""
     tasks, seen = deque([8, 1]), []
-    for value in forked.done(lambda number: number, tasks, num_processes):
+    for value in forked.results(lambda number: number, tasks, num_processes):
         seen.append(value)
         if value > 1:
             tasks.appendleft(value // 2)
@@ -55,7 +55,7 @@ def test_work_is_inherited_and_not_pickled():
         with lock:
             return large[number]
 
-    one, other = (forked.done(function, deque([1, 2, 3]), 2) for function in (work, lambda number: -number))
+    one, other = (forked.results(function, deque([1, 2, 3]), 2) for function in (work, lambda number: -number))
     assert list(zip(one, other, strict=True)) == [(1, -1), (2, -2), (3, -3)]
 
 
@@ -82,7 +82,7 @@ def test_error_in_a_process_is_raised_here(raised, kind, cause):
             raise raised
         return number
 
-    done = forked.done(work, deque(range(100)), 2)
+    done = forked.results(work, deque(range(100)), 2)
     assert [next(done) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(kind) as caught:
         list(done)
@@ -124,7 +124,7 @@ def test_no_process_is_left_when_nobody_wants_the_rest():
         time.sleep(600 if number else 0)
         return number
 
-    done = forked.done(work, deque(range(10)), 3)
+    done = forked.results(work, deque(range(10)), 3)
     assert next(done) == 0
     assert len(multiprocessing.active_children()) == 3
     done.close()

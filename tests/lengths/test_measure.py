@@ -10,13 +10,13 @@ import pytest
 
 from swift_vlpack.comm import ALONE
 from swift_vlpack.errors import DataError
-from swift_vlpack.lengths import checks, trust
+from swift_vlpack.lengths import trust
 from swift_vlpack.lengths.cache import LengthCache
-from swift_vlpack.lengths.inputs import Encoders, Known
 from swift_vlpack.lengths.length_file import AGREED, BY_HEADER, DIFFERS, SIZE
 from swift_vlpack.lengths.measure import measure
-from swift_vlpack.lengths.measured_sizes import Found
+from swift_vlpack.lengths.measured_sizes import LengthCaches, MeasuredSizes
 from swift_vlpack.lengths.rank_rows import RankRows
+from swift_vlpack.lengths.rows_work import Encoders
 from swift_vlpack.lengths.trust import Trust
 from swift_vlpack.rows.contents import size_of
 from swift_vlpack.rows.encoder import RowEncoder
@@ -30,18 +30,18 @@ from tests.ranks_in_threads import OtherRankFailed, on_ranks
 class Start(NamedTuple):
     """One start of one rank, and the templates that it encoded by."""
 
-    known: Known
+    caches: LengthCaches
     by_header: HeaderTemplate
     in_full: PlainTemplate
 
     def measured(self, rows, comm=ALONE, **options):
         encoders = Encoders(by_header=RowEncoder(self.by_header), in_full=RowEncoder(self.in_full), **options)
-        return measure(RowSource(name="data", rows=rows), self.known, encoders, comm)
+        return measure(RowSource(name="data", rows=rows), self.caches, encoders, comm)
 
 
 def start(folder, lies=None, **options):
-    known = Known(cache=LengthCache(folder / "rows.lengths", "context"), trust=Trust(folder / "kinds.trust"))
-    return Start(known, HeaderTemplate(lies, **options), PlainTemplate())
+    caches = LengthCaches(cache=LengthCache(folder / "rows.lengths", "context"), trust=Trust(folder / "kinds.trust"))
+    return Start(caches, HeaderTemplate(lies, **options), PlainTemplate())
 
 
 def true_columns(rows):
@@ -54,8 +54,8 @@ def texts(num_rows, first=0):
 
 
 def unchecked(monkeypatch):
-    monkeypatch.setattr(checks, "NUM_ROWS_DRAWN", 0)
-    monkeypatch.setattr(checks, "NUM_AT_EACH_END", 0)
+    monkeypatch.setattr(trust, "NUM_ROWS_DRAWN", 0)
+    monkeypatch.setattr(trust, "NUM_AT_EACH_END", 0)
     monkeypatch.setattr(trust, "NUM_PER_KIND", 0)
 
 
@@ -98,9 +98,9 @@ def test_four_ranks_give_what_one_gives_and_none_does_the_work_of_another(tmp_pa
 @pytest.mark.parametrize("found_by", ["kind", "extreme"])
 def test_difference_on_one_rank_is_one_on_all(found_by, tmp_path, monkeypatch, caplog):
     """LEN-3 LEN-12: the lie is in a row of rank 3, which all encode in full then; one line of the log."""
-    monkeypatch.setattr(checks, "NUM_ROWS_DRAWN", 0)
+    monkeypatch.setattr(trust, "NUM_ROWS_DRAWN", 0)
     if found_by == "kind":
-        monkeypatch.setattr(checks, "NUM_AT_EACH_END", 0)
+        monkeypatch.setattr(trust, "NUM_AT_EACH_END", 0)
     rows = [image_row([photo(tmp_path, str(n), 140, 140 + 28 * (n % 3))], f"row {n}") for n in range(40)]
     rows[27] = image_row([photo(tmp_path, "odd", 900, 600)], "odd")
     lies = {(900, 600): (896, 560)}
@@ -131,13 +131,13 @@ def test_rows_drawn_are_unknown_ones_and_always_the_same(tmp_path):
     """LEN-4"""
     rows = texts(50)
     start(tmp_path).measured(rows[:40])
-    known = start(tmp_path).known
+    caches = start(tmp_path).caches
 
     def drawn(num_rows):
-        found = Found(RankRows.of(RowSource(name="data", rows=rows), ALONE), known)
-        found.keys[:] = known.cache.keys(rows)
-        found.take_over(known.cache.load(), is_strict=False)
-        return found.drawn(num_rows).tolist()
+        sizes = MeasuredSizes(RankRows.of(RowSource(name="data", rows=rows), ALONE), caches)
+        sizes.keys[:] = caches.cache.keys(rows)
+        sizes.look_up(is_strict=False)
+        return sizes.drawn(num_rows).tolist()
 
     assert sorted(drawn(64)) == list(range(40, 50))
     assert drawn(4) == drawn(4) == drawn(64)[:4]
@@ -146,7 +146,7 @@ def test_rows_drawn_are_unknown_ones_and_always_the_same(tmp_path):
 def test_after_a_difference_none_of_what_headers_said_before_is_believed(tmp_path):
     """LEN-5: sizes that an earlier start took from headers and never compared."""
     rows = texts(5)
-    cache = start(tmp_path).known.cache
+    cache = start(tmp_path).caches.cache
     wrong = np.zeros(5, SIZE)
     wrong["length"], wrong["proof"] = 999, BY_HEADER
     cache.append(cache.keys(rows), wrong)
@@ -185,7 +185,7 @@ def rows_and_lie(tmp_path):
 
 
 def without_draw(monkeypatch):
-    monkeypatch.setattr(checks, "NUM_ROWS_DRAWN", 1)
+    monkeypatch.setattr(trust, "NUM_ROWS_DRAWN", 1)
 
 
 @pytest.mark.parametrize("num_rows", [0, 250, 500, 751])
@@ -205,7 +205,7 @@ def test_extremes_are_compared_after_a_kill_too(num_rows, rows_and_lie, tmp_path
         monkeypatch.setattr(killed.by_header, "encode", until_killed)
         with pytest.raises(KeyboardInterrupt):
             killed.measured(rows)
-        assert len(killed.known.cache.load()) >= num_rows - 128
+        assert len(killed.caches.cache.load()) >= num_rows - 128
     assert start(tmp_path, lies, has_kinds=False).measured(rows).columns.tolist() == true_columns(rows)
 
 

@@ -13,8 +13,9 @@ from swift_vlpack.config import PackingConfig
 from swift_vlpack.feed import reader
 from swift_vlpack.feed.dataset import PackingDataset
 from swift_vlpack.lengths.cache import LengthCache
-from swift_vlpack.lengths.inputs import Encoders, Known
 from swift_vlpack.lengths.measure import measure
+from swift_vlpack.lengths.measured_sizes import LengthCaches
+from swift_vlpack.lengths.rows_work import Encoders
 from swift_vlpack.lengths.trust import Trust
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.fusion import FusionCaptionDataset
@@ -36,7 +37,7 @@ def sized(rows, template, path):
     cache.take_over_notes()
     source = RowSource(name="data", rows=rows)
     encoder = RowEncoder(template)
-    sizes = measure(source, Known(cache=cache, trust=Trust()), Encoders(by_header=encoder, in_full=encoder))
+    sizes = measure(source, LengthCaches(cache=cache, trust=Trust()), Encoders(by_header=encoder, in_full=encoder))
     return RowSource(name="data", rows=rows, sizes=sizes, remember_size=cache.remember)
 
 

@@ -13,7 +13,7 @@ from swift_vlpack.pages.report_page import report_page
 from swift_vlpack.pages.report_text import print_report
 from swift_vlpack.runlog.events import EventLog, read_events
 from tests.pages.test_page import Elements
-from tests.runlog.test_counts import Pack, ids, steps_event
+from tests.runlog.test_counts import steps_event
 from tests.runlog.test_segments import facts, report, train
 
 NAME = "<script>alert(1)</script>"
@@ -59,7 +59,7 @@ def test_page_names_model_and_data_and_no_folder_above_the_run(tmp_path):
     assert "<h1>Report: tiny on a (again)</h1>" in made
     assert str(tmp_path) not in made
     assert "jane" not in made
-    for said in ("~/models/tiny", "again/vlpack/left_out.jsonl", "goes on from mix/checkpoint-3"):
+    for said in ("~/models/tiny", "again/vlpack/left_out.jsonl", "resumes from mix/checkpoint-3"):
         assert said in made, said
     assert report(second)["folder"] == str(second), "which JSON and the terminal keep"
 
@@ -79,7 +79,7 @@ def test_nothing_is_saved_against_batches_of_one(tmp_path, capsys):
     log = EventLog(tmp_path)
     log.append("start", 0, **facts(1, unpacked_batch_size=1))
     for step in (1, 2):
-        log.append("steps", step, epoch=0, **steps_event([Pack(ids("a", "a"), (60, 40))]))
+        log.append("steps", step, epoch=0, **steps_event([("a", 60), ("a", 40)]))
     made = report(tmp_path)
     assert (made["unpacked"]["batch_size"], made["unpacked"]["num_tokens"]) == (1, 200)
     assert made["unpacked"]["num_padding_saved"] == made["unpacked"]["seconds_saved_estimated"] == 0

@@ -324,5 +324,5 @@ def test_padding_of_packs_is_counted(pad_to, num_padding):
     made = plan([8, 6, 7, 17], config(packing_length=16, packing_strategy="greedy", packing_pad_to=pad_to))
     assert made.num_tokens_per_pack.tolist() == [14, 7, 17]
     assert made.num_padding == num_padding
-    assert made.align(5).num_padding == sum(-length % made.config.row_multiple for length in (8, 6, 7, 17))
+    assert made.align(5).num_padding == sum(-length % made.config.sequence_multiple for length in (8, 6, 7, 17))
     assert made.mean_fill == pytest.approx((14 + 7) / 32), "without the padding"

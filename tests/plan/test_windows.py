@@ -5,12 +5,13 @@ import pytest
 
 from swift_vlpack import PackingConfig
 from swift_vlpack.errors import ConfigError, DataError
-from swift_vlpack.plan.cut_rows import LEFT_OUT, CutRows, PartSize
+from swift_vlpack.plan.cut_rows import CutRows, PartSize
 from swift_vlpack.plan.parts import Cutting, Span
 from swift_vlpack.plan.planner import plan, plan_of_rows
 from swift_vlpack.plan.windows import can_be_in_windows, end_to_end, lost_part
+from swift_vlpack.reasons import Reason, part_code_of
 
-CANNOT = LEFT_OUT.index("cannot_be_cut")
+CANNOT = part_code_of(Reason.CANNOT_BE_CUT)
 
 
 def config(**options):

@@ -3,44 +3,28 @@
 import json
 import random
 from collections import Counter
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
 
+from swift_vlpack.runlog.account import account_json, account_line, law_in_words
 from swift_vlpack.runlog.counts import NUMBERS, Counts, padded
 
 
-class Id(NamedTuple):
-    source: str
-    row: int
-    is_further_part: bool = False
+def step_counts(*packs, batch_size=1, length=100, **numbers):
+    """Counts of a step in which a rank trained packs of `(source, length)` samples."""
+    counts = Counts(packing_length=length)
+    for samples in packs:
+        counts.packed(samples, **numbers)
+    counts.num_tokens_unpacked = padded([tokens for samples in packs for _, tokens in samples], batch_size)
+    return counts
 
 
-@dataclass
-class Pack:
-    sample_ids: tuple[Id, ...]
-    lengths: tuple[int, ...]
-    num_images: int = 0
-    num_vision_tokens: int = 0
-    num_padding: int = 0
-    single_long: bool = False
-
-
-def ids(*sources):
-    return tuple(Id(source, number) for number, source in enumerate(sources))
-
-
-def steps_event(*packs_of_ranks, num_steps=1, milliseconds=2000, length=100, batch_size=1):
-    """What the first rank notes after a step in which each rank trained these packs."""
-    ranks = [Counts.of_step(packs, length, batch_size) for packs in packs_of_ranks]
-    total = added(ranks, length)
-    total.num_steps, total.milliseconds = num_steps, milliseconds
+def steps_event(*packs_of_ranks):
+    """What the first rank notes after a step of two seconds in which each rank trained a pack."""
+    ranks = [step_counts(samples) for samples in packs_of_ranks]
+    total = added(ranks)
+    total.num_steps, total.milliseconds = 1, 2000
     total.num_tokens_slowest = max(counts.num_tokens for counts in ranks)
     return total.as_event()
-
-
-FIRST = Pack(ids("a", "a", "b"), (30, 50, 20), num_images=2, num_vision_tokens=40)
-SECOND = Pack(ids("b"), (120,), single_long=True)
-EMPTY = Pack((), ())
 
 
 def random_counts(seed):
@@ -110,28 +94,13 @@ def test_padded_batches_are_as_wide_as_their_longest():
     assert padded([], 4) == padded([], 1) == 0
 
 
-def test_step_counts_its_packs_and_what_they_would_be_unpacked():
-    """REPORT-2 REPORT-3: a sequence without a sample is no pack; single-long ones do not count for the fill."""
-    step = Counts.of_step([FIRST, EMPTY, SECOND], 100, 2)
-    assert (step.num_packs, step.num_packed, step.num_tokens) == (2, 4, 220)
-    assert (step.num_images, step.num_vision_tokens, step.num_single_long) == (2, 40, 1)
-    assert (step.num_pack_tokens, step.num_room) == (100, 100)
-    assert {name: (one.num_packed, one.num_tokens) for name, one in step.sources.items()} == {
-        "a": (2, 80),
-        "b": (2, 140),
-    }
-    assert step.num_tokens_unpacked == padded([30, 50, 20, 120], 2)
-    assert step.num_padding_saved == step.num_tokens_unpacked - 220
-    step = Counts.of_step([FIRST, EMPTY, SECOND], 100, 1)
-    assert (step.num_tokens_unpacked, step.num_padding_saved) == (220, 0), "batches of one have no padding to save"
-
-
-def test_padding_of_packs_is_not_saved():
-    """REPORT-3: sequences of a fixed shape have some of their own; beside batches of one that is more, not less."""
-    packs = [replace(FIRST, num_padding=28)]
-    step = Counts.of_step(packs, 128, 3)
-    assert (step.num_padding, step.num_tokens_unpacked, step.num_padding_saved) == (28, 150, 150 - 100 - 28)
-    assert Counts.of_step(packs, 128, 1).num_padding_saved == -28
+def test_padding_saved_is_that_of_batches_less_that_of_packs():
+    """REPORT-3: batches of one have none to save, and beside them sequences of a fixed shape have more, not less."""
+    samples = [("a", 30), ("a", 50), ("b", 20)]
+    assert step_counts(samples, batch_size=3).num_padding_saved == 50
+    assert step_counts(samples, batch_size=1).num_padding_saved == 0
+    assert step_counts(samples, batch_size=3, num_padding=28).num_padding_saved == 150 - 100 - 28
+    assert step_counts(samples, batch_size=1, num_padding=28).num_padding_saved == -28
 
 
 def test_accounting_closes_only_when_nothing_is_held():
@@ -140,13 +109,13 @@ def test_accounting_closes_only_when_nothing_is_held():
     stats.read("a", 3)
     stats.packed([("a", 60), ("a", 30)])
     assert (stats.num_held, stats.is_closed) == (1, False)
-    assert stats.account == "counts add up: 3 read = 2 packed + 0 left out + 1 not reached"
+    assert law_in_words(stats) == "counts add up: 3 read = 2 packed + 0 left out + 1 not reached"
     stats.dropped("a", "underfilled")
     assert (stats.num_held, stats.is_closed) == (0, True)
-    assert stats.as_json()["account"] == "counts add up: 3 read = 2 packed + 1 left out + 0 not reached"
-    assert stats.line(epoch=0).endswith(stats.account)
+    assert account_json(stats)["account"] == "counts add up: 3 read = 2 packed + 1 left out + 0 not reached"
+    assert account_line(stats, epoch=0).endswith(law_in_words(stats))
     stats.dropped("a", "underfilled")
-    assert stats.account.startswith("counts do not add up: 3 read = "), "a sample was counted twice"
+    assert law_in_words(stats).startswith("counts do not add up: 3 read = "), "a sample was counted twice"
 
 
 def test_counts_are_those_of_a_tally_kept_beside_them():
@@ -195,7 +164,7 @@ def test_histogram_of_a_report_has_only_what_occurred():
     stats = Counts(packing_length=100)
     for length in (100, 70, 70):
         stats.packed([("a", length)])
-    assert stats.as_json()["fill_histogram"] == {"70": 2, "100": 1}
+    assert account_json(stats)["fill_histogram"] == {"70": 2, "100": 1}
     assert Counts.from_state(json.loads(json.dumps(stats.state()))) == stats
 
 
@@ -203,26 +172,26 @@ def test_one_of_anything_is_singular():
     """STAT-4"""
     stats = Counts(packing_length=100)
     stats.packed([("a", 1)])
-    assert "epoch 0: 1 pack, 1 sample, 1 token, " in stats.line(epoch=0)
+    assert "epoch 0: 1 pack, 1 sample, 1 token, " in account_line(stats, epoch=0)
 
 
 def test_report_is_plain_json_and_one_readable_line():
     """STAT-4"""
     stats = random_counts(1)
-    report = stats.as_json(epoch=2)
+    report = account_json(stats, epoch=2)
     assert json.loads(json.dumps(report)) == report
     assert report["epoch"] == 2
     for name in ("num_packs", "num_samples", "num_tokens", "fill_mean", "fill_p5", "num_single_long", "num_dropped"):
         assert name in report
     assert report["sources"]["a"]["num_read"] > 0
-    assert "\n" not in stats.line(epoch=2)
-    assert stats.line(epoch=2).startswith("epoch 2: ")
+    assert "\n" not in account_line(stats, epoch=2)
+    assert account_line(stats, epoch=2).startswith("epoch 2: ")
 
 
 def test_nothing_read_is_a_report_too():
     """STAT-4"""
-    assert Counts(packing_length=8).as_json()["fill_mean"] == 0.0
-    assert "0 packs" in Counts(packing_length=8).line(epoch=0)
+    assert account_json(Counts(packing_length=8))["fill_mean"] == 0.0
+    assert "0 packs" in account_line(Counts(packing_length=8), epoch=0)
 
 
 def test_padding_is_counted_and_fills_nothing():
@@ -230,6 +199,6 @@ def test_padding_is_counted_and_fills_nothing():
     stats = Counts(packing_length=100)
     stats.packed([("a", 60)], num_padding=40)
     stats.packed([("a", 130)], num_padding=70, single_long=True)
-    assert (stats.as_json()["num_padding"], stats.fill_mean) == (110, 0.6)
-    assert "190 tokens, 110 of padding, fill 60.0%" in stats.line(epoch=0)
-    assert "padding" not in Counts(packing_length=100).line(epoch=0)
+    assert (account_json(stats)["num_padding"], stats.fill_mean) == (110, 0.6)
+    assert "190 tokens, 110 of padding, fill 60.0%" in account_line(stats, epoch=0)
+    assert "padding" not in account_line(Counts(packing_length=100), epoch=0)

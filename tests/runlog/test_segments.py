@@ -9,7 +9,7 @@ from swift_vlpack.runlog.events import EventLog
 from swift_vlpack.runlog.folder import RunFolder
 from swift_vlpack.runlog.report import run_report
 from swift_vlpack.runlog.segments import segments_of
-from tests.runlog.test_counts import Pack, ids, steps_event
+from tests.runlog.test_counts import steps_event
 
 LENGTH = 100
 
@@ -35,7 +35,7 @@ def train(folder, steps, num_ranks, *, resume=None, ends=False, checkpoints=()):
     else:
         log.append("resume", steps[0] - 1, checkpoint=str(resume), **facts(num_ranks))
     for step in steps:
-        packs = [[Pack(ids("a", "a"), (60, 30 if rank else 40))] for rank in range(num_ranks)]
+        packs = [[("a", 60), ("a", 30 if rank else 40)] for rank in range(num_ranks)]
         log.append("steps", step, epoch=0, **steps_event(*packs))
         if step in checkpoints:
             (folder / f"checkpoint-{step}").mkdir()

@@ -8,7 +8,7 @@ from datasets import Dataset
 from swift.template import get_template
 
 from swift_vlpack.host import length_pass
-from swift_vlpack.lengths import checks, failure_log, measure, trust
+from swift_vlpack.lengths import failures, measure, trust
 from swift_vlpack.rows.contents import size_of
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.source import RowSource
@@ -56,15 +56,15 @@ def texts(num_rows, first=0):
 def warnings_of(monkeypatch):
     """What the pass says of a source, and of its rows that fail."""
     said = []
-    for module in (measure, failure_log):
+    for module in (measure, failures):
         monkeypatch.setattr(module.logger, "warning", lambda text, *args: said.append(text % args))
     return said
 
 
 def unchecked(monkeypatch):
     """No row is encoded both ways."""
-    monkeypatch.setattr(checks, "NUM_ROWS_DRAWN", 0)
-    monkeypatch.setattr(checks, "NUM_AT_EACH_END", 0)
+    monkeypatch.setattr(trust, "NUM_ROWS_DRAWN", 0)
+    monkeypatch.setattr(trust, "NUM_AT_EACH_END", 0)
     monkeypatch.setattr(trust, "NUM_PER_KIND", 0)
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from swift_vlpack.errors import DataError
-from swift_vlpack.lengths import failure_log
+from swift_vlpack.lengths import failures
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.samples import SampleId
 from tests.data_rows import image_row, text_row, write_jsonl
@@ -57,7 +57,7 @@ def test_every_bad_row_is_one_counted_reason_with_its_id_and_path(num_processes,
     template = variant(tiny, FAMILY)
     rows, reasons = zip(*bad_rows(tmp_path), strict=True)
     rows = [row for bad in rows for row in (text_row(), bad)]
-    monkeypatch.setattr(failure_log, "NUM_FAILURES_NAMED", len(rows))
+    monkeypatch.setattr(failures, "NUM_FAILURES_NAMED", len(rows))
     args = SimpleNamespace(dataset_num_proc=num_processes, strict=False)
     with caplog.at_level(logging.WARNING, logger="swift_vlpack"):
         sizes = with_lengths(source(rows), template, args, str(tmp_path / "cache")).sizes

@@ -9,7 +9,7 @@ from swift_vlpack import PackingConfig
 from swift_vlpack.host.pipeline import measured_rows
 from swift_vlpack.rows.source import RowSource
 from tests.data_rows import text_row
-from tests.lengths.test_pass_bar import lines
+from tests.lengths.test_progress import lines
 
 pytestmark = pytest.mark.usefixtures("no_other_bars")
 

@@ -9,7 +9,7 @@ from swift.template import vision_utils
 
 from swift_vlpack.host.headers import reading_urls
 from swift_vlpack.host.pipeline import urls_in_training
-from swift_vlpack.lengths import measure
+from swift_vlpack.lengths.measured_sizes import MeasuredSizes
 from swift_vlpack.rows import urls as module
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.samples import Address, SampleError
@@ -79,7 +79,7 @@ def test_dead_links_cost_three_requests_a_host_and_none_at_the_next_start(templa
         by_host = Counter(url.rsplit("/", 1)[0] for url in asked.elements())
         assert by_host[hole] == by_host[closed] == NUM_FAILURES
         assert max(asked.values()) == 1
-        assert "90 rows left out for want of an image behind a URL" in said[-1]
+        assert "90 rows left out, because an image behind a URL could not be fetched" in said[-1]
         assert "60 minutes" in said[-1]
         assert "SWIFT_TIMEOUT" in said[-1]
         asked.clear()
@@ -111,10 +111,9 @@ def test_processes_share_what_cannot_be_reached(template, web, tmp_path, monkeyp
 
 def test_source_that_is_encoded_in_full_asks_once_too(template, web, asked, tmp_path, monkeypatch):
     """LEN-20"""
-
     rows = rows_of(web, 6, [web.url("gone.jpg")])
     unchecked(monkeypatch)
-    monkeypatch.setattr(measure, "_looked_up", lambda part: "as an earlier start found")
+    monkeypatch.setattr(MeasuredSizes, "look_up", lambda sizes, **options: True)  # an earlier start found a difference
     sizes = sizes_of(rows, template, tmp_path)
     assert sizes.failures == {7: "url_unreachable"}
     assert set(asked.values()) == {1}

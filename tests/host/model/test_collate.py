@@ -9,8 +9,8 @@ from swift.template import get_template
 from swift.utils import get_packed_seq_params
 
 from swift_vlpack.errors import BoundaryError, ConfigError
-from swift_vlpack.feed.collate import Collator, boundary_tensors, layout
-from swift_vlpack.feed.join import completed
+from swift_vlpack.feed.collate import Collator
+from swift_vlpack.feed.sequence import boundary_tensors, completed, layout
 from swift_vlpack.rows.contents import size_of
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.samples import PackedSamples, PackRecord, SampleId

@@ -8,7 +8,8 @@ import torch
 from swift.trainers.utils import per_token_loss_func
 
 from swift_vlpack.errors import IsolationError
-from swift_vlpack.feed.collate import NOT_FOR_THE_MODEL, Collator, packed_row
+from swift_vlpack.feed.collate import NOT_FOR_THE_MODEL, Collator
+from swift_vlpack.feed.sequence import packed_sequence
 from swift_vlpack.proof.measure import measure_pack
 from swift_vlpack.proof.perturb import replaced
 from swift_vlpack.proof.prove import is_ordinary_token
@@ -26,7 +27,7 @@ SHORT = ("image", "text", "images")
 
 def row_of(loaded, samples):
     """Without a collator, which refuses an attention that knows no boundaries."""
-    return packed_row(loaded.template, [dict(sample) for sample in samples])
+    return packed_sequence(loaded.template, [dict(sample) for sample in samples])
 
 
 def inputs_of(loaded, samples, **changes):
@@ -184,7 +185,7 @@ def test_first_token_is_never_the_target_of_the_sample_before(training, encoded,
     """ISO-4"""
     loaded = training(family)
     samples = encoded(loaded.template, ("text", "image", "action"))
-    labels = Collator(loaded.template).row(samples)["labels"]
+    labels = Collator(loaded.template).sequence(samples)["labels"]
     outputs = loaded.model(**inputs_of(loaded, samples, labels=labels))
     outputs.logits.retain_grad()
     outputs.loss.backward()

@@ -9,10 +9,10 @@ from swift_vlpack import PackingConfig, PackingDataset, prove
 from swift_vlpack.attention import attention
 from swift_vlpack.attention.sequence_effects import check_rope
 from swift_vlpack.errors import ConfigError, IsolationError
-from swift_vlpack.feed import padding
+from swift_vlpack.feed import sequence
 from swift_vlpack.feed.collate import Collator
 from swift_vlpack.feed.packs import packed_samples
-from swift_vlpack.feed.row_loss import weigh_samples
+from swift_vlpack.feed.sequence_loss import weigh_samples
 from swift_vlpack.rows.contents import NO_LABEL
 from tests.data_rows import text_row
 from tests.host.proof.proof_models import template_model
@@ -52,8 +52,8 @@ def test_padding_is_a_segment_of_its_own(training, encoded, family):
         assert of_axis[0, num_tokens:].tolist() == list(range(missing))
     for name in ("input_ids", "labels", "position_ids"):
         assert torch.equal(row[name][..., :num_tokens], bare[name]), "samples are where they were"
-    assert (row.record.num_padding, row.record.lengths_in_row[-1]) == (missing, missing)
-    assert (bare.record.num_padding, bare.record.lengths_in_row) == (0, bare.record.lengths)
+    assert (row.record.num_padding, row.record.lengths_in_sequence[-1]) == (missing, missing)
+    assert (bare.record.num_padding, bare.record.lengths_in_sequence) == (0, bare.record.lengths)
 
 
 def test_rows_of_a_family_without_own_positions_are_padded_too(training, encoded):
@@ -67,7 +67,7 @@ def test_rows_of_a_family_without_own_positions_are_padded_too(training, encoded
     empty = row_of(template, [], packing_pad_to="length")
     assert empty["input_ids"].shape == (1, 640)
     assert empty["labels"].unique().tolist() == [NO_LABEL]
-    assert empty.record.lengths_in_row == (640,)
+    assert empty.record.lengths_in_sequence == (640,)
     alone = row_of(template, [sample], packing_length=sample["length"] - 1, packing_pad_to="length")
     assert alone["input_ids"].shape[1] == 2 * (sample["length"] - 1), "longer than a pack: the next multiple"
 
@@ -96,8 +96,8 @@ def test_loss_and_gradients_are_those_without_padding(training, encoded, family,
     assert bare.gradient.keys() == padded.gradient.keys()
     for name, gradient in bare.gradient.items():
         assert torch.allclose(gradient, padded.gradient[name], rtol=1e-5, atol=1e-5 * float(gradient.abs().max())), name
-    right = padding.padding
-    monkeypatch.setattr(padding, "padding", lambda *of: {**right(*of), "input_ids": list(range(300, 300 + of[1]))})
+    right = sequence.padding
+    monkeypatch.setattr(sequence, "padding", lambda *of: {**right(*of), "input_ids": list(range(300, 300 + of[1]))})
     other_padding = ran(proof_model, samples, MULTIPLE)
     for one, other in zip(padded.logits, other_padding.logits, strict=True):
         assert torch.equal(one, other)
@@ -118,13 +118,13 @@ def test_proof_is_of_padded_rows(packs, monkeypatch):
     with attention.recorded_calls() as rows:
         assert prove(loaded.model, loaded.template, made).startswith("isolation verified: max difference 0.0")
     assert {row.ends[-1] for row in rows} == {640}
-    right = padding.padding
+    right = sequence.padding
 
     def trained(template, num_tokens):
         made = right(template, num_tokens)
         return {**made, "labels": [NO_LABEL] + [5] * (num_tokens - 1)}
 
-    monkeypatch.setattr(padding, "padding", trained)
+    monkeypatch.setattr(sequence, "padding", trained)
     with pytest.raises(IsolationError, match="gradient"):
         prove(loaded.model, loaded.template, made)
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from swift_vlpack.attention.prepare import unwrapped
-from swift_vlpack.feed.collate import layout
+from swift_vlpack.feed.sequence import layout
 from swift_vlpack.host.ranks import results_of_all
 from swift_vlpack.proof.first_batch import FirstSequence
 from swift_vlpack.proof.in_training import measure_in_training

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from swift_vlpack.feed.collate import batch_of
-from swift_vlpack.feed.row_loss import (
+from swift_vlpack.feed.sequence_loss import (
     Losses,
     MeanOfStep,
     num_targets,

@@ -4,8 +4,7 @@ import copy
 
 import pytest
 
-from swift_vlpack.cli.bench_advice import advice_on, speed_of
-from swift_vlpack.cli.bench_text import bench_text
+from swift_vlpack.cli.bench_report import advice_on, bench_text, speed_of
 
 GB = 2**30
 

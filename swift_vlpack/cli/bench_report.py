@@ -1,4 +1,4 @@
-"""What follows from the measurements of `vlpack bench`; each advice names the one it comes from."""
+"""Read the measurements of `vlpack bench`: speeds, advice that names the measurement it comes from, and a text."""
 
 from __future__ import annotations
 
@@ -7,30 +7,31 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from swift_vlpack.cli.doctor_advice import size
+from swift_vlpack.cli.lines import labelled, listed, size
+from swift_vlpack.words import counted
 
 ENOUGH = 1.2
-"""Times as many samples as are trained that a loader should give: with fewer, training waits now and then."""
+"""Samples that a loader should give for each one trained: with fewer, training waits now and then."""
 NOISY = 0.3
-"""Half of the measurements lie within such a share of the median; beyond it, two medians say little."""
+"""Largest distance of the quartiles, as a share of the median, at which two medians can be compared."""
 FULL, EMPTY = 0.9, 0.5
 """Shares of a device's memory."""
 
 
 class Speed(NamedTuple):
-    """Measured rows, as medians: what comes once in a while counts for little."""
+    """Medians of measurements, because a rare pause should count for little."""
 
     tokens_per_second: float
     samples_per_second: float
     seconds: float
-    """Of forward and backward of a measurement."""
+    """Forward and backward of one measurement."""
     spread: float
-    """Between the quartiles of the tokens a second, as a share of the median."""
+    """Distance of the quartiles of the tokens a second, as a share of the median."""
     num_measured: int
 
 
 def speed_of(rows: Sequence[Mapping[str, float]]) -> Speed | None:
-    """None where nothing was measured.
+    """Summarize measurements; None if there are none.
 
     >>> speed_of([{"tokens": 800, "samples": 4, "seconds": seconds} for seconds in (1.0, 2.0, 2.0)])
     Speed(tokens_per_second=400.0, samples_per_second=2.0, seconds=2.0, spread=0.5, num_measured=3)
@@ -45,7 +46,7 @@ def speed_of(rows: Sequence[Mapping[str, float]]) -> Speed | None:
 
 
 def advice_on(report: Mapping[str, Any]) -> list[dict[str, str]]:
-    """What to do, and the measurement that says so."""
+    """Return what to do, and the measurement that says so."""
     found = (*_on_noise(report), *_on_workers(report), *_on_length(report), *_on_caps(report), *_on_memory(report))
     return [{"advice": advice, "because": because} for advice, because in found]
 
@@ -121,3 +122,56 @@ def _on_memory(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "lower packing_length, or turn gradient checkpointing on: a longer row may not fit", taken
     elif peak < EMPTY * total and report["plan"]["packing_length"] <= report["plan"]["suggested_length"]:
         yield f"a packing_length of {2 * report['plan']['packing_length']} may fit, and be quicker", taken
+
+
+def bench_text(report: Mapping[str, Any]) -> str:
+    """Write the report for a reader."""
+    lines = [
+        ("model", f"{report['model']} on {report['device']}, {counted(report['cores'], 'core')}"),
+        *_about_data(report),
+        *_about_training(report),
+        *listed("advice", [f"{one['advice']}: {one['because']}" for one in report["advice"]] or ["none"]),
+        ("time", f"{report['seconds']:.0f} s in all, of which {report['seconds_measured']:.0f} s were measured"),
+    ]
+    return labelled(lines)
+
+
+def _about_data(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    lengths, plan = report["length_pass"], report["plan"]
+    rows = counted(lengths["rows"], "row")
+    processes = counted(lengths["processes"], "process", "processes")
+    lines = [
+        ("length pass", f"{lengths['rows_per_second']:.0f} rows a second in {processes} ({rows}, as at a first start)"),
+        ("packs", f"{plan['packs']} of {plan['packing_length']} tokens, {100 * plan['mean_fill']:.1f}% full"),
+        ("loader", f"{'workers':>7}  {'samples/s':>9}  {'tokens/s':>9}  {'first batch':>11}"),
+    ]
+    for one in report["loader"]:
+        numbers = [one["samples_per_second"], one["tokens_per_second"]]
+        samples, tokens = ("-" if number is None else f"{number:.1f}" for number in numbers)
+        first = "-" if one["first_batch_seconds"] is None else f"{one['first_batch_seconds']:.2f} s"
+        mark = "  <- the run's" if one["workers"] == report["workers_of_run"] else ""
+        lines.append(("", f"{one['workers']:>7}  {samples:>9}  {tokens:>9}  {first:>11}{mark}"))
+    if any(one["samples_per_second"] is None for one in report["loader"]):
+        lines.append(("", "-: too few packs to say; give more rows with --rows"))
+    return lines
+
+
+def _about_training(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    lines = [(name, _speed(report[name])) for name in ("packed", "padded")]
+    if (ratio := report["ratio"]) is not None:
+        lines.append(("ratio", f"{ratio:.2f} times the tokens a second, packed to padded (of medians)"))
+    return lines
+
+
+def _speed(measured: Mapping[str, Any]) -> str:
+    if measured.get("problem"):
+        return f"could not be measured: {measured['problem']}"
+    speed = measured["speed"]
+    if speed is None:
+        return "nothing was measured in this time; give more --seconds"
+    between = f"; {measured['between']:.2f} s between two (data, optimizer)"
+    return (
+        f"{speed['tokens_per_second']:.0f} tokens a second, {speed['samples_per_second']:.1f} samples (forward and "
+        f"backward, median of {speed['num_measured']}, quartiles {100 * speed['spread']:.0f}% apart{between}), "
+        f"{size(measured['memory']['peak'])} at most"
+    )

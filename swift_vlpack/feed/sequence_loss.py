@@ -1,8 +1,11 @@
-"""What the loss of one row of a step is: a sum over tokens that adds up, a mean over tokens, or neither.
+"""Make the losses of sequences add up to the loss of a step, and weigh samples in it.
 
-And how much each sample of a step weighs: by its tokens, like every other, or by their root (`weight_of_samples`). That
-is written as weights of tokens that are 1 on average over the step, so the number of its tokens stays what the sum is
-divided by, whatever else (a balance of experts, say) is measured with it.
+The loss of a sequence is a sum over tokens, divided by the tokens of the step; or a mean over tokens, which
+`MeanOfStep` turns into a share of the step's mean; `Losses` tells by measured numbers which of the two it is.
+
+`packing_loss` weighs samples by their tokens, equally, or by the root of their tokens. `weigh_samples` writes that as
+weights of tokens that are 1 on average over the step, so that the sum is still divided by the number of tokens, and so
+is whatever else is measured with it (a balance of experts, say).
 """
 
 from __future__ import annotations
@@ -17,27 +20,27 @@ from swift_vlpack.rows.contents import NO_LABEL, num_supervised
 from swift_vlpack.rows.samples import Encoded
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 3e-2}
-"""Relative difference of two losses that are equal, by the coarsest precision in them."""
+"""Largest relative difference of two losses that count as equal, by the coarsest precision in them."""
 Loss = Callable[..., torch.Tensor]
 Total = Callable[[torch.Tensor], torch.Tensor]
 SCALE = "loss_scale"
-"""Of tokens, in a batch, for ms-swift's trainer."""
+"""Name of the weights of tokens in a batch, which ms-swift's trainer reads."""
 
 
 class MeanOfStep:
-    """A mean over the tokens of one row, as that row's share of the mean over all tokens of the step.
+    """Turn a mean over the tokens of a sequence into the sequence's share of the mean over all tokens of the step.
 
-    An evaluation, which is not accumulated, says no number of tokens, and gets the mean.
+    An evaluation, which accumulates nothing, gives no number of tokens, and gets the mean itself.
     """
 
-    def __init__(self, mean_of_row: Loss) -> None:
-        self.mean_of_row = mean_of_row
+    def __init__(self, mean_of_sequence: Loss) -> None:
+        self.mean_of_sequence = mean_of_sequence
         self.num_items: Any = None
-        """Tokens of the step, where the caller does not hand them on."""
+        """Tokens of the step, for callers that do not pass `num_items_in_batch`."""
 
     def __call__(self, outputs: Any, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """The loss of one row."""
-        loss = self.mean_of_row(outputs, labels, **kwargs)
+        """Compute the share of one sequence."""
+        loss = self.mean_of_sequence(outputs, labels, **kwargs)
         num_items = kwargs.get("num_items_in_batch", self.num_items)
         if num_items is None:
             return loss
@@ -45,28 +48,28 @@ class MeanOfStep:
 
 
 def num_targets(labels: torch.Tensor) -> torch.Tensor:
-    """Tokens that are predicted."""
+    """Count the tokens that are predicted."""
     return (labels[..., 1:] != NO_LABEL).sum()
 
 
 class Losses(NamedTuple):
-    """Of two samples, each in a row of its own and in one row, as parts of one step."""
+    """Measured losses of two samples, each in a sequence of its own and both in one, as parts of one step."""
 
     first: float
     second: float
     together: float
     together_in_twice_the_step: float
     share_of_first: float
-    """Of the tokens of both."""
+    """Share of the first sample in the targets of both."""
 
     def is_sum(self, tolerance: float) -> bool:
-        """Whether rows add up: a sum over tokens, divided by the tokens of the step."""
+        """Return whether sequences add up: the loss is a sum over tokens, divided by the tokens of the step."""
         return _close(self.first + self.second, self.together, tolerance) and _close(
             2 * self.together_in_twice_the_step, self.together, tolerance
         )
 
     def is_mean(self, tolerance: float) -> bool:
-        """Whether it is a mean over the tokens of its row, whatever the step."""
+        """Return whether the loss is a mean over the tokens of its sequence, whatever the step."""
         mean = self.share_of_first * self.first + (1 - self.share_of_first) * self.second
         return _close(mean, self.together, tolerance) and _close(
             self.together_in_twice_the_step, self.together, tolerance
@@ -74,7 +77,8 @@ class Losses(NamedTuple):
 
 
 def with_fewer_targets(sample: Encoded) -> Encoded:
-    """A third of them: a mean over tokens and one over samples are told apart by samples that differ."""
+    """Keep the first third of a sample's targets, because equal samples cannot tell a mean over tokens from one over
+    samples."""
     kept = max(1, num_supervised(sample) // 3)
     labels = []
     for label in sample["labels"]:
@@ -88,7 +92,7 @@ def _close(one: float, other: float, tolerance: float) -> bool:
 
 
 def weight_of_samples(num_targets: torch.Tensor, kind: str) -> torch.Tensor:
-    """What samples of so many targets weigh; one without any weighs nothing.
+    """Return the weights of samples by their numbers of targets; a sample without targets weighs nothing.
 
     >>> weight_of_samples(torch.tensor([9, 0, 4]), "sqrt").tolist()
     [3.0, 0.0, 2.0]
@@ -100,13 +104,13 @@ def weight_of_samples(num_targets: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def weigh_samples(batches: Sequence[Batch], kind: str, total: Total) -> None:
-    """Scale the tokens of all rows of a step; `total` adds two numbers up over all ranks."""
+    """Scale the tokens of all sequences of a step by `kind` of weight; `total` adds numbers up over all ranks."""
     targets = [_num_targets(batch) for batch in batches]
     weights = [weight_of_samples(one, kind) for one in targets]
     num_targets = torch.stack([one.sum() for one in targets]).sum().to(torch.float32)
     num_of_step, weight_of_step = total(torch.stack([num_targets, torch.stack([one.sum() for one in weights]).sum()]))
     for batch, num, weight in zip(batches, targets, weights, strict=True):
-        if not num.numel():  # a row without samples has no loss either
+        if not num.numel():  # a sequence without samples has no loss either
             continue
         of_token = weight / num.clamp(min=1) * num_of_step / weight_of_step.clamp(min=1e-9)
         lengths = torch.tensor(_lengths(batch), device=of_token.device)
@@ -115,11 +119,11 @@ def weigh_samples(batches: Sequence[Batch], kind: str, total: Total) -> None:
 
 
 def _lengths(batch: Batch) -> tuple[int, ...]:
-    return batch.record.lengths_in_row if batch.record is not None else ()
+    return batch.record.lengths_in_sequence if batch.record is not None else ()
 
 
 def _num_targets(batch: Batch) -> torch.Tensor:  # (num_samples,)
-    """Tokens of each sample that are predicted; the first of a row has nothing before it."""
+    """Count the tokens of each sample that are predicted; the first of a sequence has nothing before it."""
     is_target = (batch["labels"] != NO_LABEL).flatten()
     is_target[0] = False
     lengths = _lengths(batch)

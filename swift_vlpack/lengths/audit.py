@@ -1,4 +1,7 @@
-"""Whether the sizes that packs are planned by are those that the rows have when they are encoded for training."""
+"""Check that rows have the sizes they were planned with when they are encoded for training: a part of `vlpack verify`.
+
+Rows of every kind are encoded, the same ones each time, and the largest and smallest of each kind.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,15 @@ from swift_vlpack.rows.samples import Address, SampleError
 from swift_vlpack.rows.sizes import LengthIndex, RowSize
 
 NUM_ROWS_OF_A_KIND = 16
-"""Rows of a source that are encoded, of each kind: text, one image, several, video. Besides, the least and the largest
-of each: limits of a template bite at the ends."""
+"""Rows of each kind (text, one image, several images, video) to encode in every source. The smallest and the largest of
+each kind are added, because the limits of a template bite there."""
 
 
 class Differing(NamedTuple):
-    """A row that training would find other than it was planned."""
+    """A row whose size in training is not the planned one."""
 
     row: str
-    """The file and line."""
+    """Its file and line."""
     planned: RowSize
     encoded: RowSize
 
@@ -38,21 +41,25 @@ class Differing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SourceLengths:
-    """What was found of one source."""
+    """The result for one source."""
 
     source: str
     num_rows: int
     num_compared: int = 0
     differing: tuple[Differing, ...] = ()
     unreadable: tuple[str, ...] = ()
-    """Rows with a length that cannot be encoded, which training leaves out and counts."""
+    """Rows that have a length and cannot be encoded; training leaves them out and counts them."""
     without_headers: str | None = None
-    """Why every row was encoded in full; None where image headers were trusted."""
+    """Why every row was encoded in full; None if image headers were trusted."""
     is_planned: bool = True
 
     @property
     def check(self) -> str:
-        """In a word: `equal`; `fallback`, equal and found by encoding every row; `differing`; of a stream `as read`."""
+        """Return the result in a word.
+
+        `equal` or `differing`; `fallback` if all are equal, but the length pass had to encode every row; `as read` for
+        a stream, which is not planned.
+        """
         if not self.is_planned:
             return "as read"
         if self.differing:
@@ -61,7 +68,7 @@ class SourceLengths:
 
 
 def checked_lengths(dataset: Any) -> list[SourceLengths]:
-    """Encode some rows of every source and compare them with what is planned; the same rows every time."""
+    """Encode some rows of every source and compare their sizes with the planned ones."""
     if not isinstance(dataset, FusionCaptionDataset):
         return [SourceLengths("stream", 0, is_planned=False)]
     return [_checked(dataset, number) for number in range(len(dataset.sources))]
@@ -74,7 +81,7 @@ def _checked(dataset: FusionCaptionDataset, number: int) -> SourceLengths:
     differing, unreadable = [], []
     rows = rows_to_compare(source.sizes, source.name)
     for row in rows:
-        with RandomStream("proof", number, row):  # as the proof encodes it
+        with RandomStream("proof", number, row):  # the same draws as the proof of isolation
             sample = dataset.sample_or_error(Address(number, row))
         if isinstance(sample, SampleError):
             unreadable.append(f"{source.where(row)}: {sample.reason}: {sample.detail}")
@@ -93,7 +100,7 @@ def _checked(dataset: FusionCaptionDataset, number: int) -> SourceLengths:
 
 
 def rows_to_compare(sizes: LengthIndex, name: str) -> list[int]:
-    """The least and the largest by tokens, images and patches, and of each kind some drawn by the source's name."""
+    """Choose rows of each kind: the smallest and largest by tokens, images and patches, and some drawn at random."""
     usable = np.flatnonzero(sizes.lengths)
     chosen: dict[int, None] = {}
     for kind in _kinds(sizes, usable):
