@@ -85,7 +85,7 @@ def measured_apart(argv: Sequence[str], phase: str, *, tokens_of_pack: int = 0) 
 
 
 def bench_report(packed: Mapping[str, Any], padded: Mapping[str, Any], *, seconds: float) -> dict[str, Any]:
-    """Both together, the ratio, and what follows."""
+    """Put both phases together, with their ratio and advice."""
     of_packed, of_padded = _training(packed), _training(padded)
     speeds = [one["speed"] for one in (of_packed, of_padded)]
     known = all(speeds)

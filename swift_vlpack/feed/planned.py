@@ -133,8 +133,8 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
             raise StateMismatch(f"damaged: state.cuts are not of this plan: {error}") from error
         if found != digest:
             raise StateMismatch(
-                f"the same data and options give another plan of epoch {epoch} than then ({found}, then "
-                f"{digest}): swift_vlpack, numpy or binpacking is another version"
+                f"the same data and options now give another plan of epoch {epoch} ({found}, saved was {digest}): "
+                "swift_vlpack, numpy or binpacking is another version"
             )
         self._go_to(plan)
 

@@ -23,8 +23,8 @@ from swift.template import Template, vision_utils
 from swift.template import base as template_base
 
 from swift_vlpack.rows.media import url_of
+from swift_vlpack.rows.patches import without_frames
 from swift_vlpack.rows.urls import Urls
-from swift_vlpack.rows.video_readers import without_frames
 
 _SHORT, _NUM_KNOWN = 64, 100_000  # texts of so many characters come again: keep the tokens of that many texts
 

@@ -7,7 +7,7 @@ tokens of its row is weighted here; any other is refused. Which one a loss is, i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from swift_vlpack.feed.packs import packed_samples
 from swift_vlpack.feed.sequence import layout
 from swift_vlpack.feed.sequence_loss import SCALE, TOLERANCE, Losses, MeanOfStep, num_targets, with_fewer_targets
 from swift_vlpack.feed.waiting import is_of_collective
-from swift_vlpack.host.sample_losses import LossOfSample
 from swift_vlpack.proof.changes import replaced
 from swift_vlpack.proof.choose_samples import short_samples
 from swift_vlpack.proof.isolation import IsolationError
@@ -30,6 +29,8 @@ from swift_vlpack.rows.samples import Encoded
 
 logger = get_logger()
 
+LossOfSample = Callable[[Any, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""Takes the outputs, labels and weights of one sample. Returns the loss summed over its tokens."""
 CAUSAL_LM = "cross_entropy"
 """The only one of ms-swift's own loss types that is for causal_lm."""
 

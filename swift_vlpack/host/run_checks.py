@@ -1,4 +1,4 @@
-"""Check what a run names before anything heavy is imported: words, values, files, folders, and options that clash.
+"""Check a run before anything heavy is imported: options that clash, data, models, checkpoints and folders.
 
 `vlpack` asks with the flags it was given, and the plugin with ms-swift's arguments, as soon as it is loaded: in plain
 `swift sft` that is the first moment that this package sees.
@@ -8,99 +8,23 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from swift_vlpack.config import PackingConfig, is_planned
 from swift_vlpack.errors import ConfigError, DataError
-from swift_vlpack.host.swift_flags import flags as flags_of_swift
+from swift_vlpack.host.run_flags import OF_DATA, loose_word
 from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.rows.fusion_config import FusionConfig, read_fusion_config
 from swift_vlpack.words import did_you_mean
 
-OF_DATA = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow")
-OF_TRAINING = (".yaml", ".yml", ".json")
-"""Endings of a training file, by which ms-swift knows it."""
 _HUBS = ("hf::", "ms::")
 _MOST_NAMES = 10_000
 """Most names of a folder to search for one like a missing name; a folder of images may have millions."""
 PLUGINS = ("external_plugins", "custom_register_path", "custom_dataset_info")
 """Options with files that may register data sets and tuners, which only the training process then knows."""
-
-
-def given_options(flags: Sequence[str]) -> dict[str, Any]:
-    """Return the value of every flag, by option: a list where ms-swift takes one, else text, number or true and false.
-
-    Raises `ConfigError` for a word that no flag takes, and for a value that the flag does not have.
-    """
-    known = flags_of_swift()
-    found: dict[str, list[str]] = {}
-    values: list[str] | None = None
-    most = 0
-    for part in flags:
-        if part.startswith("--") and " " not in part:
-            name, has_value, value = part.partition("=")
-            option = _option_of(name[2:].replace("-", "_"), known)
-            values = found[option] = [value] if has_value else []
-            most = _most_values(option, known)
-        elif values is None or (most == 1 and len(values) == 1):
-            raise ConfigError(loose_word(part))
-        else:
-            values.append(part)
-    return {name: _checked_value(name, given, known) for name, given in found.items()}
-
-
-def _option_of(name: str, known: Collection[str]) -> str:
-    """Return the option that argparse would take the name for: itself, or the only one that begins with it."""
-    if name in known:
-        return name
-    longer = [option for option in known if option.startswith(name)]
-    return longer[0] if len(longer) == 1 else name
-
-
-def _most_values(name: str, known: Mapping[str, Any]) -> int:
-    """Return 1 where ms-swift takes one value, and 0 for any number, also of an option that is not known."""
-    return 1 if name in known and not known[name].takes_list else 0
-
-
-def loose_word(word: str) -> str:
-    """Return the error about a word that belongs to no option."""
-    path = Path(word)
-    if path.suffix in (".yaml", ".yml"):
-        return f"{word}: give one training file, as the first word; options come after it"
-    if path.suffix in OF_DATA:
-        return f"{word} is no training file; name data with --dataset {word}"
-    if path.is_dir():
-        return f"{word} is a folder; name a training file in it ({', '.join(OF_TRAINING)}), or --model {word}"
-    return (
-        f"no option takes {word!r}; a training file comes first and ends in {', '.join(OF_TRAINING)}, and every option "
-        "begins with --"
-    )
-
-
-def _checked_value(name: str, given: Sequence[str], known: Mapping[str, Any]) -> Any:
-    flag = known.get(name)
-    if flag is None or flag.takes_list:
-        return list(given)
-    if flag.choices and given and given[0] not in flag.choices:
-        raise ConfigError(
-            f"--{name} must be one of {', '.join(flag.choices)}, got {given[0]!r}{did_you_mean(given[0], flag.choices)}"
-        )
-    return _value(given[0]) if given else True
-
-
-def _value(text: str) -> Any:
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    with suppress(ValueError):
-        return int(text)
-    with suppress(ValueError):
-        return float(text)
-    return text
 
 
 class Registered(NamedTuple):
@@ -218,7 +142,7 @@ def _as_sources(options: Mapping[str, Any]) -> str:
         return "it needs one share above 0 for each --dataset; or give ratios in a fusion_config"
     sizes = [_num_rows(dataset) for dataset in datasets]
     if all(sizes):
-        # An epoch of ms-swift ends when the first of them has no more rows, or when the last one has none.
+        # ms-swift's epoch ends when the first data set is used up, or when the last one is.
         ends = [size / share for size, share in zip(sizes, shares, strict=True)]
         end = max(ends) if options.get("stopping_strategy") == "all_exhausted" else min(ends)
         ratios = [f"{share * end / size:.4g}" for size, share in zip(sizes, shares, strict=True)]
@@ -246,11 +170,11 @@ def _num_rows(dataset: str) -> int:
 
 def _refuse_truncation_of_windows(options: Mapping[str, Any], config: PackingConfig) -> None:
     """Refuse ms-swift's own ways to shorten rows where windows cut them."""
-    asked = options.get("truncation_strategy")
-    if config.packing_strategy == WINDOW and asked in ("split", "left", "right"):
+    strategy = options.get("truncation_strategy")
+    if config.packing_strategy == WINDOW and strategy in ("split", "left", "right"):
         raise ConfigError(
             "packing_strategy=window cuts rows wherever a pack is full, so --truncation_strategy "
-            f"{asked} cannot be used with it; leave that out, or take another strategy"
+            f"{strategy} cannot be used with it; leave that out, or take another strategy"
         )
 
 
@@ -338,12 +262,12 @@ def _local(dataset: str) -> str | None:
 
 
 def _is_path(name: str) -> bool:
-    """Tell a path from a name on a hub, which is one word, or an owner and a name."""
+    """Tell a path from a name on a hub, which is one word, or an owner and a name with one slash between them."""
     return name.startswith(("/", "./", "../", "~")) or name.endswith(OF_DATA) or name.count("/") > 1
 
 
 def _has_content(path: str) -> bool:
-    """Refuse a file without a row; a file that is no text is left to its own reader."""
+    """Tell whether a file has a row; a file that is no text is left to its own reader."""
     if not path.endswith((".jsonl", ".json", ".csv", ".txt")):
         return True
     with open(path, "rb") as file:
@@ -351,7 +275,7 @@ def _has_content(path: str) -> bool:
 
 
 def check_folder(what: str, folder: Path) -> None:
-    """Refuse a folder that cannot be made or written into; leaves nothing there."""
+    """Refuse a folder that cannot be made or written into. Leaves nothing there."""
     there = folder.absolute()
     while not there.exists() and there != there.parent:
         there = there.parent
@@ -365,7 +289,7 @@ def check_folder(what: str, folder: Path) -> None:
 
 
 def check_file(what: str, path: Path) -> None:
-    """Refuse a file that cannot be written; leaves it as it is."""
+    """Refuse a file that cannot be written. Leaves it as it is."""
     folder = path.absolute().parent
     if not folder.is_dir():
         raise ConfigError(f"{what} {path}: no such directory; name a file in one that exists")

@@ -6,7 +6,7 @@ from itertools import islice
 from typing import Any
 
 from swift_vlpack.comm import Comm
-from swift_vlpack.feed.saved_rows import digest_of, rows_read
+from swift_vlpack.feed.saved_rows import digest_of, rows_with_digest
 from swift_vlpack.host.ranks import RanksDiffer, refuse_differences
 from swift_vlpack.rows.media import is_name, names_of_files, real_file
 from swift_vlpack.rows.source import Row, RowSource, row_bytes
@@ -22,7 +22,7 @@ def check_same_files(source: RowSource, comm: Comm) -> None:
     """
     if comm.num_ranks == 1:
         return
-    indices = rows_read(len(source.rows)).tolist()
+    indices = rows_with_digest(len(source.rows)).tolist()
     mine = {index: _sizes_of_files(source.rows[index]) for index in indices}
     digest = digest_of(repr(mine).encode())
     if len({*comm.results_of_all(lambda: digest)}) == 1:
@@ -51,7 +51,7 @@ def _validation(rows: Any) -> dict[str, Any]:
     if rows is None:
         return {"rows": 0}
     if hasattr(rows, "__len__"):
-        seen = [rows[index] for index in rows_read(len(rows)).tolist()]
+        seen = [rows[index] for index in rows_with_digest(len(rows)).tolist()]
         return {"rows": len(rows), "content": digest_of(*map(row_bytes, seen))}
     return {"rows": "a stream", "content": digest_of(*map(row_bytes, islice(iter(rows), NUM_ROWS_OF_STREAM)))}
 

@@ -233,7 +233,7 @@ def _notes(run: RunFolder, segments: Sequence[Segment]) -> Iterator[str]:
         folder = resumed_folder(first)
         why = "is not there any more" if folder is None else f"has no run log in {folder / FOLDER}"
         yield (
-            f"the run goes on from {first.start['checkpoint']}, whose run {why}: the numbers begin after step "
+            f"the run was resumed from {first.start['checkpoint']}, whose run {why}: the numbers begin after step "
             f"{first.start['step']}"
         )
 

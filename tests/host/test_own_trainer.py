@@ -221,15 +221,16 @@ def test_template_in_its_default_mode_is_refused(fresh, rows, door):
         Collator(later)
 
 
-def test_source_with_a_template_of_its_own_from_before_is_refused(fresh, rows):
-    """OWN-3: a source with `max_pixels` has a copy of the template, made when the data was."""
+def test_source_with_a_template_of_its_own_is_read_by_the_prepared_one(fresh, rows):
+    """OWN-3: a source with `max_pixels` has a copy of the template, made when packs are."""
     from swift_vlpack import FusionCaptionDataset, RowSource
 
     model, template = fresh()
     data = FusionCaptionDataset([RowSource(name="small", rows=rows, max_pixels=50_000)], template)
     prepare_model(model, template)
-    with pytest.raises(ConfigError, match="mode 'transformers'"):
-        PackingDataset(data, template, config())
+    packs = PackingDataset(data, template, config())
+    assert [encoder.template.mode for encoder in packs.dataset.encoders] == ["train"]
+    assert packs.dataset.encoders[0].template.max_pixels == 50_000
 
 
 def test_model_that_nobody_prepared_is_refused(fresh, rows):

@@ -291,22 +291,22 @@ def changed(dataset, folder, change):
         (
             lambda lines: [*lines[:-1], lines[-1].replace("the", "car").replace("tree", "house")],
             ["data"],
-            r"train:35 \(.*/train\.jsonl:36.*\) is another row than then",
+            r"train:35 \(.*/train\.jsonl:36.*\) is not the row that was saved",
         ),
         (
             lambda lines: lines[:-1],
             ["data", "lengths", "sources"],
-            r"train has 35 rows, then 36; they differ from row 36 of the saved run, which is missing",
+            r"train has 35 rows, saved were 36; they differ from row 36 of the saved run, which is missing",
         ),
         (
             lambda lines: lines[1:],
             ["data"],
-            r"train has 35 rows, then 36; they differ from train:0 \(.*/train\.jsonl:1",
+            r"train has 35 rows, saved were 36; they differ from train:0 \(.*/train\.jsonl:1",
         ),
         (
             lambda lines: [lines[1], lines[0], *lines[2:]],
             ["data", "lengths"],
-            r"train:0 \(.* tokens.*, then \d+ tokens",
+            r"train:0 \(.* tokens.*, saved was \d+ tokens",
         ),
     ],
 )
@@ -333,7 +333,9 @@ def test_other_options_and_lengths_are_refused(small_folder, dataset, uninterrup
                 small_folder, tmp_path, dataset, resume_from_checkpoint=checkpoint, max_pixels=6000, seed=7, data_seed=7
             )
         )
-    assert re.search(r"lengths \(train:\d+ .*files: [^)]*\.jpg\) has \d+ tokens.*, then \d+ tokens", str(refused.value))
+    assert re.search(
+        r"lengths \(train:\d+ .*files: [^)]*\.jpg\) has \d+ tokens.*, saved was \d+ tokens", str(refused.value)
+    )
     assert "seed (42, now 7)" in str(refused.value)
     assert "packing_min_fill_ratio" not in str(refused.value)
 
@@ -544,7 +546,9 @@ def test_run_keeps_its_plan_when_files_go_and_come_back(small_folder, tmp_path, 
     train(flags(small_folder, tmp_path / "rest", data, **begin))
     expected = [(step, epoch, [key for key in inside if key != f"rows:{lost}"]) for step, epoch, inside in whole]
     assert trained(tmp_path / "rest") == [pack for pack in expected if pack[0] > first]
-    assert re.search(rf"1 rows that were planned cannot be read .*rows:{lost} .*has file_missing, then", caplog.text)
+    assert re.search(
+        rf"1 rows that were planned cannot be read .*rows:{lost} .*has file_missing, saved was", caplog.text
+    )
     assert re.search(r"1 rows that could not be read stay out until the next run: rows:2 ", caplog.text)
     for epoch in (0, 1):
         report = epoch_report(tmp_path / "rest", epoch)

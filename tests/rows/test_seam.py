@@ -7,8 +7,7 @@ import pytest
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import swift_vlpack
-from swift_vlpack.rows import patches as places
-from swift_vlpack.rows import video_readers
+from swift_vlpack.rows import patches
 from swift_vlpack.rows.patches import Place, SeamMoved, check_worker, found, no_worker, replaced
 from swift_vlpack.rows.streams import StreamedRows
 from tests.parsed import nodes_of
@@ -45,7 +44,7 @@ def test_worker_is_hidden_and_seen_again():
     check_worker()
     assert get_worker_info() is None
     assert list(DataLoader(Asks(), batch_size=None, num_workers=1)) == [[True, True]]
-    with pytest.raises(KeyError), replaced(places.WORKER, "mark"):
+    with pytest.raises(KeyError), replaced(patches.WORKER, "mark"):
         raise KeyError
     assert get_worker_info() is None
 
@@ -53,7 +52,7 @@ def test_worker_is_hidden_and_seen_again():
 @pytest.mark.parametrize("moved", [Place("torch.gone", "_worker_info"), Place("torch.utils.data", "_nothing")])
 def test_torch_that_moved_it_is_told_so_before_a_row_is_read(moved, monkeypatch):
     """ARCH-7"""
-    monkeypatch.setattr(places, "WORKER", moved)
+    monkeypatch.setattr(patches, "WORKER", moved)
     check_worker.cache_clear()
     with pytest.raises(SeamMoved, match=r"torch .* no longer notes its dataloader workers in .*streaming false"):
         StreamedRows([{}], PlainTemplate())
@@ -63,7 +62,7 @@ def test_torch_that_moved_it_is_told_so_before_a_row_is_read(moved, monkeypatch)
 
 def test_attribute_that_nobody_reads_is_no_seam(monkeypatch):
     """ARCH-7: torch keeps the name, and looks elsewhere."""
-    monkeypatch.setattr(places, "get_worker_info", lambda: None)
+    monkeypatch.setattr(patches, "get_worker_info", lambda: None)
     check_worker.cache_clear()
     with pytest.raises(SeamMoved):
         check_worker()
@@ -75,14 +74,14 @@ def test_reader_that_changed_decodes_and_is_named(monkeypatch, caplog):
     assert found(Place("vlpack_not_there", "VideoReader")) is None
     with pytest.raises(SeamMoved, match=r"json\.JSONDecoder has no get_batch"):
         found(Place("json", "JSONDecoder", ("decode", "get_batch")))
-    monkeypatch.setitem(places.VIDEO_READERS, "decord", Place("json", "JSONDecoder", ("get_batch",)))
-    monkeypatch.setitem(places.VIDEO_READERS, "torchcodec", Place("vlpack_not_there", "VideoDecoder"))
-    video_readers._readers.cache_clear()
+    monkeypatch.setitem(patches.VIDEO_READERS, "decord", Place("json", "JSONDecoder", ("get_batch",)))
+    monkeypatch.setitem(patches.VIDEO_READERS, "torchcodec", Place("vlpack_not_there", "VideoDecoder"))
+    patches._readers.cache_clear()
     try:
         for _ in range(2):
-            with video_readers.without_frames():
+            with patches.without_frames():
                 pass
         (line,) = [record.message for record in caplog.records]
         assert line.startswith("videos are decoded to learn their lengths, which takes longer: json.JSONDecoder has no")
     finally:
-        video_readers._readers.cache_clear()
+        patches._readers.cache_clear()

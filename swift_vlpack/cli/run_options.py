@@ -1,4 +1,4 @@
-"""Find the run in an output directory, and the flags and variables that start the same run again."""
+"""Read from an output directory how its run was started: the flags and variables that make the same packs again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OF_ROWS = (
 """ms-swift's options that decide rows, packs and steps; no other option changes them."""
 
 
-class RunFound(NamedTuple):
+class RunOptions(NamedTuple):
     """How a run was started, as far as its data goes."""
 
     flags: list[str]
@@ -37,7 +37,7 @@ class RunFound(NamedTuple):
     num_ranks: int
 
 
-def run_meant(given: Path) -> Path:
+def run_named(given: Path) -> Path:
     """Return the folder that is named, or the newest run in it: ms-swift puts each run into a version (`v0-...`)."""
     if (given / ARGS).is_file() or not given.is_dir():
         return given
@@ -50,7 +50,7 @@ def run_meant(given: Path) -> Path:
     return run.path
 
 
-def run_found(folder: Path) -> RunFound:
+def run_options(folder: Path) -> RunOptions:
     """Return how the run of an output directory, or of one checkpoint by itself, was started.
 
     Raises `ConfigError` if the folder has no arguments of a run.
@@ -58,14 +58,14 @@ def run_found(folder: Path) -> RunFound:
     args = _args_of(folder)
     segments = segments_of(folder)
     start = segments[-1].start if segments else {}
-    options = start["options"] if segments else _options_of_checkpoints(folder)
+    options = start["options"] if "options" in start else _options_of_checkpoints(folder)
     given = {name: args[name] for name in OF_ROWS if args.get(name) not in (None, [], {})}
     if "fusion_config" in options:
         given.pop("dataset", None)
     own = {name: value for name, value in options.items() if name in option_names() and value is not None}
     flags = [part for name, value in {**given, **own}.items() for part in _flag(name, value)]
     num_ranks = start.get("num_ranks") or args.get("global_world_size") or 1
-    return RunFound(flags, dict(start.get("variables", {})), int(num_ranks))
+    return RunOptions(flags, dict(start.get("variables", {})), int(num_ranks))
 
 
 def _args_of(folder: Path) -> dict[str, Any]:
