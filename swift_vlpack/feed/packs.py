@@ -16,7 +16,7 @@ from swift_vlpack.attention.prepare import check_ready
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import DataError
 from swift_vlpack.plan.epoch import EpochPlan
-from swift_vlpack.plan.oversize import is_single_long
+from swift_vlpack.plan.items import is_single_long
 from swift_vlpack.rows.contents import size_of
 from swift_vlpack.rows.encoder import Template
 from swift_vlpack.rows.fusion import FusionCaptionDataset

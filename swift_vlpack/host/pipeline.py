@@ -27,8 +27,8 @@ from swift_vlpack.host.ranks import RanksOfRun, num_ranks_of_run, rank
 from swift_vlpack.host.same_rows import check_same_files, check_same_validation
 from swift_vlpack.host.sources import load_sources, load_stream
 from swift_vlpack.host.use_attention import use_attention
-from swift_vlpack.plan.advice import length_warning, long_row_warning
 from swift_vlpack.plan.registry import WINDOW
+from swift_vlpack.plan.report import length_warning, long_sequence_warning
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.fusion_config import read_fusion_config
@@ -57,7 +57,7 @@ def prepare_dataset(pipeline: Any) -> list[Any]:
     check_same_validation(val_rows, RanksOfRun())
     # Of all rows, before the first step: a mount that is gone shows in the length pass already.
     check_measured(feed.sources, config.packing_max_failed_share)
-    check_rope(pipeline.model.config, feed.dataset, template.max_length, config)
+    check_rope(pipeline.model.config, feed.sources, template.max_length, config)
     val_rows = saved_validation_rows(pipeline, val_rows)
     if is_master():
         _show(pipeline, feed)
@@ -103,7 +103,7 @@ def planned_feed(rows: FusionCaptionDataset, template: Any, args: Any, config: P
     )
     plan = packs.epoch_plan
     _warn_of_length(args, config, plan.lengths[plan.lengths > 0])
-    if is_master() and (warning := long_row_warning(plan.packs.num_tokens_per_pack, config)):
+    if is_master() and (warning := long_sequence_warning(plan.packs.num_tokens_per_pack, config)):
         logger.warning(f"packing: {warning}")
     return PlannedFeed(packs, **_of_run(args))
 
