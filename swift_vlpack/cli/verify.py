@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from swift_vlpack.cli.command import Command, add_packing_flags, add_run_flags
 from swift_vlpack.cli.in_run import in_run
 from swift_vlpack.cli.lines import labelled, listed
-from swift_vlpack.errors import AttentionError, BoundaryError, DataError, VLPackError
+from swift_vlpack.errors import AttentionError, BoundaryError, DataError, IsolationError, VLPackError
 from swift_vlpack.words import counted
 
 if TYPE_CHECKING:
@@ -88,7 +88,6 @@ def verified(flags: Sequence[str], *, command: str = "sft") -> dict[str, Any]:
 def _proved(trainer: Any) -> dict[str, Any]:
     """Run the checks of a training run before step 1, in the same order, and describe what they found."""
     from swift_vlpack.attention.sequence_effects import noise_by_sample
-    from swift_vlpack.errors import IsolationError
     from swift_vlpack.host.losses import add_up
     from swift_vlpack.host.proof import attention_of, prove_isolation
     from swift_vlpack.host.use_attention import choose_for
