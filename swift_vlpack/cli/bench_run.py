@@ -28,7 +28,7 @@ from swift_vlpack.host.pipeline import measured_rows, planned_feed
 from swift_vlpack.host.run import TrainableRun, instead_of_proof, need_packing, run_of
 from swift_vlpack.host.sources import load_sources
 from swift_vlpack.host.use_attention import choose_for, use_attention
-from swift_vlpack.plan.advice import suggested_length
+from swift_vlpack.plan.report import suggested_length
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.fusion_config import read_fusion_config
 from swift_vlpack.rows.samples import Address, SampleError

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from swift_vlpack.cli.lines import labelled
-from swift_vlpack.plan.advice import StepSize, nothing_packed
 from swift_vlpack.plan.registry import WINDOW
+from swift_vlpack.plan.report import StepSize, nothing_packed
 from swift_vlpack.reasons import kept_by
 from swift_vlpack.words import by_reason, counted
 

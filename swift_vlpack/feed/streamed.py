@@ -22,9 +22,9 @@ from swift_vlpack.envelope import Named, Whole, check_shape
 from swift_vlpack.errors import StateMismatch
 from swift_vlpack.feed.failures import counted_failure
 from swift_vlpack.feed.packs import Packs, packed_samples
+from swift_vlpack.plan.items import Item, ItemId
 from swift_vlpack.plan.packer import Packer
 from swift_vlpack.plan.parts import Span
-from swift_vlpack.plan.records import Item, ItemId
 from swift_vlpack.plan.shares import Share, share_of
 from swift_vlpack.reasons import Reason
 from swift_vlpack.rows.contents import size_of

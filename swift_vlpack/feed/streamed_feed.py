@@ -18,8 +18,8 @@ from swift_vlpack.feed.feed import CannotReadAgain, EpochStart, Feed, MakeLoader
 from swift_vlpack.feed.packs import packed_samples
 from swift_vlpack.feed.saved_rows import digest_of
 from swift_vlpack.feed.streamed import ReaderProgress, StreamedPackingDataset
-from swift_vlpack.plan.advice import long_row_warning
 from swift_vlpack.plan.registry import WINDOW
+from swift_vlpack.plan.report import long_sequence_warning
 from swift_vlpack.plan.shares import Share, share_of
 from swift_vlpack.reasons import warning_of_left_out
 from swift_vlpack.rows.cutting import in_parts
@@ -73,7 +73,7 @@ class StreamedFeed(Feed):
         self.packs.set_epoch(epoch)
         return EpochStart()
 
-    def batches_behind(self, accumulation: int) -> int:
+    def batches_trained(self, accumulation: int) -> int:
         """Return all that were trained: readers go on by themselves, and steps end where they would have ended."""
         return self.progress.num_trained
 
@@ -129,7 +129,7 @@ class StreamedFeed(Feed):
             self.progress.trained(record)
         if not self._has_warned_of_length:
             num_tokens = np.array([sum(record.lengths) for record in records], dtype=np.int64)
-            if warning := long_row_warning(num_tokens, self.config):
+            if warning := long_sequence_warning(num_tokens, self.config):
                 self._has_warned_of_length = True
                 logger.warning("%s", warning)
 

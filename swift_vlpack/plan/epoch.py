@@ -19,8 +19,8 @@ from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import DataError
 from swift_vlpack.plan.cut_rows import CutRows, PartSize
 from swift_vlpack.plan.cuts import Cut, is_finished, num_consumed, replay, share
+from swift_vlpack.plan.items import is_left_out
 from swift_vlpack.plan.mix import Mix, Schedule
-from swift_vlpack.plan.oversize import is_left_out
 from swift_vlpack.plan.packs import Plan
 from swift_vlpack.plan.parts import Span
 from swift_vlpack.plan.planner import plan

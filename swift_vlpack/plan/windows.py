@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.plan.cut_rows import CutRows, PartSize
-from swift_vlpack.plan.oversize import is_left_out
+from swift_vlpack.plan.items import Item, is_left_out
 from swift_vlpack.plan.packer import Packer
 from swift_vlpack.plan.parts import NOTHING, Cutting, Part, Run, Span, Taken, window_parts
-from swift_vlpack.plan.records import Item
 from swift_vlpack.reasons import Reason
 
 RunsOf = Callable[[int], Sequence[PartSize]]

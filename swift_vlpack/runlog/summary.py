@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from textwrap import wrap
 from typing import Any
 
-from swift_vlpack.plan.advice import StepSize, nothing_packed
+from swift_vlpack.plan.report import StepSize, nothing_packed
 from swift_vlpack.reasons import kept_by
 from swift_vlpack.runlog.counts import Counts
 from swift_vlpack.words import by_reason, counted

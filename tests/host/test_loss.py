@@ -159,7 +159,7 @@ def test_boundaries_that_the_trainer_loses_are_not_the_fault_of_the_loss(step, m
         return right(self, model, inputs, *args, **kwargs)
 
     monkeypatch.setattr(PackingTrainer, "compute_loss", losing)
-    with pytest.raises(IsolationError, match=r"on the way that training takes, samples of a row see each other"):
+    with pytest.raises(IsolationError, match=r"on the way that training takes, samples of a sequence see each other"):
         step(packed=True)
 
 

@@ -6,8 +6,9 @@ import pytest
 from swift_vlpack import PackingConfig
 from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.plan.cut_rows import CutRows, PartSize
+from swift_vlpack.plan.length_files import plan_of_rows
 from swift_vlpack.plan.parts import Cutting, Span
-from swift_vlpack.plan.planner import plan, plan_of_rows
+from swift_vlpack.plan.planner import plan
 from swift_vlpack.plan.windows import can_be_in_windows, end_to_end, lost_part
 from swift_vlpack.reasons import Reason, part_code_of
 

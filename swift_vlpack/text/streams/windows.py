@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import DataError
+from swift_vlpack.plan.items import Pack
 from swift_vlpack.plan.packer import Packer
-from swift_vlpack.plan.records import Pack
 from swift_vlpack.text.cutting import pieces_of
 
 Tokens = NDArray[np.signedinteger[Any]]  # of two bytes a number where that is enough, else of four

@@ -158,6 +158,6 @@ def test_padding_that_would_choose_the_frequencies_is_refused():
         max_position_embeddings = 128
         rope_parameters = MappingProxyType({"rope_type": "dynamic", "factor": 2.0})
 
-    check_rope(Dynamic(), None, 100, config(packing_pad_to=128))
+    check_rope(Dynamic(), (), 100, config(packing_pad_to=128))
     with pytest.raises(ConfigError, match=r"padding can have 639. Set packing_pad_to to 128 or less"):
-        check_rope(Dynamic(), None, 100, config(packing_pad_to="length"))
+        check_rope(Dynamic(), (), 100, config(packing_pad_to="length"))

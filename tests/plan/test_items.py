@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from swift_vlpack import Packer, PackingConfig, plan
-from swift_vlpack.plan.oversize import is_single_long, must_be_alone, why_alone
+from swift_vlpack.plan.items import is_single_long, must_be_alone, why_alone
 from swift_vlpack.runlog.counts import Counts
 from tests.contract import run
 
