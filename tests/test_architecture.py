@@ -29,6 +29,8 @@ FORBIDDEN = {
     "plan": (*HEAVY_OF_HOST, *ours("runlog", *TENSORS, "text", "pages", "host", "cli")),
     "runlog": (*HEAVY_OF_HOST, *ours(*TENSORS, "text", "pages", "host", "cli")),
     **dict.fromkeys(TENSORS, ("swift", *ours("text", "host", "cli"))),
+    "rows": ("swift", *ours("lengths", "attention", "feed", "proof", "text", "host", "cli")),
+    "lengths": ("swift", *ours("attention", "feed", "proof", "text", "host", "cli")),
     "text": ("swift", *ours(*TENSORS, "host", "cli")),
     "pages": ("swift", *ours("text", "host", "cli")),
     "host": ours("cli"),

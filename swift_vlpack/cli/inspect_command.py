@@ -16,7 +16,7 @@ from swift_vlpack.cli.command import Command, PassThrough, add_packing_flags, ad
 from swift_vlpack.cli.in_run import in_run
 from swift_vlpack.cli.run_options import run_named, run_options
 from swift_vlpack.errors import ConfigError
-from swift_vlpack.host.run_checks import check_file
+from swift_vlpack.host.path_checks import check_file
 
 _WIDTH_OF_FILES = 120
 _NUM_SPIKES = 5

@@ -58,7 +58,7 @@ def run_options(folder: Path) -> RunOptions:
     args = _args_of(folder)
     segments = segments_of(folder)
     start = segments[-1].start if segments else {}
-    options = start["options"] if segments else _options_of_checkpoints(folder)
+    options = start["options"] if "options" in start else _options_of_checkpoints(folder)
     given = {name: args[name] for name in OF_ROWS if args.get(name) not in (None, [], {})}
     if "fusion_config" in options:
         given.pop("dataset", None)

@@ -117,6 +117,8 @@ class TrainedRun:
     def recorded_step(self, step: int) -> list[Trained]:
         """Return the packs of a step as every rank recorded them."""
         origins = self.segments[-1].start.get("origins", {}) if self.segments else {}
+        # The last segment that began before the step, because it trained the step again if another one had.
+        folder = next((one.folder for one in reversed(self.segments) if one.start["step"] < step), self.folder)
         return [
             Trained(
                 rank=rank,
@@ -125,14 +127,15 @@ class TrainedRun:
                 ids=line["ids"],
                 where=[_place(name, origins) for name in line["ids"]],
             )
-            for rank in recorded_ranks(self.folder)
-            for line in packs_of_step(read_packs(pack_file(self.folder, rank)), step)
+            for rank in recorded_ranks(folder)
+            for line in packs_of_step(read_packs(pack_file(folder, rank)), step)
         ]
 
     def recorded_steps(self) -> tuple[int, int] | None:
         """Return the first and the last step on record."""
-        ranks = recorded_ranks(self.folder)
-        steps = [line["step"] for rank in ranks for line in read_packs(pack_file(self.folder, rank))]
+        folders = {self.folder, *(segment.folder for segment in self.segments)}
+        files = [pack_file(folder, rank) for folder in folders for rank in recorded_ranks(folder)]
+        steps = [line["step"] for file in files for line in read_packs(file)]
         return (min(steps), max(steps)) if steps else None
 
 

@@ -73,7 +73,7 @@ class StreamedFeed(Feed):
         self.packs.set_epoch(epoch)
         return EpochStart()
 
-    def batches_behind(self, accumulation: int) -> int:
+    def batches_trained(self, accumulation: int) -> int:
         """Return all that were trained: readers go on by themselves, and steps end where they would have ended."""
         return self.progress.num_trained
 

@@ -64,7 +64,7 @@ def evaluation_data(rows: Any, pipeline: Any, config: PackingConfig) -> Any:
         return LazyLLMDataset(rows, encoder.encode, strict=args.strict, random_state=args.data_seed)
     sized = with_all_lengths([RowSource(name="validation", rows=rows)], encoder, args, config.packing_cache_dir)
     packs = PlannedPackingDataset(FusionCaptionDataset(sized, template, shuffle=False), template, config)
-    check_rope(pipeline.model.config, packs.dataset, template.max_length, config)
+    check_rope(pipeline.model.config, packs.sources, template.max_length, config)
     return packs
 
 

@@ -94,10 +94,13 @@ class Segment:
         return self.stops_at is None or event["step"] <= self.stops_at
 
     def spans(self) -> list[EpochSpan]:
-        """Return the epochs of a segment that trained planned packs. Raises `StateMismatch` if the log is damaged."""
+        """Return the epochs of a segment that trained planned packs, without those that were lost.
+
+        Raises `StateMismatch` if the log is damaged.
+        """
         check_shape(self.start, _START, FILE)
         spans = []
-        for event in self.epochs:
+        for event in filter(self.is_kept, self.epochs):
             check_shape(event.get("state"), _EPOCH, f"{FILE}: state")
             state = event["state"]
             layout = self.start["num_ranks"], self.start["gradient_accumulation_steps"]

@@ -92,7 +92,7 @@ def test_list_says_of_what_how_many_and_how_old(folder, capsys):
     said = capsys.readouterr().out
     assert "1 day ago  captions  qwen2_5_vl  qwen2_5_vl" in said
     assert "40 days ago  scans     ?" in said
-    assert "2 sources, 6 files" in said
+    assert "2 sources, 8 files" in said
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import pickle
 import threading
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
@@ -61,19 +62,35 @@ def packs_of(dataset):
 
 @pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_plain_dataloader_with_workers_that_live_on_goes_through_the_epochs(context):
-    """DATA-4: numbers come to the workers, addresses from the training process."""
+    """DATA-4: numbers come to the workers, addresses from the training process, also of an epoch that was left."""
     packs = PackingDataset(fused(ratio=0.6), Template(), CONFIG, num_epochs=3)
     loader = DataLoader(
         packs, batch_size=None, collate_fn=None, num_workers=2, persistent_workers=True, multiprocessing_context=context
     )
     seen = []
-    for epoch in (0, 1, 2, 0):
+    for epoch in (0, 1, 0, 2, 0):
         packs.set_epoch(epoch)
         expected = packs_of(packs)
         seen.append([[str(sample["sample_id"]) for sample in pack] for pack in loader])
         assert seen[-1] == expected
-    assert seen[0] == seen[3]
+    assert seen[0] == seen[2] == seen[4]
     assert len({str(order) for order in seen}) == 3
+
+
+def test_feed_packs_sampler_and_state_have_one_epoch():
+    """DATA-4: also after a resume, and in a copy of the packs that a worker got before."""
+    feed = planned_feed(fused(ratio=0.6), Template(), CONFIG, num_epochs=3)
+    copy = pickle.loads(ForkingPickler.dumps(feed.packs))
+    sampler = loader_over(feed, collate_fn=list).batch_sampler
+
+    def epochs_now():
+        return {feed.epoch, feed.packs.epoch, feed.epoch_plan.epoch, sampler.epoch, feed.state()["epoch"], copy.epoch}
+
+    assert epochs_now() == {0}
+    feed.begin(2)
+    assert epochs_now() == {2}
+    feed.restore({**feed.state(), "epoch": 1, "plan": feed.plan_of(1).digest()}, None)
+    assert epochs_now() == {1}
 
 
 def test_packs_of_every_epoch_have_the_shares_of_tokens_that_were_asked_for():
