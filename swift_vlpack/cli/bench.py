@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -75,9 +76,14 @@ def measured_apart(argv: Sequence[str], phase: str, *, tokens_of_pack: int = 0) 
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
         try:
             report, _ = running.communicate()
+        except KeyboardInterrupt:
+            with suppress(subprocess.TimeoutExpired):
+                running.wait(10)  # a terminal interrupts it too, and another signal would disturb its cleaning up
+            raise
         finally:
             if running.poll() is None:
                 running.terminate()
+                running.wait()
     if running.returncode or not report:
         raise PhaseFailed(f"the {phase} run ended with code {running.returncode}; what it said is above")
     found: dict[str, Any] = json.loads(report)
