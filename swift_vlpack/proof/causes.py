@@ -87,6 +87,7 @@ def cause_of(evidence: Evidence) -> str:
     if evidence.attention in NO_BOUNDARIES:
         name = evidence.attention
         return f"attention {name} knows no boundaries; leave attn_impl unset, so that packing chooses its own"
+    # Media that a sample got from another one move "other" samples as well, but are a matter of order, not of leaks.
     has_moved = evidence.moved or (evidence.moved_by_media and evidence.given is None)
     cause = _of_moved(evidence) if has_moved else _of_differing(evidence)
     if evidence.unpacked == MIXED:
@@ -130,6 +131,7 @@ def facts_of(config: Any) -> dict[str, Any]:
 
 
 def _of_moved(evidence: Evidence) -> str:
+    # A state that runs on also moves the samples after it, as a causal mask would: the kind of layer tells.
     if is_stateful(evidence.layer_type):
         return of_linear_attention(evidence.layer_type.replace("_", " "))
     if not evidence.moved and evidence.layer not in (None, EMBEDDINGS):

@@ -39,6 +39,7 @@ def evidence_of(proof_model: ProofModel, sequence: Sequence[Encoded], limits: Li
     """Examine a sequence that failed the proof, sample by sample and layer by layer."""
     facts = facts_of(proof_model.model.config)
     with untouched(proof_model.model):
+        # A kernel or dropout of training mode only shows here: in evaluation the sequence is right.
         in_evaluation = _profiles(proof_model, sequence, limits)
         with repeatable_training(proof_model.model):
             profiles = _profiles(proof_model, sequence, limits)
@@ -288,6 +289,7 @@ def _given(
     packed = proof_model.run(sequence, packed=True).logits
     suspects = [at for at, profile in enumerate(profiles) if profile.differs and profile.has_media]
     for at in suspects:
+        # Only media of the same shapes can be exchanged without a crash, so only those are tried.
         for other, sample in enumerate(sequence):
             if other == at or not _fits(sequence[at], sample):
                 continue

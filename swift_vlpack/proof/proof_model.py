@@ -116,6 +116,7 @@ class ProofModel:
                 with self.forward_context():
                     device = next(self.model.parameters()).device
                     logits = self.model(**on_device(batch.inputs, device)).logits
+                # Before the gradient, so that the whole logits can be freed: the largest tensor of the forward.
                 logits = logits if self.is_head_cut else some_columns(logits)
                 gradient = {}
                 if parameters:
@@ -231,6 +232,7 @@ def pulled(logits: torch.Tensor, batch: Collated, places: torch.Tensor) -> torch
     counts = (batch.labels != NO_LABEL).to(logits.device, torch.float32)
     counts = counts if batch.weights is None else counts * batch.weights.to(logits.device)
     is_asked = counts[:, 1:] != 0
+    # Random weights, because sums with equal weights would not notice tokens that are exchanged.
     generator = torch.Generator().manual_seed(0)
     pattern = torch.randn(_LONGEST_PATTERN, logits.shape[-1], generator=generator).to(logits.device)
     places = places.to(logits.device)[:, :-1][is_asked] % _LONGEST_PATTERN
