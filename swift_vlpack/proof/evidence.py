@@ -44,9 +44,11 @@ def evidence_of(proof_model: ProofModel, sequence: Sequence[Encoded], limits: Li
         with repeatable_training(proof_model.model):
             profiles = _profiles(proof_model, sequence, limits)
             worst = next((at for at, profile in enumerate(profiles) if profile.differs), None)
-            asked = few_of(len(sequence), worst or 0)
-            moved = _moved(proof_model, sequence, limits, asked, lambda sample: _with_other_tokens(proof_model, sample))
-            by_media = _moved(proof_model, sequence, limits, asked, _with_other_media)
+            to_change = few_of(len(sequence), worst or 0)
+            moved = _moved(
+                proof_model, sequence, limits, to_change, lambda sample: _with_other_tokens(proof_model, sample)
+            )
+            by_media = _moved(proof_model, sequence, limits, to_change, _with_other_media)
             layer = None if worst is None else first_layer(proof_model, sequence, worst, limits)
             module = _module_of(proof_model, sequence, limits, worst, moved)
             given = _given(proof_model, sequence, profiles, limits)
@@ -54,7 +56,7 @@ def evidence_of(proof_model: ProofModel, sequence: Sequence[Encoded], limits: Li
     return Evidence(
         attention=attention.name_of(proof_model.model.config),
         profiles=tuple(profiles),
-        changed=asked,
+        changed=to_change,
         moved=moved,
         moved_by_media=by_media,
         given=given,
@@ -224,13 +226,13 @@ def _moved(
     proof_model: ProofModel,
     sequence: Sequence[Encoded],
     limits: Limits,
-    asked: Sequence[int],
+    to_change: Sequence[int],
     change: Callable[[Encoded], Encoded | None],
 ) -> dict[tuple[int, int], int]:
     """Change samples one at a time. Returns how many tokens of each other sample moved, by (changed, moved)."""
     before = proof_model.run(sequence, packed=True).logits
     pairs = {}
-    for changed in asked:
+    for changed in to_change:
         if (other := change(sequence[changed])) is None:
             continue
         after = proof_model.run([*sequence[:changed], other, *sequence[changed + 1 :]], packed=True).logits
