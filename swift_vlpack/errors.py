@@ -3,7 +3,7 @@
 VLPackError
 |-- ConfigError        an option is unknown, impossible, or contradicts another one
 |-- DataError          an item, a length file or a source cannot be what it claims to be
-|-- SourceError        a source of documents cannot be read (text/streams/reading.py)
+|-- SourceError        a source of documents cannot be read (text/reading.py)
 |-- PlanError          a plan cannot be given the shape that was asked for
 |-- StrategyError      a strategy of one's own broke the rules (plan/registry.py)
 |-- BoundaryError      positions or tokens disagree with where samples start
