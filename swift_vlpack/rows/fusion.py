@@ -1,4 +1,10 @@
-"""Mix several sources into epochs; each row is encoded when it is asked for."""
+"""Mix several sources into epochs; each row is encoded when it is asked for.
+
+>>> sources = [RowSource(name="chat", rows=[{}] * 4), RowSource(name="scans", rows=[{}] * 4, ratio=0.5)]
+>>> rows = FusionCaptionDataset(sources, template=None)
+>>> len(rows), sorted(source for source, row in rows.schedule)
+(6, [0, 0, 0, 0, 1, 1])
+"""
 
 from __future__ import annotations
 
