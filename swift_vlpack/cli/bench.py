@@ -33,9 +33,9 @@ class PhaseFailed(VLPackError):
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     add_run_flags(parser, num_ranks=False)
     for name, default, text in (
-        ("steps", 10, "rows that are measured, packed and padded"),
-        ("seconds", 60, "that measuring rows may take at most, packed and padded each"),
-        ("rows", 1000, "rows of each source that are looked at, from all over it"),
+        ("steps", 10, "sequences to measure, packed and padded each"),
+        ("seconds", 60, "longest time to measure sequences, packed and padded each"),
+        ("rows", 1000, "rows to take from each source, from all over it"),
     ):
         parser.add_argument(
             f"--{name}", type=int, default=default, metavar="INT", help=f"{text} (default: %(default)s)"
@@ -132,8 +132,8 @@ BENCH = Command(
         "loader by workers, tokens a second of forward and backward on the real model, packed and as ms-swift trains "
         "them un-packed, and memory; with advice, each with the measurement it comes from. Looks at --rows rows of "
         "each source. Takes two starts of ms-swift with the model, 5 s for each number of workers, and at most "
-        "--seconds for each of packed and padded (two rows to warm up and at least one are always trained). Nothing "
-        "is saved."
+        "--seconds for each of packed and padded (two sequences to warm up and at least one more are always trained). "
+        "Nothing is saved."
     ),
     add_flags=_add_flags,
     run=_run,
