@@ -1,4 +1,4 @@
-"""What work that is shared by the ranks of a run asks of them, and the run of one process."""
+"""Let the ranks of a run share work (`Comm`); `ALONE` is the run of one process."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ class Comm(Protocol):
 
     @property
     def rank(self) -> int:
-        """The number of this one."""
+        """Return the number of this rank."""
 
     @property
     def num_ranks(self) -> int:
-        """How many there are."""
+        """Count the ranks."""
 
     def results_of_all(self, work: Callable[[], Result]) -> list[Result]:
-        """Do the work on every rank and give everyone all results, in order of rank.
+        """Do the work on every rank. Returns all results on every rank, in order of rank.
 
-        All ranks have to call it; where the work fails on one, all raise instead of waiting for it.
+        All ranks must call it. If the work fails on one rank, all raise instead of waiting for it.
         """
 
 
@@ -33,7 +33,7 @@ class Alone:
     num_ranks = 1
 
     def results_of_all(self, work: Callable[[], Result]) -> list[Result]:
-        """The one result."""
+        """Return the one result."""
         return [work()]
 
 
