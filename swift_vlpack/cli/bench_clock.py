@@ -62,7 +62,7 @@ class RowTimer:
         block = {"seconds": seconds, "between": between, "tokens": tokens, "samples": samples, "patches": patches}
         self._blocks.append({**block, "batches": len(self._parts)})
         self._parts = []
-        say(f"row {len(self._blocks)} of {self._num_wanted}")
+        say(f"measurement {len(self._blocks)} of {self._num_wanted}")
 
     def _now(self) -> float:
         if self._trainer.args.device.type == "cuda":

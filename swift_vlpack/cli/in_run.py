@@ -27,7 +27,7 @@ from types import FrameType
 from typing import NoReturn, TextIO
 
 from swift_vlpack.errors import ConfigError
-from swift_vlpack.host.launch import COMMANDS, RunLaunch, check_launch, run_launch
+from swift_vlpack.host.launch import SWIFT_COMMANDS, RunLaunch, check_launch, run_launch
 from swift_vlpack.words import INSTALL
 
 PACKAGE = Path(__file__).parents[1]
@@ -76,7 +76,7 @@ def run_named(args: argparse.Namespace, *, needs_gpu: bool = False) -> RunLaunch
 def command_and_flags(args: argparse.Namespace) -> tuple[str, list[str]]:
     """Split `[sft|pt] [flags of the run]`. Raises `ConfigError` if they name no run."""
     command, flags = "sft", args.flags
-    if flags and flags[0] in COMMANDS:
+    if flags and flags[0] in SWIFT_COMMANDS:
         command, *flags = flags
     if args.config is None and not flags:
         otherwise = "--lengths FILE, " if args.command == "plan" else ""

@@ -22,7 +22,7 @@ from swift_vlpack.cli.plan_text import plan_text
 from swift_vlpack.config import PackingConfig, chosen_options
 from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.host.launch import checked_num_ranks
-from swift_vlpack.host.run_checks import check_file
+from swift_vlpack.host.path_checks import check_file
 from swift_vlpack.host.run_flags import split_flags
 from swift_vlpack.plan.length_files import plan_of_rows, read_lengths
 from swift_vlpack.plan.report import plan_report

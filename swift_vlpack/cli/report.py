@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from swift_vlpack.cli.command import Command
-from swift_vlpack.host.run_checks import check_file
+from swift_vlpack.host.path_checks import check_file
 from swift_vlpack.pages.page import write_page
 from swift_vlpack.pages.report_page import report_page
 from swift_vlpack.pages.report_text import print_report

@@ -26,7 +26,7 @@ from swift_vlpack.rows.streams import StreamedRows
 
 
 class Packs:
-    """Packs of the samples of some rows, epoch after epoch. The number of the epoch has its one home here."""
+    """Packs of the samples of some rows, epoch after epoch; the one place that holds the number of the epoch."""
 
     def __init__(
         self, dataset: Any, template: Template, config: PackingConfig, *, seed: int = 0, num_ranks: int = 1

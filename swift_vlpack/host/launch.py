@@ -41,7 +41,7 @@ from swift_vlpack.yaml_files import read_yaml
 
 logger = logging.getLogger(__name__)
 
-COMMANDS = ("sft", "pt")
+SWIFT_COMMANDS = ("sft", "pt")
 """ms-swift's commands that are packed, by their names."""
 FLAGS_OF_SWIFT = ("packing", "packing_length")
 """Options that are flags of ms-swift as well and go to it as they are."""

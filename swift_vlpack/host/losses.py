@@ -18,14 +18,13 @@ import torch
 from peft import PeftModel
 from swift.utils import get_logger, to_device
 
-from swift_vlpack.errors import ConfigError, VLPackError
+from swift_vlpack.errors import ConfigError, IsolationError, VLPackError
 from swift_vlpack.feed.packs import packed_samples
 from swift_vlpack.feed.sequence import layout
 from swift_vlpack.feed.sequence_loss import SCALE, TOLERANCE, Losses, MeanOfStep, num_targets, with_fewer_targets
 from swift_vlpack.feed.waiting import is_of_collective
-from swift_vlpack.proof.changes import replaced
 from swift_vlpack.proof.choose_samples import short_samples
-from swift_vlpack.proof.isolation import IsolationError
+from swift_vlpack.proof.perturb import replaced
 from swift_vlpack.proof.prove import is_ordinary_token
 from swift_vlpack.proof.reference import untouched
 from swift_vlpack.rows.contents import NO_LABEL, num_supervised

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -43,7 +42,7 @@ logger = get_logger()
 _SECONDS_WITHOUT_URL = 300
 
 NUM_SAMPLES_SHOWN = 16
-"""Samples that are looked at before training: the first is printed, and the lengths of a stream's are judged."""
+"""Samples of a stream whose lengths are judged before training; the first sample of any data is printed."""
 
 
 def prepare_dataset(pipeline: Any) -> list[Any]:
@@ -147,8 +146,8 @@ def fused(sources: list[RowSource], template: Any, args: Any, config: PackingCon
 def _warn_of_cut_conversations(template: Any, config: PackingConfig) -> None:
     if config.packing_strategy == WINDOW and template.use_chat_template and is_master():
         logger.warning(
-            "packing: packing_strategy=window cuts conversations wherever a pack is full, and what comes behind is "
-            "trained without its question; it is for documents (swift pt, or --use_chat_template false)"
+            "packing: packing_strategy=window cuts conversations wherever a pack is full, and what comes after "
+            "the cut is trained without its question; it is for documents (swift pt, or --use_chat_template false)"
         )
 
 
@@ -174,14 +173,16 @@ def _show(pipeline: Any, feed: Feed) -> None:
     """Print the first good sample as ms-swift does, and what is known of the packs of the first epoch."""
     # On one rank only, and before LoRA's weights are drawn: so by random numbers of its own.
     with RandomStream(feed.seed, "shown"):
-        samples = feed.preview(NUM_SAMPLES_SHOWN)
-        if (first := next(samples, None)) is not None:
-            pipeline.template.print_inputs(first)
-        if (epoch := feed.epoch_plan) is None:
-            lengths = np.array([sample["length"] for sample in chain(filter(None, (first,)), samples)], dtype=np.int64)
-            _warn_of_length(pipeline.args, feed.config, lengths, what=f"first {len(lengths)} rows")
-            return
-    plan = epoch.packs
+        # More than one are only encoded if no plan knows the lengths.
+        num_samples = NUM_SAMPLES_SHOWN if feed.epoch_plan is None else 1
+        samples = list(feed.preview(num_samples))
+    if samples:
+        pipeline.template.print_inputs(samples[0])
+    if feed.epoch_plan is None:
+        lengths = np.array([sample["length"] for sample in samples], dtype=np.int64)
+        _warn_of_length(pipeline.args, feed.config, lengths, what=f"first {len(lengths)} rows")
+        return
+    plan = feed.epoch_plan.packs
     _, pipeline.train_msg["train_dataset"] = stat_array(plan.num_tokens_per_pack.tolist())
     logger.info(
         f"plan of epoch 0: {counted(len(plan), 'pack')} of {feed.config.packing_length} tokens "

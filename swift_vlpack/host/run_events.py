@@ -1,6 +1,6 @@
 """Write what a run does, as it does it: events, packs, left-out rows, and the account of every epoch.
 
-    begin -> begin_epoch -> trained ... take_step -> note_steps -> checkpoint -> close_epoch ... -> end
+    begin -> begin_epoch -> trained ... take_step -> note_steps -> checkpoint -> report_epoch ... -> end
 
 Every rank has a `RunEvents` and counts its own packs; a pack counts when its optimizer step is taken. The first rank
 writes `vlpack/run.jsonl` (the format is `runlog/events.py`) and `vlpack/epoch_N.json`.

@@ -241,7 +241,7 @@ class PackingTrainer(EvaluatesRows):
         _warn(start.warning)
         if (left := self.feed.batches_left) is not None:
             accumulation = self.args.gradient_accumulation_steps
-            steps_in_epoch = self.feed.batches_behind(accumulation) + left
+            steps_in_epoch = self.feed.batches_trained(accumulation) + left
             num_update_steps_per_epoch = num_steps(steps_in_epoch, accumulation)
         super()._run_epoch(
             *args,
@@ -302,7 +302,7 @@ class PackingTrainer(EvaluatesRows):
         rest = RestOfRun(
             epoch=self.feed.epoch,
             global_step=self._global_step_before,
-            batches_behind=self.feed.batches_behind(accumulation),
+            batches_trained=self.feed.batches_trained(accumulation),
             batches_left=self.feed.batches_left,
             accumulation=accumulation,
         )
@@ -321,7 +321,7 @@ class PackingTrainer(EvaluatesRows):
             return trained
         # Otherwise transformers saves, evaluates and logs as often as the run that wrote the checkpoint.
         self.state.compute_steps(self.args, self.state.max_steps)
-        return self.feed.epoch, self.feed.batches_behind(self.args.gradient_accumulation_steps)
+        return self.feed.epoch, self.feed.batches_trained(self.args.gradient_accumulation_steps)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 

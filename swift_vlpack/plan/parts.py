@@ -64,8 +64,13 @@ class Part(NamedTuple):
 
     @property
     def span(self) -> Span:
-        """Where it is."""
+        """Return the address without the contents."""
         return Span(*self[:4])
+
+    @property
+    def num_new(self) -> int:
+        """Count the tokens that no earlier part has."""
+        return self.stop - self.start - self.num_repeated
 
     @property
     def length(self) -> int:
@@ -96,6 +101,8 @@ class Cutting:
     """Shorter parts are left out."""
     max_images: int | None = None
     max_patches: int | None = None
+    num_added: int = 0
+    """Tokens that are put before every later part, such as a BOS: they take room, but none of them is the row's."""
 
     @classmethod
     def of(cls, config: PackingConfig) -> Cutting | None:
@@ -173,9 +180,10 @@ def parts_of(runs: Sequence[Run] | None, cutting: Cutting, num_tokens: int | Non
 
 
 def window_parts(runs: Sequence[Run] | None, cutting: Cutting, whole: Run, taken: Taken = NOTHING) -> list[Part]:
-    """The parts of a row that begins behind what the open pack holds; none where it fits there in one piece.
+    """Cut a row that begins in the pack that is open. Returns no parts if it fits there in one piece.
 
-    `whole` is the row as one run, which is all that is known of it where `runs` is None.
+    `whole` is the row as one run, which is all that is known of it if `runs` is None. A pack with room for fewer than
+    `min_len` tokens counts as full; so the first part does not fit into it, if no row is shorter than that.
 
     >>> text, cutting = Run(9), Cutting(how=WINDOW, capacity=6)
     >>> [part[1:3] for part in window_parts([text], cutting, text, Taken(4))]
@@ -183,6 +191,8 @@ def window_parts(runs: Sequence[Run] | None, cutting: Cutting, whole: Run, taken
     """
     if runs is None and whole.length > cutting.capacity:
         return [_everything([whole], whole.length, Reason.CANNOT_BE_CUT)]
+    if cutting.capacity - taken.tokens < cutting.min_len:
+        taken = NOTHING
     made = _Cutter(cutting, taken).split([whole._replace(is_whole=True)] if runs is None else runs)
     return [] if len(made) == 1 and made[0].reason is None else _numbered(made)
 
@@ -218,7 +228,8 @@ class _Cutter:
 
     @property
     def _room(self) -> int:
-        return self._cutting.capacity - self._taken.tokens - (self._at - self._start)
+        num_added = self._cutting.num_added if self._new else 0
+        return self._cutting.capacity - self._taken.tokens - (self._at - self._start) - num_added
 
     def _fits(self, run: Run) -> bool:
         uses = (
@@ -301,7 +312,8 @@ def _everything(runs: Sequence[Run] | None, num_tokens: int, reason: Reason) -> 
 
 
 def _unless_too_short(part: Part, cutting: Cutting) -> Part:
-    is_short = part.reason is None and part.length < cutting.min_len
+    num_added = cutting.num_added if part.start + part.num_repeated else 0
+    is_short = part.reason is None and part.length + num_added < cutting.min_len
     return part._replace(reason=Reason.TOO_SHORT) if is_short else part
 
 

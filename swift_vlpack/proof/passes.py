@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,14 @@ class Pass:
     """Gradients of trained parameters, by name; at most `NUM_KEPT` values of each."""
     has_drawn: bool = False
     """True if anything was drawn at random."""
+
+    def at(self, tokens: slice | torch.Tensor) -> Pass:
+        """Return the results of some tokens, without the gradient of parameters."""
+        hidden, of_loss, of_inputs = (
+            None if one is None else one[tokens] for one in (self.hidden, self.of_loss, self.of_inputs)
+        )
+        assert hidden is not None
+        return replace(self, hidden=hidden, of_loss=of_loss, of_inputs=of_inputs, gradient={})
 
 
 class CannotSee(Exception):

@@ -1,4 +1,10 @@
-"""Mix several sources into epochs; each row is encoded when it is asked for."""
+"""Mix several sources into epochs; each row is encoded when it is asked for.
+
+>>> sources = [RowSource(name="chat", rows=[{}] * 4), RowSource(name="scans", rows=[{}] * 4, ratio=0.5)]
+>>> rows = FusionCaptionDataset(sources, template=None)
+>>> len(rows), sorted(source for source, row in rows.schedule)
+(6, [0, 0, 0, 0, 1, 1])
+"""
 
 from __future__ import annotations
 
@@ -119,6 +125,17 @@ class FusionCaptionDataset(Dataset[Encoded]):
         if isinstance(row, SampleError):
             return row.of_part(address.span.number)
         return sample_or_error(self._part, address, row)
+
+    def numbers_in(self, share: Share, epoch: int, sample_ids: Collection[SampleId]) -> set[int]:
+        """Find rows in a share of an epoch by their ids. Returns their numbers there, for `samples(held=...)`."""
+        schedule, missing, numbers = self.mix.schedule(epoch), set(sample_ids), set()
+        for number, position in enumerate(range(share.number, len(schedule), share.num_shares)):
+            if not missing:
+                break
+            if (sample_id := self.sample_id(Address(*schedule[position]))) in missing:
+                missing.remove(sample_id)
+                numbers.add(number)
+        return numbers
 
     def samples(
         self, epoch: int, share: Share = EVERYTHING, *, start: int = 0, held: Collection[int] = ()

@@ -65,6 +65,11 @@ class StreamedRows:
         _set_epoch(self.rows, 0)
         return list(islice(_unsplit(self.rows), num_rows))
 
+    def numbers_in(self, share: Share, epoch: int, sample_ids: Collection[SampleId]) -> set[int]:
+        """Find rows in a share of an epoch by their ids. Returns their numbers there, for `samples(held=...)`."""
+        rows = (sample_id.row for sample_id in sample_ids)
+        return {row // share.num_shares for row in rows if row % share.num_shares == share.number}
+
     def samples(
         self, epoch: int, share: Share = EVERYTHING, *, start: int = 0, held: Collection[int] = ()
     ) -> Iterator[Encoded | SampleError]:

@@ -61,9 +61,9 @@ def test_same_command_line_is_executed_again_with_the_variables_of_the_run(comma
     assert environ[MARK] == str(os.getpid())
     assert (environ["FPS_MAX_FRAMES"], environ["MAX_PIXELS"]) == ("3", "1000"), "what is set outside wins"
     assert environ["VLPACK_PACKING_BUFFER"] == "8"
-    assert [record.getMessage() for record in caplog.records] == [
+    assert {record.getMessage() for record in caplog.records} == {
         "MAX_PIXELS=1000 is set already and wins over 2000 in the ENV block of train.yaml"
-    ]
+    }
 
 
 def test_second_execution_goes_on_and_does_not_warn_again(train, monkeypatch, caplog):

@@ -18,7 +18,8 @@ from swift_vlpack.rows.faults import Fault
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.sizes import LengthIndex, RowSize
 from swift_vlpack.rows.source import RowSource
-from tests.feeds import loader_over, planned_feed, resumed
+from swift_vlpack.rows.streams import StreamedRows
+from tests.feeds import loader_over, planned_feed, resumed, streamed_feed
 
 CONFIG = PackingConfig(packing_length=100, packing_strategy="best_fit", packing_drop_last=False)
 
@@ -199,6 +200,21 @@ def packs_of_epoch(feed, epoch):
 
 def loaded(feed):
     return [pack.record for [pack] in loader_over(feed, collate_fn=list)]
+
+
+@pytest.mark.parametrize("kind", ["plan", "buffer", "stream"])
+def test_samples_of_a_pack_are_encoded_again_from_its_record(kind):
+    """ISO-22: in the process that trains, whichever reader had encoded them."""
+    if kind == "plan":
+        feed = planned_feed(fused(), Template(), CONFIG)
+    else:
+        feed = streamed_feed(fused() if kind == "buffer" else StreamedRows(rows(), Template()), Template(), CONFIG)
+    feed.begin(0)
+    packs = [pack for [pack] in loader_over(feed, collate_fn=list)] if kind == "plan" else list(feed.packs)
+    for pack in packs:
+        again = {one["sample_id"]: one for one in feed.samples_again(pack.record, rank=0, num_workers=0)}
+        assert [again[one["sample_id"]]["input_ids"] for one in pack] == [one["input_ids"] for one in pack]
+    assert len(packs) > 5
 
 
 def test_error_of_the_thread_reaches_the_trainer(monkeypatch):

@@ -5,10 +5,9 @@ import os
 import pytest
 import torch
 
-from swift_vlpack.errors import ConfigError
+from swift_vlpack.errors import ConfigError, IsolationError
 from swift_vlpack.host.losses import LossNotAdditive
 from swift_vlpack.host.trainer import PackingTrainer
-from swift_vlpack.proof.isolation import IsolationError
 from tests.data_rows import mixed_rows, write_jsonl
 from tests.environment import packing_options
 from tests.host.runs import argv, packed_argv, train

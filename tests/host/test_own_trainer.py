@@ -19,9 +19,8 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from swift_vlpack import Collator, PackingConfig, PackingDataset, prepare_model, prove
-from swift_vlpack.errors import ConfigError
-from swift_vlpack.proof.isolation import IsolationError
-from swift_vlpack.proof.tolerance import precision_of
+from swift_vlpack.errors import ConfigError, IsolationError
+from swift_vlpack.proof.limits import precision_of
 from tests.data_rows import mixed_rows, text_row, write_jsonl
 
 FAMILY = "qwen2_5_vl"

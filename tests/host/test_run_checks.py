@@ -169,7 +169,7 @@ def test_path_that_may_not_be_looked_at_is_one_line(monkeypatch, capsys):
     def refused(path):
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr("swift_vlpack.host.run_checks._has_content", refused)
+    monkeypatch.setattr("swift_vlpack.host.path_checks._has_content", refused)
     assert main(["sft", FILE]) == 2
     assert capsys.readouterr().err == "vlpack sft: rows.jsonl cannot be looked at (Permission denied)\n"
 

@@ -18,7 +18,7 @@ IGNORED = -100
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Block:
     """Tokens without padding, and the documents they are."""
 
     tokens: NDArray[np.int64]
@@ -46,7 +46,7 @@ def has_boundaries(feature: Mapping[str, Any]) -> bool:
     return positions is not None and int((np.asarray(positions) == 0).sum()) > 1
 
 
-def row_of(feature: Mapping[str, Any], name: str, specials: Specials, *, by_tokens: bool) -> Row:
+def read_block(feature: Mapping[str, Any], name: str, specials: Specials, *, by_tokens: bool) -> Block:
     """Read one row; what cannot be is refused under its `name`. `by_tokens`: EOS or BOS say what no field says."""
     tokens = _whole_numbers(feature["input_ids"], f"{name}: input_ids")
     tokens = tokens[: _num_real(feature, len(tokens), name)]
@@ -58,12 +58,12 @@ def row_of(feature: Mapping[str, Any], name: str, specials: Specials, *, by_toke
     documents = _documents(feature, tokens, name, specials, by_tokens) if len(tokens) else Boundaries(())
     if not documents.num_tokens:
         raise DataError(f"{name} has no tokens; leave it out")
-    return Row(tokens[: documents.num_tokens], labels[: documents.num_tokens], documents)
+    return Block(tokens[: documents.num_tokens], labels[: documents.num_tokens], documents)
 
 
-def joined(rows: Sequence[Row]) -> Row:
+def joined(rows: Sequence[Block]) -> Block:
     """All rows as one, end to end."""
-    return Row(
+    return Block(
         np.concatenate([row.tokens for row in rows]),
         np.concatenate([row.labels for row in rows]),
         Boundaries(tuple(length for row in rows for length in row.documents.lengths)),

@@ -16,7 +16,7 @@ import torch
 TIMES_NOISE = 8
 """Factor from measured noise to the limit: another kernel differs by 0.3 to 1.4 times the noise on 23 families, a leak
 by 100 times."""
-TIMES_NOISE_BESIDE_SINGLE = 16
+TIMES_NOISE_BESIDE_FLOAT32 = 16
 """The factor for a model that was also compared in float32. All that is left to find in 16 bits is a mistake in a
 kernel that runs only there, and such a mistake is large."""
 TIMES_PADDED = 4
@@ -123,6 +123,11 @@ class Gap(NamedTuple):
 
     most: float
     over_tokens: float
+
+
+def has_experts(model: torch.nn.Module) -> bool:
+    """Return whether a model routes tokens to experts; rounding may send a token to another one."""
+    return any("expert" in name for name, _ in model.named_modules())
 
 
 def gap_of(one: torch.Tensor, other: torch.Tensor) -> Gap:

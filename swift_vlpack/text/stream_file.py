@@ -1,4 +1,4 @@
-"""A stream and its batches by a YAML file, for `load_stream`:
+"""Make a stream and its batches from a YAML file (`load_stream`), with these options:
 
 source: data/corpus.txt  # a path, a list of paths, or arguments of datasets.load_dataset: {path: ..., split: train}
 document: line  # of text files: line, paragraph, or row of JSON; by default row for .jsonl and line for others
@@ -30,46 +30,31 @@ prefetch: 0  # batches that a thread makes ahead
 from __future__ import annotations
 
 import difflib
-import inspect
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from swift_vlpack.errors import ConfigError
-from swift_vlpack.text.streams.fixed import FixedBatches
-from swift_vlpack.text.streams.local import local_text
-from swift_vlpack.text.streams.stream import TextStream
-from swift_vlpack.text.vocabulary import tokenizer_named
+from swift_vlpack.text.batches import FixedBatches
+from swift_vlpack.text.local import local_text
+from swift_vlpack.text.stream import TextStream
+from swift_vlpack.text.tokenizer import tokenizer_named
 from swift_vlpack.yaml_files import read_yaml
 
-KINDS: dict[str, tuple[type, ...]] = {
-    "source": (str, list, dict),
-    "document": (str,),
-    "text_key": (str,),
-    "tokenizer": (str,),
-    "seq_len": (int,),
-    "packing_mode": (str,),
-    "packing_strategy": (str,),
-    "packing_buffer_docs": (int,),
-    "packing_max_docs_per_bin": (int, type(None)),
-    "add_bos": (bool,),
-    "add_eos": (bool,),
-    "max_doc_tokens": (int, type(None)),
-    "shuffle_buffer_size": (int,),
-    "seed": (int,),
-    "repeat": (bool,),
-    "max_retries": (int,),
-    "retry_delay_sec": (float, int),
-    "rank": (int,),
-    "num_ranks": (int,),
-    "batch_size": (int,),
-    "accumulation": (int,),
-    "drop_last": (bool,),
-    "mask_boundary_loss": (bool,),
-    "train_on_eos": (bool,),
-    "prefetch": (int,),
-}
+_OF_FILE: dict[str, tuple[type, ...]] = {"source": (str, list, dict), "document": (str,), "tokenizer": (str,)}
+"""What a file says in words of its own: how documents and the tokenizer are found."""
+
+
+def _kinds_of(maker: type, *others: str) -> dict[str, tuple[type, ...]]:
+    """Read the options of a class, with the types that YAML has for each, from its signature; without the `others`."""
+    hints = get_type_hints(maker.__init__)  # type: ignore[misc]  # of the class itself, not of an instance
+    kinds = {name: get_args(hint) or (hint,) for name, hint in hints.items() if name not in (*others, "return")}
+    return {name: (float, int) if kind == (float,) else kind for name, kind in kinds.items()}
+
+
+_OF_BATCHES = _kinds_of(FixedBatches, "stream")
+KINDS = {**_OF_FILE, **_kinds_of(TextStream, "source", "tokenizer", "sleep"), **_OF_BATCHES}
 NEEDED = ("source", "tokenizer", "seq_len", "batch_size")
 
 
@@ -83,13 +68,8 @@ def load_stream(path: str | os.PathLike[str], **options: Any) -> FixedBatches:
         raise ConfigError(f"{path}: a stream is a mapping of options, got {type(found).__name__}")
     given = {**found, **options}
     _check(given, str(path))
-    of_batches = {name for name in inspect.signature(FixedBatches).parameters if name != "stream"}
-    batches = {name: value for name, value in given.items() if name in of_batches}
-    stream = {
-        name: value
-        for name, value in given.items()
-        if name not in of_batches and name not in ("source", "document", "tokenizer")
-    }
+    batches = {name: value for name, value in given.items() if name in _OF_BATCHES}
+    stream = {name: value for name, value in given.items() if name not in (*_OF_BATCHES, *_OF_FILE)}
     source = _source(given, str(path))
     return FixedBatches(TextStream(source, tokenizer=tokenizer_named(given["tokenizer"]), **stream), **batches)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from swift_vlpack.attention.attention import NAME
-from swift_vlpack.proof.proof_model import Row, Rows, Subject, TemplateRows
+from swift_vlpack.proof.proof_model import Batches, Collated, ProofModel, TemplateBatches
 from swift_vlpack.proof.prove import is_ordinary_token
 from swift_vlpack.rows.samples import Encoded
 from tests.attention.one_by_one import built
@@ -19,16 +19,16 @@ from tests.attention.one_by_one import built
 IGNORED = -100
 
 
-def template_subject(loaded: Any) -> Subject:
+def template_model(loaded: Any) -> ProofModel:
     """A model with ms-swift's template."""
-    return Subject(loaded.model, TemplateRows(loaded.template), is_ordinary_token(loaded.template.tokenizer))
+    return ProofModel(loaded.model, TemplateBatches(loaded.template), is_ordinary_token(loaded.template.tokenizer))
 
 
-def text_subject(config: Any) -> Subject:
+def text_model(config: Any) -> ProofModel:
     """A text model of a config, with our attention."""
     model = built(config)
     model.set_attn_implementation(NAME)
-    return Subject(model, TextRows(), lambda token: 3 <= token < 480)
+    return ProofModel(model, TextBatches(), lambda token: 3 <= token < 480)
 
 
 def text_samples(*lengths: int, seed: int = 1) -> list[Encoded]:
@@ -42,11 +42,11 @@ def text_samples(*lengths: int, seed: int = 1) -> list[Encoded]:
     return made
 
 
-class TextRows:
+class TextBatches:
     """Rows of token ids, packed with boundaries or padded on the right."""
 
     @contextmanager
-    def row(self, samples: Sequence[Encoded], *, packed: bool) -> Iterator[Row]:
+    def batch(self, samples: Sequence[Encoded], *, packed: bool) -> Iterator[Collated]:
         ids, labels = ([torch.tensor(s[name]) for s in samples] for name in ("input_ids", "labels"))
         if packed:
             labels = [torch.cat([torch.tensor([IGNORED]), one[1:]]) for one in labels]
@@ -61,28 +61,28 @@ class TextRows:
                 "max_length_q": longest,
                 "max_length_k": longest,
             }
-            yield Row(inputs | {"use_cache": False}, torch.cat(labels)[None], None)
+            yield Collated(inputs | {"use_cache": False}, torch.cat(labels)[None], None)
             return
         pad = torch.nn.utils.rnn.pad_sequence
         mask = pad([torch.ones_like(one) for one in ids], batch_first=True)
         inputs = {"input_ids": pad(ids, batch_first=True), "attention_mask": mask, "use_cache": False}
-        yield Row(inputs, pad(labels, batch_first=True, padding_value=IGNORED), None)
+        yield Collated(inputs, pad(labels, batch_first=True, padding_value=IGNORED), None)
 
 
-class ChangedRows:
+class ChangedBatches:
     """Rows of which the packed ones are changed."""
 
-    def __init__(self, rows: Rows, change: Callable[[Row, Sequence[Encoded]], Row]) -> None:
-        self.rows = rows
+    def __init__(self, batches: Batches, change: Callable[[Collated, Sequence[Encoded]], Collated]) -> None:
+        self.batches = batches
         self.change = change
 
     @contextmanager
-    def row(self, samples: Sequence[Encoded], *, packed: bool) -> Iterator[Row]:
-        with self.rows.row(samples, packed=packed) as made:
+    def batch(self, samples: Sequence[Encoded], *, packed: bool) -> Iterator[Collated]:
+        with self.batches.batch(samples, packed=packed) as made:
             yield self.change(made, samples) if packed else made
 
 
-def with_inputs(row: Row, **inputs: Any) -> Row:
+def with_inputs(row: Collated, **inputs: Any) -> Collated:
     """The same row with other inputs; None takes one away."""
     changed = {**row.inputs, **inputs}
     return replace(row, inputs={name: value for name, value in changed.items() if value is not None})

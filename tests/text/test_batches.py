@@ -14,7 +14,7 @@ import pytest
 
 from swift_vlpack.errors import ConfigError, DataError, SourceError, StateMismatch
 from swift_vlpack.text import FixedBatches, TextStream, local_text
-from swift_vlpack.text.streams.sources import source_of
+from swift_vlpack.text.sources import source_of
 from tests.text.vocabularies import BOS, EOS, PAD, corpus, text, words
 
 DTYPES = {"input_ids": "int32", "labels": "int32", "attention_mask": "bool", "segment_ids": "int32"}

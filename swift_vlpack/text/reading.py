@@ -12,7 +12,7 @@ from typing import Any
 from swift_vlpack.errors import ConfigError, DataError, SourceError, VLPackError
 from swift_vlpack.plan.shuffle import sort_keys
 from swift_vlpack.text.checks import check_whole
-from swift_vlpack.text.streams.sources import Document, Source
+from swift_vlpack.text.sources import Document, Source
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from swift_vlpack.errors import ConfigError, DataError
-from swift_vlpack.text import FixedBatches, TextStream, load_stream
-from swift_vlpack.text.streams import stream_file
+from swift_vlpack.text import FixedBatches, TextStream, load_stream, stream_file
 from tests.text.vocabularies import corpus, text, words
 
-CONFIG = Path(__file__).parents[3] / "configs" / "text_stream.yaml"
+CONFIG = Path(__file__).parents[2] / "configs" / "text_stream.yaml"
 
 
 @pytest.fixture

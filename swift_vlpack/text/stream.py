@@ -17,12 +17,11 @@ from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.reasons import Reason
 from swift_vlpack.text.checks import check_whole
-from swift_vlpack.text.special import edge_tokens, edged, token_id, token_ids
-from swift_vlpack.text.streams.local import LocalText, paths_in
-from swift_vlpack.text.streams.reading import Documents, ReadOptions
-from swift_vlpack.text.streams.sources import plain, shares_among_workers, source_of
-from swift_vlpack.text.streams.windows import Bins, Fetch, Part, Sequential, Tokens, Windows
-from swift_vlpack.text.vocabulary import tokenizer_of
+from swift_vlpack.text.local import LocalText, paths_in
+from swift_vlpack.text.reading import Documents, ReadOptions
+from swift_vlpack.text.sources import plain, shares_among_workers, source_of
+from swift_vlpack.text.tokenizer import Tokens, edge_tokens, edged, token_id, token_ids, tokenizer_of
+from swift_vlpack.text.windows import Bins, Fetch, Held, Sequential, Windows
 
 SEQUENTIAL, BIN = "sequential", "bin"
 KIND = "text stream"
@@ -217,7 +216,7 @@ class TextStream:
         if len(tokens):
             self._epoch_of_tokens = self._documents.epoch
             self.counts.update(documents=1, tokens=len(tokens))
-            self._windows.add(Part(tokens, document.address, 0, len(tokens)))
+            self._windows.add(Held(tokens, document.address, 0, len(tokens)))
             return
         self.counts[f"{Reason.EMPTY_DOCUMENT.value}s"] += 1
         if self._documents.epoch > self._epoch_of_tokens + 1:
@@ -244,7 +243,7 @@ class TextStream:
 
         return fetch
 
-    def _window(self, parts: list[Part]) -> Window:
+    def _window(self, parts: list[Held]) -> Window:
         size = self.options.seq_len + 1
         tokens = np.full(size, self.pad_token_id, dtype=np.int32)
         segment_ids = np.zeros(size, dtype=np.int32)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from swift_vlpack.errors import ConfigError, DataError
-from swift_vlpack.text.streams.sources import Document, text_of
+from swift_vlpack.text.sources import Document, text_of
 
 LINE, PARAGRAPH, ROW = "line", "paragraph", "row"
 _OTHER_FORMATS = {".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}

@@ -7,19 +7,12 @@ import sys
 import pytest
 
 from swift_vlpack.errors import ConfigError
-from swift_vlpack.text import (
-    ByteTokenizer,
-    PackedCollator,
-    TextStream,
-    block_tokenize,
-    cutting,
-    padded_vocab_size,
-    vocabulary,
-)
+from swift_vlpack.rows import cutting
+from swift_vlpack.text import ByteTokenizer, PackedCollator, TextStream, block_tokenize, padded_vocab_size, tokenizer
 from tests.text.vocabularies import qwen, words
 
 
-@pytest.mark.parametrize("module", [cutting, vocabulary])
+@pytest.mark.parametrize("module", [cutting, tokenizer])
 def test_doctests(module):
     assert doctest.testmod(module).failed == 0
 
