@@ -60,7 +60,7 @@ def run_options(folder: Path) -> RunOptions:
     start = segments[-1].start if segments else {}
     options = start["options"] if "options" in start else _options_of_checkpoints(folder)
     given = {name: args[name] for name in OF_ROWS if args.get(name) not in (None, [], {})}
-    if "fusion_config" in options:
+    if "fusion_config" in options:  # its sources take the place of the data that args.json names
         given.pop("dataset", None)
     own = {name: value for name, value in options.items() if name in option_names() and value is not None}
     flags = [part for name, value in {**given, **own}.items() for part in _flag(name, value)]

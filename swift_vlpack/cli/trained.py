@@ -104,7 +104,7 @@ class TrainedRun:
         """Build the feed of the run over its rows as they were planned; a checkpoint spares the length pass."""
         config = packing_config(run.args)
         sources, _ = load_sources(run.args, config)
-        if not self.checkpoints:
+        if not self.checkpoints:  # killed before the first one: sizes have to be measured again
             return planned_feed(measured_rows(sources, run.template, run.args, config), run.template, run.args, config)
         path = self.checkpoints[-1].path
         _, state = read_state(path, PlannedFeed.kind)

@@ -139,6 +139,7 @@ class Counts:
         further: Iterable[str] = (),
     ) -> None:
         """Count one pack of `(source, length)` samples; `further` are the sources of further parts among them."""
+        # Samples, not units: a preference pair or a prefix with branches will be counted as the samples it is made of.
         num_tokens = 0
         for source, length in samples:
             counts = _of(self.sources, source)

@@ -116,6 +116,7 @@ def segments_of(folder: Path) -> list[Segment]:
 
     The list is empty if the folder has no run log.
     """
+    # The last one is the run's present state: segments before its start are another run in the same folder.
     found = _segments_in(folder)[-1:]
     seen = {(segment.folder.resolve(), segment.number) for segment in found}
     while found and found[0].start["event"] == RESUME and (before := _resumed_by(found[0])) is not None:
@@ -132,7 +133,7 @@ def resumed_folder(segment: Segment) -> Path | None:
     checkpoint = Path(segment.start["checkpoint"])
     if checkpoint.parent.is_dir():
         return checkpoint.parent
-    if (segment.folder / checkpoint.name).is_dir():
+    if (segment.folder / checkpoint.name).is_dir():  # a run that was resumed in its own folder, which was renamed
         return segment.folder
     moved = segment.folder.parent / checkpoint.parent.name
     return moved if moved.is_dir() else None
