@@ -87,6 +87,7 @@ def cause_of(evidence: Evidence) -> str:
     if evidence.attention in NO_BOUNDARIES:
         name = evidence.attention
         return f"attention {name} knows no boundaries; leave attn_impl unset, so that packing chooses its own"
+    # Media that a sample got from another one move "other" samples as well, but are a matter of order, not of leaks.
     has_moved = evidence.moved or (evidence.moved_by_media and evidence.given is None)
     cause = _of_moved(evidence) if has_moved else _of_differing(evidence)
     if evidence.unpacked == MIXED:
@@ -130,6 +131,7 @@ def facts_of(config: Any) -> dict[str, Any]:
 
 
 def _of_moved(evidence: Evidence) -> str:
+    # A state that runs on also moves the samples after it, as a causal mask would: the kind of layer tells.
     if is_stateful(evidence.layer_type):
         return of_linear_attention(evidence.layer_type.replace("_", " "))
     if not evidence.moved and evidence.layer not in (None, EMBEDDINGS):
@@ -153,8 +155,8 @@ def _of_moved(evidence: Evidence) -> str:
             "boundaries: a mask that a hook or the model replaces, or no mask at all"
         )
     crossed = {moved for changed, moved in evidence.moved if moved == changed + 1}
-    asked = evidence.changed or range(len(evidence.profiles))
-    boundaries = {at + 1 for at in asked if at + 1 < len(evidence.profiles)}
+    changed = evidence.changed or range(len(evidence.profiles))
+    boundaries = {at + 1 for at in changed if at + 1 < len(evidence.profiles)}
     few = [of <= min(_FEW, evidence.profiles[moved].num_tokens // 2) for (_, moved), of in evidence.moved.items()]
     is_edge = any(few) or any(profile.is_edge for profile in evidence.profiles)
     if crossed and is_edge and len(crossed) < max(2, len(boundaries)):
@@ -245,17 +247,17 @@ def _of_media(evidence: Evidence) -> str:
 
 
 def _of_attention(evidence: Evidence, differing: list[Profile]) -> str:
-    asked = f"attention {evidence.attention} does not do what the model asks of attention"
+    lacks = f"attention {evidence.attention} does not do what the model asks of attention"
     starts = {profile.first for profile in differing}
     if evidence.window and starts and min(start or 0 for start in starts) >= evidence.window - 1:
-        return f"{asked}: samples differ from token {min(starts, key=lambda at: at or 0)} on, and its window is " + (
+        return f"{lacks}: samples differ from token {min(starts, key=lambda at: at or 0)} on, and its window is " + (
             f"{evidence.window} tokens (sliding window or chunks ignored)"
         )
     if starts == {0}:
-        return f"{asked}: samples differ from their first token on, which sees only itself (sinks, or values changed)"
+        return f"{lacks}: samples differ from their first token on, which sees only itself (sinks, or values changed)"
     if starts and 0 not in starts:
         return (
-            f"{asked}: samples differ from their second token on, where weights begin to matter (scaling, soft cap, "
+            f"{lacks}: samples differ from their second token on, where weights begin to matter (scaling, soft cap, "
             "or a mask of the model's own)"
         )
-    return f"{asked} (sinks, soft cap, scaling, window, a mask of the model's own)"
+    return f"{lacks} (sinks, soft cap, scaling, window, a mask of the model's own)"

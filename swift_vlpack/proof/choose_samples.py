@@ -84,6 +84,7 @@ def candidates_from(packs: Packs) -> list[Iterator[Encoded]]:
         return [iter(kind) for kind in _grouped(samples, _kind_of_sample)]
     by_length = np.argsort(plan.lengths, kind="stable")
     by_length = by_length[plan.lengths[by_length] > 0]
+    # The plan counts images and patches; kinds that it does not count are told apart by the rows themselves.
     images, patches = plan.images[by_length], plan.patches[by_length]
     counted = [images == 1, images > 1, (images == 0) & (patches > 0), (images == 0) & (patches == 0)]
     kinds = [

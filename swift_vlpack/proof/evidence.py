@@ -39,13 +39,16 @@ def evidence_of(proof_model: ProofModel, sequence: Sequence[Encoded], limits: Li
     """Examine a sequence that failed the proof, sample by sample and layer by layer."""
     facts = facts_of(proof_model.model.config)
     with untouched(proof_model.model):
+        # A kernel or dropout of training mode only shows here: in evaluation the sequence is right.
         in_evaluation = _profiles(proof_model, sequence, limits)
         with repeatable_training(proof_model.model):
             profiles = _profiles(proof_model, sequence, limits)
             worst = next((at for at, profile in enumerate(profiles) if profile.differs), None)
-            asked = few_of(len(sequence), worst or 0)
-            moved = _moved(proof_model, sequence, limits, asked, lambda sample: _with_other_tokens(proof_model, sample))
-            by_media = _moved(proof_model, sequence, limits, asked, _with_other_media)
+            to_change = few_of(len(sequence), worst or 0)
+            moved = _moved(
+                proof_model, sequence, limits, to_change, lambda sample: _with_other_tokens(proof_model, sample)
+            )
+            by_media = _moved(proof_model, sequence, limits, to_change, _with_other_media)
             layer = None if worst is None else first_layer(proof_model, sequence, worst, limits)
             module = _module_of(proof_model, sequence, limits, worst, moved)
             given = _given(proof_model, sequence, profiles, limits)
@@ -53,7 +56,7 @@ def evidence_of(proof_model: ProofModel, sequence: Sequence[Encoded], limits: Li
     return Evidence(
         attention=attention.name_of(proof_model.model.config),
         profiles=tuple(profiles),
-        changed=asked,
+        changed=to_change,
         moved=moved,
         moved_by_media=by_media,
         given=given,
@@ -223,13 +226,13 @@ def _moved(
     proof_model: ProofModel,
     sequence: Sequence[Encoded],
     limits: Limits,
-    asked: Sequence[int],
+    to_change: Sequence[int],
     change: Callable[[Encoded], Encoded | None],
 ) -> dict[tuple[int, int], int]:
     """Change samples one at a time. Returns how many tokens of each other sample moved, by (changed, moved)."""
     before = proof_model.run(sequence, packed=True).logits
     pairs = {}
-    for changed in asked:
+    for changed in to_change:
         if (other := change(sequence[changed])) is None:
             continue
         after = proof_model.run([*sequence[:changed], other, *sequence[changed + 1 :]], packed=True).logits
@@ -288,6 +291,7 @@ def _given(
     packed = proof_model.run(sequence, packed=True).logits
     suspects = [at for at, profile in enumerate(profiles) if profile.differs and profile.has_media]
     for at in suspects:
+        # Only media of the same shapes can be exchanged without a crash, so only those are tried.
         for other, sample in enumerate(sequence):
             if other == at or not _fits(sequence[at], sample):
                 continue

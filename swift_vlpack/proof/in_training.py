@@ -107,6 +107,7 @@ def measure_in_training(passes: Passes, sequence: FirstSequence, results_of_all:
     with untouched(passes.model), torch.enable_grad():
         passes.model.train()
         compared = _Compared(passes, sequence)
+        # With sharded parameters every pass is a collective, so a rank with fewer samples runs as many passes.
         of_ranks = results_of_all(compared.begin)
         if passes.is_sharded:
             compared.has_drawn = any(has_drawn for has_drawn, _ in of_ranks)
@@ -148,6 +149,7 @@ class _Compared:
         """Run all other passes, compare them, and set `result`."""
         original, model, sequence = self.original, self.passes.model, self.sequence
         moved, of_changed, beside, own = self._changed()
+        # Without random draws a sample can be compared with what it gives alone, where it would draw other numbers.
         still = original
         sizes = self._embedded_alone()
         with repeatable_training(model):
@@ -202,6 +204,7 @@ class _Compared:
         sequence, original = self.sequence, self.original
         if len(sequence.spans) < 2 and not self.passes.is_sharded:
             return [], None, 0.0, 0.0
+        # The second pass goes without a backward: the loss is that of the watched samples, which changed themselves.
         changed = self._packed(sequence.with_other(sequence.others))
         turned = self._packed(sequence.with_other(self.watched), backward=False)
         moved = [_most(original.hidden, changed.hidden, sequence.spans[at]) for at in self.watched]
@@ -216,6 +219,7 @@ class _Compared:
         if original.of_inputs is None:
             return 0.0
         squares = original.of_inputs.float().square().sum(dim=-1)
+        # The lengths of two vectors: the gradients at all tokens of each group of samples.
         of = [
             float(sum(squares[slice(*self.sequence.spans[at])].sum() for at in which))
             for which in (self.sequence.others, self.watched)
@@ -295,6 +299,7 @@ class _Compared:
             ]
 
     def _noise_sizes(self, still: Pass, alone: Sequence[torch.Tensor]) -> list[tuple[float, float]]:
+        # The pass without draws has the embeddings themselves; what is left of the other one is noise.
         drawn, right = self.original.embedded, still.embedded
         num_tokens = self.sequence.inputs["input_ids"].shape[-1]
         if drawn is None or right is None or not len(drawn) == len(right) == num_tokens:

@@ -162,6 +162,7 @@ def rounded_otherwise(model: torch.nn.Module, dtype: torch.dtype, seed: int = 0)
         signs = torch.randint(0, 2, value.shape, generator=generator).to(value.device) * 2 - 1
         return (value.float() * (1 + signs * unit)).to(value.dtype)
 
+    # Embeddings, too: their rounding passes through all layers, as that of another kernel in the first layer would.
     layers = [layer for module in model.modules() if isinstance(module, torch.nn.ModuleList) for layer in module]
     embeddings = getattr(model, "get_input_embeddings", lambda: None)()
     modules = [*layers, *([embeddings] if embeddings is not None else [])]

@@ -169,19 +169,24 @@ def measure_pack(
     run equally many.
     """
     with untouched(proof_model.model), repeatable_training(proof_model.model):
+        # A sample too long for any reference proves nothing, and is dropped before anything runs.
         reference = Reference(proof_model, samples)
         samples = reference.known(samples)
         with own_attention(proof_model.model):
             proof_model = reference.proof_model = with_cut_head(proof_model, min(samples, key=length_of))
         experts = has_experts(proof_model.model)
         packs = _PackRuns(proof_model, samples, has_experts=experts)
+        # Some kernels add in another order each time. That is noise; a cache or a draw that stays moves far more.
         repeated = worst(_moved(proof_model, samples, packs.packed))
         own, own_media, moves, moves_by_media = _changed(proof_model, samples, packs.packed)
+        # In 16 bits rounding hides all but gross mistakes, so a few samples are compared in float32, too. Where that
+        # fails, the difference of a padded batch tells how much of the rounding comes from other shapes alone.
         few = [samples[at] for at in packs.few]
         single, why_not, padded = None, "", Noise(0.0, 0.0)
         if rounds_coarsely(proof_model.model, packs.dtype):
             single, why_not = _in_float32(proof_model, few, has_experts=experts)
             padded = padded if single else packs.padded(samples)
+        # Mistakes may need a full sequence: room for few boundaries, a capacity of experts, a limit of positions.
         kept = affordable(sequences, tokens_of_epoch)
         of_plan = [_against_known(proof_model, reference, sequence) for sequence in kept]
         looked_at = [one for one in of_plan if one is not None]
@@ -272,6 +277,7 @@ class _PackRuns:
         self.proof_model = proof_model
         limit = longest_for_own(proof_model.model, is_trained=True)
         by_length = sorted(range(len(samples)), key=lambda at: length_of(samples[at]))
+        # A backward keeps the attention weights of all layers, so it is limited to shorter samples than a forward.
         graded = [at for at in range(len(samples)) if length_of(samples[at]) <= limit] or by_length[:2]
         self.few = [at for at in _short_of_each_kind(samples) if at in graded]
         """Indices of a short sample of each kind."""
@@ -353,6 +359,7 @@ def _changed(
     Returns `own`, `own_media`, `moves` and `moves_by_media` of `Measurements`. The first twin's own move is limited to
     the difference between the twins: if they do not differ, an exchange of their media could not be seen.
     """
+    # Every second sample, not one after the other: two forwards change all samples, and each has a changed neighbour.
     own, moves = [0.0] * len(samples), []
     for parity in (0, 1):
         changed = [replaced(s, proof_model.is_ordinary) if at % 2 == parity else s for at, s in enumerate(samples)]
@@ -365,6 +372,7 @@ def _changed(
     if not pairs:
         return own, {}, moves, []
     changed = list(samples)
+    # One twin only: if the other one, or a sample of text, moves with it, media reached the wrong tokens.
     for one, _ in pairs:
         changed[one] = with_other_media(samples[one], 2)
     sizes = _moved(proof_model, changed, packed)

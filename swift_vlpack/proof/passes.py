@@ -81,6 +81,7 @@ class Passes:
 
         Raises `CannotSee` if the hidden states of the model cannot be captured.
         """
+        # Equal draws in every pass: of equal lengths and grids, each token draws what it drew before.
         _seed_all(seed)
         before = _states_of_torch()
         with (
@@ -133,6 +134,7 @@ class Passes:
 
 def _layers_of(model: Any) -> torch.nn.Module:
     """Return the module around the language model's layers, without the head: around the decoder's largest stack."""
+    # Wrappers of PEFT and of vision-language models each hand on to the next inner model.
     while hasattr(model, "get_decoder") and (inner := model.get_decoder()) is not model:
         model = inner
     stacks = {name: one for name, one in model.named_modules() if isinstance(one, torch.nn.ModuleList)}

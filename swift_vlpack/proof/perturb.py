@@ -23,6 +23,7 @@ def can_be_replaced(sample: Encoded, is_ordinary: Callable[[int], bool]) -> bool
 
 def replaced(sample: Encoded, is_ordinary: Callable[[int], bool]) -> Encoded:
     """Replace every ordinary token by another one. Media and control tokens stay, so positions stay, too."""
+    # The next larger token of the same sample: one that the model knows, and another one for every token.
     ordinary = sorted({token for token in sample["input_ids"] if is_ordinary(token)})
     following = dict(zip(ordinary, [*ordinary[1:], *ordinary[:1]], strict=True))
     return {**sample, "input_ids": [following.get(token, token) for token in sample["input_ids"]]}

@@ -110,12 +110,13 @@ class ProofModel:
             cut = _packed if packed else _padded(mask)
             with (
                 cut_head(self.model) if self.is_head_cut else nullcontext(),
-                positions_asked(self.model) as asked,
+                rotary_positions(self.model) as positions,
                 torch.set_grad_enabled(bool(parameters)),
             ):
                 with self.forward_context():
                     device = next(self.model.parameters()).device
                     logits = self.model(**on_device(batch.inputs, device)).logits
+                # Before the gradient, so that the whole logits can be freed: the largest tensor of the forward.
                 logits = logits if self.is_head_cut else some_columns(logits)
                 gradient = {}
                 if parameters:
@@ -123,14 +124,14 @@ class ProofModel:
                     pull = pulled(logits, batch, _places(batch.labels, parts, mask, packed=packed))
                     found = torch.autograd.grad(pull, list(parameters.values()), allow_unused=True)
                     gradient = {name: grad for name, grad in zip(parameters, found, strict=True) if grad is not None}
-        asked = [one for one in asked if one.shape[-1] == logits.shape[1]]
+        positions = [one for one in positions if one.shape[-1] == logits.shape[1]]
         return RunResult(
             cut(logits.detach(), parts),
             cut(batch.labels, parts) if batch.labels is not None else (None,) * len(parts),
             cut(batch.weights, parts) if batch.weights is not None else (None,) * len(parts),
             gradient,
             batch.inputs,
-            _positions(asked[0], len(logits), cut, parts) if asked else (),
+            _by_sample(positions[0], len(logits), cut, parts) if positions else (),
         )
 
 
@@ -172,14 +173,14 @@ def cut_head(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def positions_asked(model: Any) -> Iterator[list[torch.Tensor]]:
+def rotary_positions(model: Any) -> Iterator[list[torch.Tensor]]:
     """Collect the positions by which rotary embeddings of the language model turn queries and keys.
 
     Read there and not from the inputs, because the model may compute them itself, as it does for un-packed batches.
     """
     seen: list[torch.Tensor] = []
 
-    def asked(module: Any, args: Any, kwargs: Any) -> None:
+    def note(module: Any, args: Any, kwargs: Any) -> None:
         found = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
         if isinstance(found, torch.Tensor) and found.dim() > 1 and not found.is_floating_point():
             seen.append(found.detach())
@@ -189,7 +190,7 @@ def positions_asked(model: Any) -> Iterator[list[torch.Tensor]]:
         for name, module in model.named_modules()
         if "rotary" in type(module).__name__.lower() and not any(part in name for part in VISION_PARTS)
     ]
-    handles = [module.register_forward_pre_hook(asked, with_kwargs=True) for module in rotary]
+    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in rotary]
     try:
         yield seen
     finally:
@@ -197,9 +198,9 @@ def positions_asked(model: Any) -> Iterator[list[torch.Tensor]]:
             handle.remove()
 
 
-def _positions(asked: torch.Tensor, batch_size: int, cut: Cut, parts: list[int]) -> tuple[torch.Tensor, ...]:
+def _by_sample(positions: torch.Tensor, batch_size: int, cut: Cut, parts: list[int]) -> tuple[torch.Tensor, ...]:
     """Cut positions of (axes, batch, tokens), or (batch, tokens), into the samples."""
-    axes = asked if asked.dim() == 3 else asked[None]
+    axes = positions if positions.dim() == 3 else positions[None]
     of_axes = [cut(axis.expand(batch_size, -1), parts) for axis in axes]
     return tuple(torch.stack(of_sample) for of_sample in zip(*of_axes, strict=True))
 
@@ -230,12 +231,13 @@ def pulled(logits: torch.Tensor, batch: Collated, places: torch.Tensor) -> torch
     assert batch.labels is not None
     counts = (batch.labels != NO_LABEL).to(logits.device, torch.float32)
     counts = counts if batch.weights is None else counts * batch.weights.to(logits.device)
-    is_asked = counts[:, 1:] != 0
+    is_target = counts[:, 1:] != 0
+    # Random weights, because sums with equal weights would not notice tokens that are exchanged.
     generator = torch.Generator().manual_seed(0)
     pattern = torch.randn(_LONGEST_PATTERN, logits.shape[-1], generator=generator).to(logits.device)
-    places = places.to(logits.device)[:, :-1][is_asked] % _LONGEST_PATTERN
-    of_tokens = (logits[:, :-1][is_asked].float() * pattern[places]).sum(-1)
-    return (of_tokens * counts[:, 1:][is_asked]).sum()
+    places = places.to(logits.device)[:, :-1][is_target] % _LONGEST_PATTERN
+    of_tokens = (logits[:, :-1][is_target].float() * pattern[places]).sum(-1)
+    return (of_tokens * counts[:, 1:][is_target]).sum()
 
 
 def _places(labels: torch.Tensor, parts: list[int], mask: torch.Tensor | None, *, packed: bool) -> torch.Tensor:

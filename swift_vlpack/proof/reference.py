@@ -110,6 +110,7 @@ def repeatable_training(model: torch.nn.Module) -> Iterator[None]:
     settings = _settings(owners)
     try:
         model.train()
+        # By name, because models read their rates from many places: modules, their configs, functional calls.
         for owner in owners:
             rates = [name for name, value in vars(owner).items() if type(value) is float and _DRAWS.search(name)]
             for name in [*rates, *(["p"] if isinstance(owner, _DROPOUTS) else [])]:
