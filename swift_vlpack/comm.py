@@ -1,4 +1,4 @@
-"""Let the ranks of a run share work (`Comm`); `ALONE` is the run of one process."""
+"""Define what shared work needs of the ranks of a run, and the run of one process that needs no others."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Comm(Protocol):
 
     @property
     def num_ranks(self) -> int:
-        """Count the ranks."""
+        """Return the number of ranks."""
 
     def results_of_all(self, work: Callable[[], Result]) -> list[Result]:
-        """Do the work on every rank. Returns all results on every rank, in order of rank.
+        """Do the work on every rank. Returns the results of all ranks, in order of rank.
 
-        All ranks must call it. If the work fails on one rank, all raise instead of waiting for it.
+        All ranks must call it. If the work fails on one rank, all ranks raise instead of waiting for that one.
         """
 
 

@@ -293,9 +293,7 @@ def _in_windows(drawn: DrawnEpoch, cut: Sequence[CutRows | None], config: Packin
 
 
 def _sizes_at(schedule: Schedule, sizes: Sequence[Sizes]) -> Sizes:
-    found = np.zeros(
-        (SUPERVISED + 1, len(schedule)), dtype=np.int32
-    )  # as in a plan, which shares the memory
+    found = np.zeros((SUPERVISED + 1, len(schedule)), dtype=np.int32)  # as in a plan, which shares the memory
     for number, of_source in enumerate(sizes):
         here = schedule.source == number
         found[:, here] = of_source[:, schedule.row[here]]

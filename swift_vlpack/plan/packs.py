@@ -143,7 +143,7 @@ class Plan(Sequence[list[int]]):
 
     @property
     def remainder(self) -> NDArray[np.int32]:
-        """Return the underfilled pack that `packing_drop_last` leaves out. `align` brings it back for a missing pack."""
+        """Return the underfilled pack that `packing_drop_last` leaves out; `align` may bring it back."""
         return self.dropped.get(Reason.UNDERFILLED.value, np.empty(0, dtype=np.int32))
 
     def with_remainder(self) -> Plan:
