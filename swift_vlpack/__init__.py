@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # for type checkers and editors; all of it needs torch, and i
     from swift_vlpack.data.proof.verify import verify
     from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Boundaries",
     "Collator",
