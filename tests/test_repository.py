@@ -82,6 +82,19 @@ def test_tests_on_the_oldest_ms_swift_run_in_its_environment():
         assert ".venv-python3.99/" not in said
 
 
+@needs_make
+def test_hooks_of_commits_run_what_make_lint_runs():
+    """PKG-9: the same commands in the same order, by the tools of the same environment."""
+    (local,) = yaml.safe_load(text_of(".pre-commit-config.yaml"))["repos"]
+    assert local["repo"] == "local"
+    run = [line for line in made("lint").splitlines() if re.match(r"\.venv/bin/(ruff|mypy)", line)]
+    assert [hook["entry"] for hook in local["hooks"]] == run
+    for hook in local["hooks"]:
+        assert not hook["pass_filenames"], "the whole tree, as in CI"
+        assert re.search(hook["files"], "tests/tiny.py")
+        assert re.search(hook["files"], "pyproject.toml")
+
+
 # -- what machines read -----------------------------------------------------------------------------------------------
 
 
