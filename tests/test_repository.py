@@ -1,5 +1,6 @@
 """What people expect to find in a repository, and that none of it drifts from what it is about."""
 
+import ast
 import re
 import shutil
 import subprocess
@@ -9,7 +10,9 @@ import pytest
 import yaml
 
 import swift_vlpack
+from swift_vlpack.cli import all_commands
 from tests.doc_blocks import ROOT
+from tests.parsed import nodes_of
 
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 
@@ -36,6 +39,8 @@ def test_version_is_the_same_wherever_it_stands():
     assert version == swift_vlpack.__version__
     assert re.fullmatch(r" - \d{4}-\d\d-\d\d", date)
     assert f"swift-vlpack  {version}, python" in text_of("docs/commands.md")
+    cited = yaml.safe_load(text_of("CITATION.cff"))
+    assert (cited["version"], f" - {cited['date-released']}") == (version, date)
 
 
 # -- CI ---------------------------------------------------------------------------------------------------------------
@@ -102,6 +107,9 @@ def test_hooks_of_commits_run_what_make_lint_runs():
     ("schema", "names"),
     [
         ("github-workflows", [".github/workflows/ci.yml"]),
+        ("github-issue-forms", [".github/ISSUE_TEMPLATE/bug.yml", ".github/ISSUE_TEMPLATE/question.yml"]),
+        ("github-issue-config", [".github/ISSUE_TEMPLATE/config.yml"]),
+        ("citation-file-format", ["CITATION.cff"]),
     ],
 )
 def test_files_fit_the_schemas_of_those_who_read_them(schema, names):
@@ -109,3 +117,61 @@ def test_files_fit_the_schemas_of_those_who_read_them(schema, names):
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}"]
     done = subprocess.run([*command, *names], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_citation_names_the_contributors_and_the_license_of_the_package():
+    """PKG-10"""
+    cited = yaml.safe_load(text_of("CITATION.cff"))
+    assert cited["authors"] == [{"name": "swift_vlpack contributors"}]
+    assert f'license = "{cited["license"]}"' in text_of("pyproject.toml")
+    assert not {"repository-code", "url", "doi", "contact"} & set(cited)
+
+
+def test_form_for_bugs_asks_for_what_doctor_says():
+    """PKG-10: and only for commands that exist."""
+    text = text_of(".github/ISSUE_TEMPLATE/bug.yml") + text_of(".github/ISSUE_TEMPLATE/question.yml")
+    named = set(re.findall(r"`vlpack (\w+)", text))
+    assert "doctor" in named
+    assert named <= {command.name for command in all_commands()}
+    fields = {field.get("id"): field for field in yaml.safe_load(text_of(".github/ISSUE_TEMPLATE/bug.yml"))["body"]}
+    assert fields["doctor"]["validations"]["required"]
+
+
+# -- what strangers read ----------------------------------------------------------------------------------------------
+
+KNOWN = ("https://github.com/modelscope/ms-swift", "https://keepachangelog.com/")
+
+
+def for_strangers():
+    files = [
+        path for path in ROOT.iterdir() if path.suffix in (".md", ".cff", ".toml", ".yaml") or path.stem == "Dockerfile"
+    ]
+    return [*files, *(ROOT / ".github").rglob("*.yml")]
+
+
+def test_no_address_is_named_that_is_not_known():
+    """PKG-10: a placeholder is worse than nothing."""
+    names = {path.name for path in for_strangers()}
+    assert {"README.md", "CONTRIBUTING.md", "SECURITY.md", "CITATION.cff", "pyproject.toml", "bug.yml"} <= names
+    for path in for_strangers():
+        text = path.read_text(encoding="utf-8")
+        assert re.findall(r"[\w.+-]+@[\w-]+\.[a-z]+", text) == [], path.name
+        named = re.findall(r"https?://[^\s)\"'>`]+", text)
+        assert [url for url in named if not url.startswith(KNOWN)] == [], path.name
+
+
+def test_what_security_says_of_files_is_so():
+    """PKG-13: objects are loaded from no file, and no text is run."""
+    refused = {
+        "yaml": ("load", "full_load", "unsafe_load"),
+        "torch": ("load",),
+        "pickle": ("load",),
+        "": ("eval", "exec"),
+    }
+    for path in (ROOT / "swift_vlpack").rglob("*.py"):
+        for node in nodes_of(path):
+            if not isinstance(node, ast.Call):
+                continue
+            module, _, name = ast.unparse(node.func).rpartition(".")
+            assert name not in refused.get(module, ()), f"{path.name}: {ast.unparse(node)}"
+            assert [keyword for keyword in node.keywords if keyword.arg == "allow_pickle" and keyword.value.value] == []
