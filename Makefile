@@ -83,8 +83,9 @@ docs: $(READY)  ## Build the documentation site into build/site
 	$(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/trees . build/site
 	@echo "open build/site/index.html"
 
-docs-tables: $(READY)  ## Write the tables of docs/ that follow from code
+docs-tables: $(READY)  ## Write the tables of docs/ that follow from code, and the tutorial as a notebook
 	$(BIN)/python -m tests.doc_tables
+	$(BIN)/python -m tests.tutorial_notebook
 
 clean:  ## Remove what the targets made
 	rm -rf .venv .venv-* build demo_output .pytest_cache .ruff_cache .mypy_cache *.egg-info
