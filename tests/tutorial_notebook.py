@@ -1,7 +1,7 @@
 """Write the tutorial as a notebook: the same text, and its files and commands as cells.
 
-`make docs-tables` runs it. A file of the page becomes a cell that writes it, a shell block a cell that runs it and fails
-where a command fails; nothing is typed a second time. No outputs are stored: they would be those of one machine.
+`make docs-tables` runs it. A file of the page becomes a cell that writes it, and a shell block a cell that runs it and
+fails where a command fails, so nothing is typed twice. No outputs are stored: they would be those of one machine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.doc_blocks import ROOT
 PAGE = ROOT / "docs" / "tutorial.md"
 NOTEBOOK = ROOT / "examples" / "tutorial.ipynb"
 FIRST_SECTION_AFTER_INSTALL = "\n## 2. "
-FOLDER = '''\
+FOLDER = """\
 # The empty folder; the commands of this environment come first there.
 import os
 import sys
@@ -28,7 +28,7 @@ os.environ["CHECKOUT"] = str(checkout)
 os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 os.chdir(tempfile.mkdtemp(prefix="tutorial_"))
 print(os.getcwd())
-'''
+"""
 """What `source .venv/bin/activate`, `export CHECKOUT=$PWD` and `cd` of the page are in a notebook."""
 INTRODUCTION = """\
 *This is [docs/tutorial.md](tutorial.md) as a notebook. Install as section 1 says, and choose the Python of that `.venv`
@@ -36,7 +36,6 @@ as the kernel: `[test]` brings what a notebook program needs of it. Outputs are 
 """
 _FENCE = re.compile(r"^(?P<mark><!-- run in order -->\n)?```\w+\n(?P<text>.*?)^```\n", re.S | re.M)
 _NAME = re.compile(r"as `([\w./-]+)`:\s*\Z")
-
 
 
 def cells() -> list[tuple[str, str]]:
@@ -69,7 +68,12 @@ def notebook() -> dict[str, Any]:
     """Return the notebook in version 4.5 of its format, without outputs."""
     made = []
     for number, (kind, text) in enumerate(cells()):
-        cell = {"cell_type": kind, "id": f"cell-{number}", "metadata": {}, "source": text.strip().splitlines(keepends=True)}
+        cell = {
+            "cell_type": kind,
+            "id": f"cell-{number}",
+            "metadata": {},
+            "source": text.strip().splitlines(keepends=True),
+        }
         made.append({**cell, "execution_count": None, "outputs": []} if kind == "code" else cell)
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
