@@ -10,11 +10,14 @@ docs/own_trainer.md has the loop too, and says what each line is for.
 
 import argparse
 import json
+import random
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
+from PIL import Image
 from swift.model import get_model_processor
 from swift.template import get_template
 from torch.utils.data import DataLoader
@@ -69,19 +72,26 @@ def read_rows(path):
 
 
 def tiny_model(folder):
-    """Write a Qwen2.5-VL of two layers and random weights, which the tests of a checkout can make."""
-    sys.path.insert(0, str(Path(__file__).parent.parent))
-    from tests.tiny import save_model
-
-    return str(save_model(folder / "model"))
+    """Write a Qwen2.5-VL of two layers and random weights; the tests of the checkout know how."""
+    command = [sys.executable, "-m", "tests.tiny", str(folder / "model"), "qwen2_5_vl"]
+    subprocess.run(command, cwd=Path(__file__).parent.parent, check=True, stdout=subprocess.DEVNULL)
+    return str(folder / "model")
 
 
 def made_up_rows(folder):
-    """Make 30 rows: questions and answers of many lengths, two of three about an image of noise."""
-    sys.path.insert(0, str(Path(__file__).parent.parent))
-    from tests.rows import mixed_rows
-
-    return mixed_rows(folder / "images", 30)
+    """Make 30 rows of many lengths, two of three with an image of noise."""
+    rng = random.Random(0)
+    rows = []
+    for number in range(30):
+        question, answer = "what is this?", " ".join(["noise"] * rng.randint(5, 90))
+        images = [str(folder / f"{number}.jpg")] if number % 3 else []
+        for image in images:
+            size = (rng.randint(60, 300), rng.randint(60, 300))
+            Image.effect_noise(size, 64).convert("RGB").save(image)
+            question = f"<image>{question}"
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        rows.append({"messages": messages, "images": images})
+    return rows
 
 
 if __name__ == "__main__":
