@@ -52,10 +52,9 @@ test-oldest:  ## Run the tests of the host layer against the oldest supported ms
 
 # Every seam is looked at (test_install), every way to load rows, and losses, padding, parts and plans are trained once.
 test-oldest-few:  ## Run the tenth of test-oldest that CI runs
-	$(MAKE) test SWIFT=oldest TESTS="tests/host/test_install.py \
-	  tests/host/rows/test_same_rows.py tests/host/training/test_loss.py tests/host/training/test_padding.py \
-	  tests/host/training/test_pretrain.py tests/host/training/test_evaluation.py tests/host/parts tests/host/test_together.py \
-	  tests/e2e/test_plan.py"
+	$(MAKE) test SWIFT=oldest TESTS="tests/host/test_install.py tests/host/rows/test_same_rows.py tests/host/test_loss.py \
+	  tests/host/test_padding.py tests/host/test_pretrain.py tests/host/test_evaluation.py tests/host/parts \
+	  tests/host/test_together.py tests/e2e/test_plan.py"
 
 lint: $(READY)  ## ruff check, ruff format --check, mypy strict on core, data and text
 	$(BIN)/ruff check .

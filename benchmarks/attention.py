@@ -1,4 +1,4 @@
-"""Attention of one packed row, forward and backward: the kernels that run here against sdpa with a dense mask.
+"""Attention of one packed sequence, forward and backward: the kernels that run here against sdpa with a dense mask.
 
 OMP_NUM_THREADS=1 python benchmarks/attention.py
 
@@ -13,11 +13,10 @@ from time import process_time
 
 import torch
 
-from swift_vlpack.data.kernels.asked import Asked
-from swift_vlpack.data.kernels.masks import row_mask
-from swift_vlpack.data.kernels.row_kernels import KERNELS, CannotDo
-from swift_vlpack.data.kernels.samples import PackedRow
-from swift_vlpack.data.kernels.trials import largest_gap, results, seconds
+from swift_vlpack.attention.choose_kernel import fastest_run, largest_gap, results
+from swift_vlpack.attention.kernels import KERNELS, CannotDo
+from swift_vlpack.attention.masks import sequence_mask
+from swift_vlpack.attention.packed_sequence import AttentionArgs, PackedSequence
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 4, 64
 ROWS = ((2048, 6), (2048, 60), (4096, 8), (4096, 60), (8192, 40))  # tokens, samples
@@ -30,22 +29,26 @@ class Layer(torch.nn.Module):
     is_causal = True
 
 
-def row_of(num_tokens: int, num_samples: int) -> PackedRow:
-    """Random boundaries of a full row, no sample shorter than 8 tokens."""
+def sequence_of(num_tokens: int, num_samples: int) -> PackedSequence:
+    """Random boundaries of a full sequence, no sample shorter than 8 tokens."""
     cuts = random.Random(0).sample(range(1, num_tokens // 8), num_samples - 1)
     ends = (0, *sorted(8 * cut for cut in cuts), num_tokens)
     query, key, value = (
         torch.randn(1, heads, num_tokens, HEAD_DIM, requires_grad=True)
         for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
     )
-    return PackedRow(Layer(), query, key, value, row_mask(1, num_tokens, num_tokens), None, Asked(), ends)
+    return PackedSequence(
+        Layer(), query, key, value, sequence_mask(1, num_tokens, num_tokens), None, AttentionArgs(), ends
+    )
 
 
-def dense(row: PackedRow) -> torch.Tensor:
+def dense(sequence: PackedSequence) -> torch.Tensor:
     """One call of sdpa with the L x L mask that keeps samples apart."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    made: torch.Tensor = sdpa_attention_forward(row.module, row.query, row.key, row.value, dense_mask(row.ends))[0]
+    made: torch.Tensor = sdpa_attention_forward(
+        sequence.module, sequence.query, sequence.key, sequence.value, dense_mask(sequence.ends)
+    )[0]
     return made
 
 
@@ -56,30 +59,32 @@ def dense_mask(ends: tuple[int, ...]) -> torch.Tensor:
     return ((number[:, None] == number[None, :]) & (place[:, None] >= place[None, :]))[None, None]
 
 
-def shown(row: PackedRow, name: str, seconds_of_dense: float) -> str:
+def shown(sequence: PackedSequence, name: str, seconds_of_dense: float) -> str:
     """Milliseconds, and how many times as fast as the dense mask."""
     try:
-        assert largest_gap(results(row, dense), results(row, KERNELS[name])) < 1e-5, name
-        taken = seconds(row, KERNELS[name], process_time)
+        assert largest_gap(results(sequence, dense), results(sequence, KERNELS[name])) < 1e-5, name
+        taken = fastest_run(sequence, KERNELS[name], process_time)
     except CannotDo as reason:
         return str(reason)
     return f"{1000 * taken:.0f} ms, {seconds_of_dense / taken:.1f}x"
 
 
 def main() -> None:
-    """Print one line a row, without and with sinks, which need all scores of a sample in memory."""
+    """Print one line a sequence, without and with sinks, which need all scores of a sample in memory."""
     print(f"| tokens | samples | dense mask | {' | '.join(f'`{name}`' for name in KERNELS)} | mask that is not made |")
     print("|---" * (len(KERNELS) + 4) + "|")
     for num_tokens, num_samples in ROWS:
-        row = row_of(num_tokens, num_samples)
-        of_dense = seconds(row, dense, process_time)
-        cells = [shown(row, name, of_dense) for name in KERNELS]
+        sequence = sequence_of(num_tokens, num_samples)
+        of_dense = fastest_run(sequence, dense, process_time)
+        cells = [shown(sequence, name, of_dense) for name in KERNELS]
         megabytes = num_tokens * num_tokens / 1e6
         print(f"| {num_tokens} | {num_samples} | {1000 * of_dense:.0f} ms | {' | '.join(cells)} | {megabytes:.0f} MB |")
     print("\nThe same with sinks (as gpt-oss), without the dense mask:\n")
     for num_tokens, num_samples in ((4096, 8), (4096, 60)):
-        row = replace(row_of(num_tokens, num_samples), asked=Asked(sinks=torch.zeros(NUM_HEADS, requires_grad=True)))
-        taken = {name: seconds(row, KERNELS[name], process_time) for name in ("segments", "grouped")}
+        sequence = replace(
+            sequence_of(num_tokens, num_samples), args=AttentionArgs(sinks=torch.zeros(NUM_HEADS, requires_grad=True))
+        )
+        taken = {name: fastest_run(sequence, KERNELS[name], process_time) for name in ("segments", "grouped")}
         ratio = taken["segments"] / taken["grouped"]
         told = ", ".join(f"{name} {1000 * one:.0f} ms" for name, one in taken.items())
         print(f"- {num_tokens} tokens, {num_samples} samples: {told}, {ratio:.1f}x")

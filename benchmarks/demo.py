@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from swift_vlpack.launch import plugin_path
+from swift_vlpack.host.launch import plugin_path
+from tests.data_rows import image_row, sentence, text_row, write_jsonl
 from tests.images import photo
-from tests.rows import image_row, sentence, text_row, write_jsonl
 from tests.tiny import build_config, build_processor, build_tokenizer
 
 FAMILY = "qwen2_5_vl"

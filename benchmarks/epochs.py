@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from swift_vlpack import FusionCaptionDataset, LengthIndex, PackingConfig, RowSource
-from swift_vlpack.data.feeds.epochs import Extent
-from swift_vlpack.data.feeds.planned_feed import PlannedFeed
+from swift_vlpack.feed.planned import PlannedPackingDataset
+from swift_vlpack.feed.planned_feed import PlannedFeed
 
 
 class Template:
@@ -47,7 +47,7 @@ def feed_of(num_rows: int) -> PlannedFeed:
     source = RowSource(name="rows", rows=Rows(num_rows), sizes=LengthIndex(columns, {}))
     config = PackingConfig(packing_length=8192, packing_strategy="exact")
     data = FusionCaptionDataset([source], Template())
-    return PlannedFeed(data, Template(), config, num_ranks=8, extent=Extent(3))
+    return PlannedFeed(PlannedPackingDataset(data, Template(), config, num_ranks=8, num_epochs=3))
 
 
 def steps_while(is_on: Callable[[], bool], step: Callable[[], Any]) -> float:

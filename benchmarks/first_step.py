@@ -28,10 +28,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from swift_vlpack.core.config import ENV_PREFIX
-from swift_vlpack.launch import plugin_path
+from swift_vlpack.config import ENV_PREFIX
+from swift_vlpack.host.launch import plugin_path
+from tests.data_rows import image_row, sentence, write_jsonl
 from tests.images import photo
-from tests.rows import image_row, sentence, write_jsonl
 from tests.tiny import save_model
 
 FAMILY = "qwen2_5_vl"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from swift_vlpack import PackingConfig, PackingDataset, prepare_model, prove
-from tests.rows import mixed_rows
+from tests.data_rows import mixed_rows
 from tests.tiny import save_model, use_ids_of_tokenizer
 
 FAMILY = "qwen2_5_vl"

@@ -29,10 +29,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.strategies import EXAMPLE, SEED, lengths_in, memory_now, note, print_table, timed, unbalanced
-from swift_vlpack.core.config import PackingConfig
-from swift_vlpack.core.envelope import differing_fields
-from swift_vlpack.core.epoch.mix import schedule
-from swift_vlpack.core.epoch.planner import plan
+from swift_vlpack.config import PackingConfig
+from swift_vlpack.envelope import differing_fields
+from swift_vlpack.plan.mix import schedule
+from swift_vlpack.plan.planner import plan
 
 CAPACITY = 8192
 STAGES = ("schedule", "plan", "align", "digest", "balance")

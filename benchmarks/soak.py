@@ -16,9 +16,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.data_rows import mixed_rows, write_jsonl
 from tests.e2e.ranks import Run, ids, last_complete, step_of, trained
 from tests.host.runs import argv
-from tests.rows import mixed_rows, write_jsonl
 from tests.tiny import save_model
 
 FAMILY = "qwen2_5_vl"

@@ -27,12 +27,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from swift_vlpack.core.config import PackingConfig
-from swift_vlpack.core.epoch.length_files import read_lengths
-from swift_vlpack.core.epoch.plan import Plan
-from swift_vlpack.core.epoch.planner import plan
-from swift_vlpack.core.packing import strategies
-from swift_vlpack.core.packing.bounds import lower_bound
+from swift_vlpack.config import PackingConfig
+from swift_vlpack.plan import strategies
+from swift_vlpack.plan.bounds import lower_bound
+from swift_vlpack.plan.length_files import read_lengths
+from swift_vlpack.plan.packs import Plan
+from swift_vlpack.plan.planner import plan
 
 Lengths = NDArray[np.int64]
 EXAMPLE = Path(__file__).parent.parent / "configs" / "example_lengths.json"

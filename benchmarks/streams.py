@@ -29,8 +29,8 @@ SETTINGS = (("1 rank, 1 worker", 1, 1), ("2 ranks, 1 worker each", 2, 1), ("1 ra
 
 def write_rows(folder: Path, num_rows: int) -> list[str]:
     """The files of the stream."""
+    from tests.data_rows import image_row, sentence, write_jsonl
     from tests.images import photo
-    from tests.rows import image_row, sentence, write_jsonl
 
     rng = random.Random(0)
     photos = [photo(folder, f"photo{n}", 640, 480, seed=n) for n in range(NUM_PHOTOS)]
@@ -55,15 +55,15 @@ def loader_of(who: str, template: Any, files: list[str], rank: int, num_ranks: i
         )
         return DataLoaderDispatcher(loader)
     from swift_vlpack import PackingConfig
-    from swift_vlpack.data.feeds.buffered import BufferedPackingDataset
-    from swift_vlpack.data.feeds.streamed_feed import StreamedFeed
-    from swift_vlpack.data.model.collate import Collator
-    from swift_vlpack.data.rows.streams import StreamedRows
-    from swift_vlpack.host.training.loader import PackLoader
-    from swift_vlpack.host.training.voting import Ranks
+    from swift_vlpack.feed.collate import Collator
+    from swift_vlpack.feed.streamed import StreamedPackingDataset
+    from swift_vlpack.feed.streamed_feed import StreamedFeed
+    from swift_vlpack.host.loader import PackLoader
+    from swift_vlpack.host.voting import Ranks
+    from swift_vlpack.rows.streams import StreamedRows
 
     config = PackingConfig(packing_length=CAPACITY, packing_buffer=WINDOW, packing_drop_last=False)
-    packs = BufferedPackingDataset(StreamedRows(rows, template), template, config, rank=rank, num_ranks=num_ranks)
+    packs = StreamedPackingDataset(StreamedRows(rows, template), template, config, rank=rank, num_ranks=num_ranks)
     collate = Collator(template, for_model=False)
     options = {"num_workers": num_workers, "prefetch_factor": 2, "collate_fn": collate}
     return StreamedFeed(packs, num_workers).loader(rank, PackLoader, ranks=Ranks, **options)

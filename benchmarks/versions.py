@@ -68,7 +68,7 @@ def commands(model: Path, dataset: str, output: Path) -> dict[str, list[str]]:
     ]
     train = ["--tuner_type", "full", "--save_strategy", "no", "--add_version", "false", "--max_steps", 1]
     train += ["--output_dir", output, "--dataloader_num_workers", 1]
-    vlpack = [sys.executable, "-m", "swift_vlpack.cli"]
+    vlpack = [sys.executable, "-m", "swift_vlpack"]
     plan = [*vlpack, "plan", *map(str, run), "--failures", str(output.parent / "failures.jsonl")]
     return {
         "import of the command": [sys.executable, "-c", "import swift_vlpack.cli"],

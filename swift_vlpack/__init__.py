@@ -3,25 +3,26 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from swift_vlpack.core.config import PackingConfig
-from swift_vlpack.core.epoch.mix import schedule
-from swift_vlpack.core.epoch.plan import Plan
-from swift_vlpack.core.epoch.planner import plan
-from swift_vlpack.core.packing.boundaries import Boundaries
-from swift_vlpack.core.packing.packer import Packer
-from swift_vlpack.core.packing.records import Item, Pack
-from swift_vlpack.core.packing.registry import register_strategy
-from swift_vlpack.core.words import INSTALL
+from swift_vlpack.config import PackingConfig
+from swift_vlpack.plan.boundaries import Boundaries
+from swift_vlpack.plan.mix import schedule
+from swift_vlpack.plan.packer import Packer
+from swift_vlpack.plan.packs import Plan
+from swift_vlpack.plan.planner import plan
+from swift_vlpack.plan.records import Item, Pack
+from swift_vlpack.plan.registry import register_strategy
+from swift_vlpack.words import INSTALL
 
 if TYPE_CHECKING:  # for type checkers and editors; all of it needs torch, and is loaded when it is first asked for
-    from swift_vlpack.data.feeds.dataset import PackingDataset
-    from swift_vlpack.data.lengths.sizes import LengthIndex
-    from swift_vlpack.data.model.choose_attention import choose_attention
-    from swift_vlpack.data.model.collate import Collator
-    from swift_vlpack.data.model.prepare import prepare_model
-    from swift_vlpack.data.proof.prove import prove
-    from swift_vlpack.data.proof.verify import verify
-    from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
+    from swift_vlpack.attention.prepare import prepare_model
+    from swift_vlpack.feed.choose_attention import choose_attention
+    from swift_vlpack.feed.collate import Collator
+    from swift_vlpack.feed.dataset import PackingDataset
+    from swift_vlpack.proof.prove import prove
+    from swift_vlpack.proof.verify import verify
+    from swift_vlpack.rows.fusion import FusionCaptionDataset
+    from swift_vlpack.rows.sizes import LengthIndex
+    from swift_vlpack.rows.source import RowSource
 
 __version__ = "0.2.0"
 __all__ = [
@@ -46,15 +47,15 @@ __all__ = [
 ]
 
 _NEED_TORCH = {
-    "Collator": "swift_vlpack.data.model.collate",
-    "FusionCaptionDataset": "swift_vlpack.data.rows.fusion",
-    "LengthIndex": "swift_vlpack.data.lengths.sizes",
-    "PackingDataset": "swift_vlpack.data.feeds.dataset",
-    "RowSource": "swift_vlpack.data.rows.fusion",
-    "choose_attention": "swift_vlpack.data.model.choose_attention",
-    "prepare_model": "swift_vlpack.data.model.prepare",
-    "prove": "swift_vlpack.data.proof.prove",
-    "verify": "swift_vlpack.data.proof.verify",
+    "Collator": "swift_vlpack.feed.collate",
+    "FusionCaptionDataset": "swift_vlpack.rows.fusion",
+    "LengthIndex": "swift_vlpack.rows.sizes",
+    "PackingDataset": "swift_vlpack.feed.dataset",
+    "RowSource": "swift_vlpack.rows.fusion",
+    "choose_attention": "swift_vlpack.feed.choose_attention",
+    "prepare_model": "swift_vlpack.attention.prepare",
+    "prove": "swift_vlpack.proof.prove",
+    "verify": "swift_vlpack.proof.verify",
 }
 
 

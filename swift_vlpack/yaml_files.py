@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.errors import ConfigError
 
 
 def read_yaml(path: Path, what: str) -> Any:

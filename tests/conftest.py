@@ -25,7 +25,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MODELSCOPE_CACHE", tempfile.mkdtemp(prefix="vlpack-cache-"))
 
 
-ORDER = ("e2e", "host", "data")
+ORDER = ("e2e", "host", "cli")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -66,19 +66,21 @@ def _environment_of_module() -> Iterator[None]:
 
 
 def _is_first(record: logging.LogRecord) -> bool:
-    """Not a line of `core`, `data` or `text` that ms-swift's log was handed and that the root hears again."""
+    """Not a line of a room without ms-swift that ms-swift's log was handed and that the root hears again."""
     is_handed_on = record.name != "swift_vlpack" and not record.name.startswith("swift_vlpack.")
-    return not (is_handed_on and re.search(r"/swift_vlpack/(core|data|text)/", record.pathname))
+    return not (is_handed_on and re.search(r"/swift_vlpack/(?!(host|cli)/)", record.pathname))
 
 
 @pytest.fixture
 def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     """Also the lines of this package once they go to ms-swift's log instead of the root, and those once."""
-    ours, data = logging.getLogger("swift_vlpack"), logging.getLogger("swift_vlpack.data")
-    before = ours.propagate, ours.level, data.level
+    ours = logging.getLogger("swift_vlpack")
+    rooms = [logging.getLogger(f"swift_vlpack.{room}") for room in ("rows", "lengths", "feed", "attention", "proof")]
+    before = ours.propagate, ours.level, [room.level for room in rooms]
     ours.propagate = False
     ours.setLevel(logging.NOTSET)
-    data.setLevel(logging.NOTSET)
+    for room in rooms:
+        room.setLevel(logging.NOTSET)
     ours.addHandler(caplog.handler)
     caplog.handler.addFilter(_is_first)
     yield caplog
@@ -86,7 +88,8 @@ def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
     ours.removeHandler(caplog.handler)
     ours.propagate = before[0]
     ours.setLevel(before[1])
-    data.setLevel(before[2])
+    for room, level in zip(rooms, before[2], strict=True):
+        room.setLevel(level)
 
 
 @pytest.fixture
@@ -114,7 +117,7 @@ def load_tiny(folder: Path, family: str) -> Tiny:
     from swift.model import get_model_processor
     from swift.template import get_template
 
-    from swift_vlpack.data.model import attention
+    from swift_vlpack.attention import attention
 
     attention.register()
     model, processor = get_model_processor(

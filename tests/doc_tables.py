@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import fields
 from pathlib import Path
 
-from swift_vlpack.commands.packing_flags import shown
-from swift_vlpack.core.config import PackingConfig, kind_of
+from swift_vlpack.cli.command import shown
+from swift_vlpack.config import PackingConfig, kind_of
+from swift_vlpack.reasons import Reason
 
 DOCS = Path(__file__).parent.parent / "docs"
 _DEFAULTS = {"packing_length": "`max_length`", "packing": "`true` for `vlpack`, `false` for `swift`"}
@@ -29,7 +30,22 @@ def _kind(name: str) -> str:
     return {"INT": "whole number", "FLOAT": "number", "PATH": "text"}[kind]
 
 
-TABLES = {"options.md": {"options": options_table}}
+def reason_row(reason: Reason) -> str:
+    """One reason, as docs/reasons.md shows it."""
+    about = reason.about
+    return (
+        f"| `{reason}` | {about.kind.value} | {about.meaning} | {about.retried or '-'} | "
+        f"{about.remedy or 'mend or remove the row'} |"
+    )
+
+
+def reasons_table() -> str:
+    """Every reason why a row is in no pack, in the order of its declaration."""
+    head = ["| reason | when | what happened | tried again | what to do about many |", "|---|---|---|---|---|"]
+    return "\n".join([*head, *map(reason_row, Reason)])
+
+
+TABLES = {"options.md": {"options": options_table}, "reasons.md": {"reasons": reasons_table}}
 
 
 def with_tables(page: str) -> str:

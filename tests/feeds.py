@@ -4,12 +4,11 @@ import json
 
 from torch.utils.data import DataLoader
 
-from swift_vlpack.data.feeds.buffered import BufferedPackingDataset
-from swift_vlpack.data.feeds.epochs import Extent
-from swift_vlpack.data.feeds.packs import rows_of
-from swift_vlpack.data.feeds.planned_feed import PlannedFeed
-from swift_vlpack.data.feeds.streamed_feed import StreamedFeed
-from swift_vlpack.data.randomness import own_generator
+from swift_vlpack.feed.planned import PlannedPackingDataset
+from swift_vlpack.feed.planned_feed import PlannedFeed
+from swift_vlpack.feed.streamed import StreamedPackingDataset
+from swift_vlpack.feed.streamed_feed import StreamedFeed
+from swift_vlpack.rows.randomness import own_generator
 
 
 class Loader(DataLoader):
@@ -37,14 +36,12 @@ def loader_over(feed, **options):
     return feed.loader(0, Loader, ranks=OneRank, **options)
 
 
-def planned_feed(rows, template, config, *, num_epochs=1, **options):
-    data = rows_of(rows, template, config)
-    data.measure()
-    return PlannedFeed(data, template, config, extent=Extent(num_epochs), **options)
+def planned_feed(rows, template, config, **options):
+    return PlannedFeed(PlannedPackingDataset(rows, template, config, **options))
 
 
 def streamed_feed(rows, template, config, *, num_workers=0, **options):
-    return StreamedFeed(BufferedPackingDataset(rows, template, config, **options), num_workers)
+    return StreamedFeed(StreamedPackingDataset(rows, template, config, **options), num_workers)
 
 
 def resumed(fresh, trained, records, epoch=0):

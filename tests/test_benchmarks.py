@@ -7,8 +7,8 @@ import re
 import pytest
 
 from benchmarks import demo, first_step
-from swift_vlpack.core.config import ENV_PREFIX, PackingConfig, option_names
-from swift_vlpack.launch import plugin_path
+from swift_vlpack.config import ENV_PREFIX, PackingConfig, option_names
+from swift_vlpack.host.launch import plugin_path
 from tests.doc_blocks import ROOT
 
 

@@ -19,24 +19,27 @@ import yaml
 import swift_vlpack
 import swift_vlpack.text
 from swift_vlpack.cli import all_commands, main
-from swift_vlpack.core.config import ENV_PREFIX, NO_OPTIONS, PackingConfig, option_names
-from swift_vlpack.core.packing.registry import WINDOW
-from swift_vlpack.core.packing.strategies import STRATEGIES
-from swift_vlpack.swift_flags import flag_names
+from swift_vlpack.config import ENV_PREFIX, NO_OPTIONS, PackingConfig, option_names
+from swift_vlpack.host.swift_flags import flag_names
+from swift_vlpack.plan.registry import WINDOW
+from swift_vlpack.plan.strategies import STRATEGIES
 from tests.browser import measured, needs_chromium
 from tests.doc_blocks import PAGES, ROOT, all_blocks, blocks, commands
 from tests.doc_tables import TABLES, with_tables
 from tests.parsed import nodes_of
 
-CORE = [
+LIGHT = [
     module.name
-    for module in pkgutil.walk_packages([str(ROOT / "swift_vlpack" / "core")], "swift_vlpack.core.")
-    if not module.ispkg
-] + ["swift_vlpack.commands.packing_flags"]
+    for folder in ("", "plan", "runlog", "feed", "pages", "cli")
+    for module in pkgutil.iter_modules(
+        [str(ROOT / "swift_vlpack" / folder)], f"swift_vlpack.{folder}.".replace("..", ".")
+    )
+    if not module.ispkg and module.name != "swift_vlpack.__main__"
+]
 
 
-@pytest.mark.parametrize("name", CORE)
-def test_doctests_of_the_core(name):
+@pytest.mark.parametrize("name", LIGHT)
+def test_examples_of_light_modules(name):
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
@@ -118,7 +121,7 @@ def check_flags(program, words, line):
         below = [choices for action in parser._actions if isinstance(choices := action.choices, dict)]
         parsers = [parser, *(one for choices in below for one in choices.values())]  # `vlpack cache clear` is two
         of_command = {option.removeprefix("--") for one in parsers for option in one._option_string_actions}
-        known = of_command | (known if command.run_of else set())
+        known = of_command | (known if command.takes_run_flags else set())
     given = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
     assert [flag for flag in given if flag not in known] == [], line
     for before, word in zip(words, [*words[1:], ""], strict=True):

@@ -17,7 +17,7 @@ import numpy
 import pytest
 
 import swift_vlpack
-from swift_vlpack.core.words import INSTALL
+from swift_vlpack.words import INSTALL
 
 ROOT = Path(__file__).parent.parent
 NOT_SOURCE = (".venv*", ".git", ".*_cache", "__pycache__", "*.egg-info", "build", "dist", "demo_output")
@@ -136,7 +136,7 @@ def with_numpy_only(built, tmp_path_factory):
     with zipfile.ZipFile(built[0]) as wheel:
         wheel.extractall(site)
     installed = Path(numpy.__file__).parent.parent
-    for part in ("numpy", "numpy.libs"):
+    for part in ("numpy", "numpy.libs", f"numpy-{numpy.__version__}.dist-info"):
         if (installed / part).exists():
             (site / part).symlink_to(installed / part)
 
@@ -199,6 +199,11 @@ def test_command_that_needs_a_package_says_which(with_numpy_only, tmp_path):
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
     assert done.stderr.startswith("vlpack report: needs rich, which is not installed; `pip install .` in a checkout")
     assert json.loads(with_numpy_only("-m", "swift_vlpack", "report", str(tmp_path), "--json").stdout)["notes"]
+    done = with_numpy_only("-m", "swift_vlpack", "report", str(tmp_path), "--html", str(tmp_path / "report.html"))
+    assert done.returncode == 0, done.stderr
+    assert "No plots: matplotlib is not installed" in (tmp_path / "report.html").read_text()
+    done = with_numpy_only("-m", "swift_vlpack", "completion", "bash")
+    assert done.stderr.startswith("vlpack completion: needs shtab, which is not installed; `pip install .` in a")
 
 
 def test_nobody_is_sent_to_a_name_on_an_index_that_is_not_ours():
@@ -217,11 +222,13 @@ def test_machine_without_ms_swift_is_looked_at_all_the_same(with_numpy_only, tmp
     assert done.returncode == 1, done.stderr
     report = json.loads(done.stdout)
     assert report["packages"]["required"]["ms-swift"] == {"version": None, "wanted": "<4.7,>=4.5.3", "fits": False}
+    assert report["packages"]["required"]["numpy"]["fits"] is None, "nobody can tell without `packaging`"
     assert "ms-swift" in report["advice"][0]["text"]
+    assert [advice["text"] for advice in report["advice"] if "supported range" in advice["text"]] == []
     done = with_numpy_only("-m", "swift_vlpack", "doctor")
     assert "ms-swift      not installed: nothing can be trained here" in done.stdout
     done = with_numpy_only("-m", "swift_vlpack", "cache", "list", "--packing_cache_dir", str(tmp_path))
-    assert done.stdout.strip() == f"{tmp_path}: nothing is remembered of lengths"
+    assert done.stdout.strip() == f"{tmp_path}: no cached lengths"
 
 
 @pytest.fixture(scope="module")

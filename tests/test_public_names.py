@@ -10,7 +10,7 @@ import pytest
 
 import swift_vlpack
 from swift_vlpack import Item, Packer, PackingConfig, plan
-from swift_vlpack.core.errors import DataError
+from swift_vlpack.errors import DataError
 
 SOURCE = Path(swift_vlpack.__file__)
 CONFIG = PackingConfig(packing_length=8, packing_strategy="exact")
@@ -47,7 +47,7 @@ def test_type_checker_knows_the_types(tmp_path):
 def test_objects_say_in_a_line_what_they_are():
     """OWN-12"""
     from swift_vlpack import LengthIndex, RowSource
-    from swift_vlpack.data.lengths.sizes import RowSize
+    from swift_vlpack.rows.sizes import RowSize
 
     made = plan([5, 3, 8], CONFIG)
     packer = Packer(CONFIG)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from swift_vlpack.core.errors import ConfigError
-from swift_vlpack.data.rows.fusion_config import read_fusion_config
-from swift_vlpack.launch import train_launch
+from swift_vlpack.errors import ConfigError
+from swift_vlpack.host.launch import train_launch
+from swift_vlpack.rows.fusion_config import read_fusion_config
 from swift_vlpack.yaml_files import read_yaml
 
 

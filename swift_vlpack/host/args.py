@@ -18,17 +18,17 @@ from swift.template import TEMPLATE_MAPPING
 from swift.utils import get_logger, parse_args
 from transformers import PretrainedConfig
 
-from swift_vlpack.core.config import ENV_PREFIX, PackingConfig, checked, chosen_options, is_planned
-from swift_vlpack.core.errors import ConfigError
-from swift_vlpack.core.packing.parts import Cutting
-from swift_vlpack.core.words import did_you_mean
-from swift_vlpack.data.model import attention
-from swift_vlpack.data.rows.fusion_config import read_fusion_config
+from swift_vlpack.attention import attention
+from swift_vlpack.config import ENV_PREFIX, PackingConfig, checked, chosen_options, is_planned
+from swift_vlpack.errors import ConfigError
+from swift_vlpack.host.launch import CONFIG_FILE, is_our_plugin
+from swift_vlpack.host.losses import refuse_loss_type
 from swift_vlpack.host.ranks import num_ranks_of_run
+from swift_vlpack.host.run_checks import Registered, check_run, refuse_combinations
 from swift_vlpack.host.seam import CALLBACK
-from swift_vlpack.host.training.losses import refuse_loss_type
-from swift_vlpack.launch import CONFIG_FILE, is_our_plugin
-from swift_vlpack.run_checks import Registered, check_run, refuse_combinations
+from swift_vlpack.plan.parts import Cutting
+from swift_vlpack.rows.fusion_config import read_fusion_config
+from swift_vlpack.words import did_you_mean
 from swift_vlpack.yaml_files import read_yaml
 
 logger = get_logger()
@@ -232,6 +232,6 @@ def _fold_batch_size(args: Any) -> None:
     args.per_device_train_batch_size = 1
     args.gradient_accumulation_steps = accumulation * per_device
     logger.warning(
-        f"packing: per_device_train_batch_size {per_device} becomes 1 (one row is one pack) and "
+        f"packing: per_device_train_batch_size {per_device} becomes 1 (one sequence is one pack) and "
         f"gradient_accumulation_steps {accumulation} becomes {accumulation * per_device}, so the effective batch stays"
     )

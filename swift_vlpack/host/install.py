@@ -12,12 +12,12 @@ import multiprocessing
 import sys
 from typing import Any
 
-from swift_vlpack.data.model import attention
-from swift_vlpack.data.seam.family import let_through
+from swift_vlpack.attention import attention
 from swift_vlpack.host.messages import join_log, quiet_mistakes
 from swift_vlpack.host.seam import CALLBACK, SEAM, UnsupportedSwift, check_seam
+from swift_vlpack.rows.families import let_through
 
-TRAINER = "swift_vlpack.host.training.trainer.PackingTrainer"
+TRAINER = "swift_vlpack.host.trainer.PackingTrainer"
 
 
 def install() -> None:
@@ -70,7 +70,7 @@ def activate() -> None:
     from swift.pipelines.train.sft import SwiftSft
     from swift.trainers import TrainerFactory
 
-    from swift_vlpack.host.training.callback import PackingCallback
+    from swift_vlpack.host.callback import PackingCallback
 
     _original_trainer()
     TrainerFactory.TRAINER_MAPPING["causal_lm"] = TRAINER

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
-from swift_vlpack.core.errors import VLPackError
+from swift_vlpack.errors import VLPackError
 
 EXIT_USAGE = 2
 _FORESEEN = (VLPackError, OSError, ValueError, ImportError)
@@ -87,6 +87,10 @@ class _ToSwift(logging.Handler):
         get_logger().handle(own)
 
 
+_ROOMS_OF_ROWS = ("rows", "lengths", "feed", "attention", "proof", "pages")
+"""Rooms whose log lines are about rows or tensors of one rank."""
+
+
 def join_log() -> None:
     """Send log lines of rooms that do not import ms-swift through its logger, with its prefix, file and level.
 
@@ -102,7 +106,8 @@ def join_log() -> None:
     ours.propagate = False
     ours.setLevel(get_logger().level)
     # Other ranks than the first log errors only; of a row its own rank has to be heard.
-    logging.getLogger("swift_vlpack.data").setLevel(min(get_logger().level, logging.WARNING))
+    for room in _ROOMS_OF_ROWS:
+        logging.getLogger(f"swift_vlpack.{room}").setLevel(min(get_logger().level, logging.WARNING))
 
 
 def quiet_mistakes() -> None:

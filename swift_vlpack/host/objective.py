@@ -1,6 +1,6 @@
 """List ms-swift's options that define the objective: a resume refuses a change of these, and warns of other settings.
 
-These tables and `decides` of packing options (core/config.py) are the only list; docs/resume.md repeats it.
+These tables and `decides` of packing options (config.py) are the only list; docs/resume.md repeats it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from swift_vlpack.core.envelope import differing_fields, shown_value
+from swift_vlpack.envelope import differing_fields, shown_value
 from swift_vlpack.host.ranks import content_of
 
 OF_LOSS = ("loss_scale", "is_binary_loss_scale", "loss_type", "label_smoothing_factor", "enable_dft_loss")

@@ -1,13 +1,12 @@
-"""Build the data of a packed run: sources, lengths, packs, and an evaluation set that is not packed."""
+"""Build the data of a packed run: its rows, their lengths, its packs, the feed of its trainer, its validation rows."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,46 +14,43 @@ from numpy.typing import NDArray
 from swift.dataset import LazyLLMDataset
 from swift.utils import get_logger, is_master, stat_array
 
-from swift_vlpack.core.account.advice import length_warning, long_row_warning
-from swift_vlpack.core.config import PackingConfig, is_planned
-from swift_vlpack.core.packing.registry import WINDOW
-from swift_vlpack.core.words import counted
-from swift_vlpack.data.feeds.buffered import BufferedPackingDataset
-from swift_vlpack.data.feeds.epochs import Extent
-from swift_vlpack.data.feeds.failures import check_measured
-from swift_vlpack.data.feeds.feed import Feed
-from swift_vlpack.data.feeds.planned import PlannedPackingDataset
-from swift_vlpack.data.feeds.planned_feed import PlannedFeed
-from swift_vlpack.data.feeds.streamed_feed import StreamedFeed
-from swift_vlpack.data.lengths.pass_bar import one_bar
-from swift_vlpack.data.model.row_effects import check_rope
-from swift_vlpack.data.parts.row_cutter import cutter_of, for_training, in_parts
-from swift_vlpack.data.randomness import RandomStream
-from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
-from swift_vlpack.data.rows.fusion_config import read_fusion_config
-from swift_vlpack.data.rows.samples import Address, Encoded, SampleError
-from swift_vlpack.data.rows.streams import StreamedRows
-from swift_vlpack.data.rows.targets import choose_targets, encoded
-from swift_vlpack.data.rows.urls import Urls
+from swift_vlpack.attention.sequence_effects import check_rope
+from swift_vlpack.config import PackingConfig, is_planned
+from swift_vlpack.feed.failures import check_measured
+from swift_vlpack.feed.feed import Feed
+from swift_vlpack.feed.planned import PlannedPackingDataset
+from swift_vlpack.feed.planned_feed import PlannedFeed
+from swift_vlpack.feed.streamed import StreamedPackingDataset
+from swift_vlpack.feed.streamed_feed import StreamedFeed
 from swift_vlpack.host.args import packing_config
-from swift_vlpack.host.lengths.headers import reading_urls
-from swift_vlpack.host.lengths.length_pass import with_lengths
+from swift_vlpack.host.headers import reading_urls
+from swift_vlpack.host.length_pass import with_all_lengths
 from swift_vlpack.host.objective import objective_of
-from swift_vlpack.host.ranks import RanksOfRun, num_ranks, num_ranks_of_run, rank
-from swift_vlpack.host.rows.same_rows import check_same_files, check_same_validation
-from swift_vlpack.host.rows.sources import load_sources, load_stream
-from swift_vlpack.host.training.attention import use_attention
+from swift_vlpack.host.ranks import RanksOfRun, num_ranks_of_run, rank
+from swift_vlpack.host.same_rows import check_same_files, check_same_validation
+from swift_vlpack.host.sources import load_sources, load_stream
+from swift_vlpack.host.use_attention import use_attention
+from swift_vlpack.plan.advice import length_warning, long_row_warning
+from swift_vlpack.plan.registry import WINDOW
+from swift_vlpack.rows.encoder import RowEncoder
+from swift_vlpack.rows.fusion import FusionCaptionDataset
+from swift_vlpack.rows.fusion_config import read_fusion_config
+from swift_vlpack.rows.randomness import RandomStream
+from swift_vlpack.rows.source import RowSource
+from swift_vlpack.rows.streams import StreamedRows
+from swift_vlpack.rows.urls import Urls
+from swift_vlpack.words import counted
 
 logger = get_logger()
 
 _SECONDS_WITHOUT_URL = 300
 
-NUM_ROWS_SEEN = 16
-"""Rows that are looked at before training: the first good one is printed, the lengths of a stream's are judged."""
+NUM_SAMPLES_SHOWN = 16
+"""Samples that are looked at before training: the first is printed, and the lengths of a stream's are judged."""
 
 
 def prepare_dataset(pipeline: Any) -> list[Any]:
-    """What `SwiftSft._prepare_dataset` is for a packed run: the feed of the training and the validation rows."""
+    """Prepare the data in place of `SwiftSft._prepare_dataset`. Returns the training feed and the validation rows."""
     args, template = pipeline.args, pipeline.template
     config = packing_config(args)
     logger.info(f"packing: {config}")
@@ -62,64 +58,70 @@ def prepare_dataset(pipeline: Any) -> list[Any]:
     _warn_of_cut_conversations(template, config)
     feed, val_rows = build_feed(args, template, config)
     check_same_validation(val_rows, RanksOfRun())
-    feed.unpacked_batch_size = getattr(args, "unpacked_batch_size", 1)
-    feed.objective = objective_of(args)
     # Of all rows, before the first step: a mount that is gone shows in the length pass already.
-    check_measured(getattr(feed.dataset, "sources", ()), config.packing_max_failed_share)
+    check_measured(feed.sources, config.packing_max_failed_share)
     check_rope(pipeline.model.config, feed.dataset, template.max_length, config)
     val_rows = _saved_validation(pipeline, val_rows)
     if is_master():
-        (_show_plan if isinstance(feed, PlannedFeed) else _show_stream)(pipeline, feed)
+        _show(pipeline, feed)
     return [feed, _validation(val_rows, pipeline, config)]
 
 
 def build_feed(args: Any, template: Any, config: PackingConfig) -> tuple[Feed, Any]:
-    """The way of the data, top-down: rows -> sizes -> epochs -> feed -> loader, which the trainer asks the feed for.
+    """Build the feed of a run, top-down: rows -> sizes -> epochs -> feed; the trainer asks the feed for its loader.
 
-    And the validation rows, which ms-swift's loader draws from the same rows.
+    Returns the validation rows too, because ms-swift's loader draws them from the same rows. This is the one place that
+    decides the mode; whoever has the feed asks the feed.
     """
-    if not is_planned(config, is_sized=not args.streaming):
-        rows, val_rows = _unmeasured_rows(args, template, config)
-        packs = BufferedPackingDataset(
-            rows, template, config, seed=data_seed(args), rank=rank(), num_ranks=num_ranks_of_run()
-        )
-        return StreamedFeed(packs, args.training_args.dataloader_num_workers), val_rows
-    sources, val_rows = _same_sources(args, config)
-    return planned_feed(measured_rows(sources, template, args, config), template, args, config), val_rows
+    if is_planned(config, is_sized=not args.streaming):
+        sources, val_rows = _same_sources(args, config)
+        return planned_feed(measured_rows(sources, template, args, config), template, args, config), val_rows
+    rows, val_rows = _unmeasured_rows(args, template, config)
+    packs = StreamedPackingDataset(
+        rows, template, config, seed=data_seed(args), rank=rank(), num_ranks=num_ranks_of_run()
+    )
+    return StreamedFeed(packs, args.training_args.dataloader_num_workers, **_of_run(args)), val_rows
 
 
 def measured_rows(sources: list[RowSource], template: Any, args: Any, config: PackingConfig) -> FusionCaptionDataset:
-    """Sized rows, each with its length, which is what a plan is made of."""
-    choose_targets(template, config)  # which are measured too
-    template = for_training(template, config)
-    num_rows = sum(-(-len(source.rows) // num_ranks()) for source in sources)  # of this rank, which is shown
-    with without_model(template), one_bar(num_rows, is_shown=is_master()):
-        sources = [with_lengths(source, template, args, config.packing_cache_dir) for source in sources]
+    """Measure the rows of the sources, because a plan is made of their lengths, and fuse them into one data set."""
+    encoder = RowEncoder.of(template, config)  # for this config, because which tokens are targets is measured too
+    with without_model(encoder.template):
+        sources = with_all_lengths(sources, encoder, args, config.packing_cache_dir)
     return fused(sources, template, args, config)
 
 
 def planned_feed(rows: FusionCaptionDataset, template: Any, args: Any, config: PackingConfig) -> PlannedFeed:
-    """The epochs of the run, as values, and a feed over them."""
+    """Plan the epochs of the run from measured rows, and put the trainer's side on top."""
     num_ranks = num_ranks_of_run()
     # The batch size is in the accumulation already, which packing folds into one (host/args.py).
     packs_per_step = num_ranks * args.training_args.gradient_accumulation_steps
-    num_packs = args.max_steps * packs_per_step if args.max_steps > 0 else None
-    # A run may end within an epoch (of 2.5, say), which is planned as a whole.
-    extent = Extent(math.ceil(args.num_train_epochs), num_packs)
-    feed = PlannedFeed(rows, template, config, seed=data_seed(args), num_ranks=num_ranks, extent=extent)
-    lengths = feed.epoch_plan.lengths
-    _warn_of_length(args, config, lengths[lengths > 0])
-    if is_master() and (warning := long_row_warning(feed.epoch_plan.packs.num_tokens_per_pack, config)):
+    packs = PlannedPackingDataset(
+        rows,
+        template,
+        config,
+        seed=data_seed(args),
+        num_ranks=num_ranks,
+        # A run may end within an epoch (of 2.5, say), which is planned as a whole.
+        num_epochs=math.ceil(args.num_train_epochs),
+        num_packs=args.max_steps * packs_per_step if args.max_steps > 0 else None,
+    )
+    plan = packs.epoch_plan
+    _warn_of_length(args, config, plan.lengths[plan.lengths > 0])
+    if is_master() and (warning := long_row_warning(plan.packs.num_tokens_per_pack, config)):
         logger.warning(f"packing: {warning}")
-    return feed
+    return PlannedFeed(packs, **_of_run(args))
+
+
+def _of_run(args: Any) -> dict[str, Any]:
+    """Collect the settings of training that every feed keeps."""
+    return {"objective": objective_of(args), "unpacked_batch_size": getattr(args, "unpacked_batch_size", 1)}
 
 
 def _unmeasured_rows(
     args: Any, template: Any, config: PackingConfig
 ) -> tuple[FusionCaptionDataset | StreamedRows, Any]:
-    """Rows that are packed as they come, of a stream or of sized data, and the validation rows."""
-    choose_targets(template, config)
-    template = for_training(template, config)
+    """Load rows that are packed as they come, of a stream or of sized data, and the validation rows."""
     if args.streaming:
         return load_stream(args, reading_urls(template, urls_in_training()))
     sources, val_rows = _same_sources(args, config)
@@ -136,7 +138,7 @@ def _same_sources(args: Any, config: PackingConfig) -> tuple[list[RowSource], An
 
 
 def fused(sources: list[RowSource], template: Any, args: Any, config: PackingConfig) -> FusionCaptionDataset:
-    """The sources as one data set, by the run's options."""
+    """Fuse the sources into one data set, by the run's options."""
     return FusionCaptionDataset(
         sources,
         reading_urls(template, urls_in_training()),
@@ -169,7 +171,7 @@ def _warn_of_cut_conversations(template: Any, config: PackingConfig) -> None:
 
 
 def _warn_of_length(args: Any, config: PackingConfig, lengths: NDArray[np.int64], what: str = "rows") -> None:
-    """The model's maximum as capacity is rarely what anybody wants; ms-swift takes it where no length is given."""
+    """Warn if the capacity is the model's maximum: ms-swift takes it if no length is given, and few want it."""
     if config.packing_length != args.model_info.max_model_len:
         return
     if is_master() and (warning := length_warning(config.packing_length, lengths, what=what)):
@@ -177,18 +179,18 @@ def _warn_of_length(args: Any, config: PackingConfig, lengths: NDArray[np.int64]
 
 
 def urls_in_training() -> Urls:
-    """A row has two tries; what failed may come back while the run lasts."""
+    """Read URLs with two tries a row, and try a failed one again later: a server may come back while the run lasts."""
     return Urls(seconds_remembered=_SECONDS_WITHOUT_URL, num_tries=2)
 
 
 def data_seed(args: Any) -> int:
-    """Seed of draws and orders."""
+    """Return the seed of draws and orders: that of the data, which is the run's unless it was given."""
     return int(args.data_seed if args.data_seed is not None else args.seed)
 
 
 @contextmanager
 def without_model(template: Any) -> Iterator[None]:
-    """The processes of the length pass get a copy of the template; the weights need not travel with it."""
+    """Take the model off the template, so that processes of the length pass get the template without the weights."""
     model, template.model = template.model, None
     try:
         yield
@@ -200,11 +202,6 @@ def _validation(rows: Any, pipeline: Any, config: PackingConfig) -> Any:
     args, template = pipeline.args, pipeline.template
     if rows is None or args.predict_with_generate:
         return rows
-    if not config.eval_packing:
-        return LazyLLMDataset(rows, partial(encoded, template), strict=args.strict, random_state=args.data_seed)
-    source = RowSource(name="validation", rows=rows)
-    with without_model(template):
-        sized = with_lengths(source, template, args, config.packing_cache_dir)
     # Evaluate all rows, uncut, because evaluation averages batches of rows, and has no next epoch for a remainder.
     strategy = "greedy" if config.packing_strategy == WINDOW else config.packing_strategy
     everything = dataclasses.replace(
@@ -215,18 +212,29 @@ def _validation(rows: Any, pipeline: Any, config: PackingConfig) -> Any:
         packing_stride=0,
         packing_min_len=1,
     )
-    packs = PlannedPackingDataset(FusionCaptionDataset([sized], template, shuffle=False), template, everything)
+    encoder = RowEncoder.of(template, everything)
+    if not config.eval_packing:
+        return LazyLLMDataset(rows, encoder.encode, strict=args.strict, random_state=args.data_seed)
+    source = RowSource(name="validation", rows=rows)
+    with without_model(template):
+        sized = with_all_lengths([source], encoder, args, config.packing_cache_dir)
+    packs = PlannedPackingDataset(FusionCaptionDataset(sized, template, shuffle=False), template, everything)
     check_rope(pipeline.model.config, packs.dataset, template.max_length, everything)
     return packs
 
 
-def _show_plan(pipeline: Any, feed: PlannedFeed) -> None:
-    """Print one sample as ms-swift does, and what the plan of the first epoch is."""
-    epoch, plan = feed.epoch_plan, feed.epoch_plan.packs
-    # Of the packs that are trained first.
-    first = epoch.samples(plan.members[:NUM_ROWS_SEEN].tolist())
-    with RandomStream(feed.seed, "shown"):  # on one rank only, and before LoRA's weights are drawn
-        _print_first(pipeline, (feed.dataset.sample_or_error(Address(*where)) for where in first))
+def _show(pipeline: Any, feed: Feed) -> None:
+    """Print the first good sample as ms-swift does, and what is known of the packs of the first epoch."""
+    # On one rank only, and before LoRA's weights are drawn: so by random numbers of its own.
+    with RandomStream(feed.seed, "shown"):
+        samples = feed.preview(NUM_SAMPLES_SHOWN)
+        if (first := next(samples, None)) is not None:
+            pipeline.template.print_inputs(first)
+        if (epoch := feed.epoch_plan) is None:
+            lengths = np.array([sample["length"] for sample in chain(filter(None, (first,)), samples)], dtype=np.int64)
+            _warn_of_length(pipeline.args, feed.config, lengths, what=f"first {len(lengths)} rows")
+            return
+    plan = epoch.packs
     _, pipeline.train_msg["train_dataset"] = stat_array(plan.num_tokens_per_pack.tolist())
     logger.info(
         f"plan of epoch 0: {counted(len(plan), 'pack')} of {feed.config.packing_length} tokens "
@@ -234,18 +242,3 @@ def _show_plan(pipeline: Any, feed: PlannedFeed) -> None:
         f"by {plan.method}, mean fill {100 * plan.mean_fill:.1f}%, {int(plan.is_single_long.sum())} single-long, "
         f"lower bound {counted(plan.lower_bound, 'pack')}"
     )
-
-
-def _show_stream(pipeline: Any, feed: StreamedFeed) -> None:
-    """The same of the beginning of the rows: a pack would be a whole window, read and thrown away before step 1."""
-    cutter = cutter_of(feed.dataset.template)
-    read = chain.from_iterable(in_parts(row, cutter) for row in islice(feed.dataset.samples(0), NUM_ROWS_SEEN))
-    rows = [sample for _, sample in read if isinstance(sample, dict)][:NUM_ROWS_SEEN]
-    _print_first(pipeline, rows)
-    lengths = np.array([row["length"] for row in rows], dtype=np.int64)
-    _warn_of_length(pipeline.args, feed.config, lengths, what=f"first {len(lengths)} rows")
-
-
-def _print_first(pipeline: Any, samples: Iterable[Encoded | SampleError]) -> None:
-    if (first := next((sample for sample in samples if not isinstance(sample, SampleError)), None)) is not None:
-        pipeline.template.print_inputs(first)

@@ -19,12 +19,12 @@ import transformers
 from swift.utils import get_dist_setting
 
 import swift_vlpack
-from swift_vlpack.core.checkpoint_files import digest_of_file
-from swift_vlpack.core.comm import Comm
-from swift_vlpack.core.config import RESUME_DATA, RESUME_FILES, PackingConfig
-from swift_vlpack.core.envelope import differing_fields, shown_value
-from swift_vlpack.core.errors import VLPackError
-from swift_vlpack.data.waiting import waiting
+from swift_vlpack.comm import Comm
+from swift_vlpack.config import RESUME_DATA, RESUME_FILES, PackingConfig
+from swift_vlpack.envelope import differing_fields, shown_value
+from swift_vlpack.errors import VLPackError
+from swift_vlpack.feed.waiting import waiting
+from swift_vlpack.host.checkpoint_files import digest_of_file
 
 Result = TypeVar("Result")
 

@@ -6,7 +6,7 @@ import inspect
 from functools import reduce
 from importlib import import_module
 
-from swift_vlpack.core.errors import VLPackError
+from swift_vlpack.errors import VLPackError
 
 CALLBACK = "vlpack"
 """Our name in ms-swift's registry of callbacks."""

@@ -13,15 +13,15 @@ from typing import Any
 
 from swift.utils import get_logger, is_master
 
-from swift_vlpack.core.checkpoint_files import damages, unreadable
-from swift_vlpack.core.comm import Comm
-from swift_vlpack.core.config import REPLACED, RESUME_FILES
-from swift_vlpack.core.envelope import check_fingerprint
-from swift_vlpack.core.errors import ConfigError, StateMismatch
+from swift_vlpack.comm import Comm
+from swift_vlpack.config import REPLACED, RESUME_FILES
+from swift_vlpack.envelope import check_fingerprint
+from swift_vlpack.errors import ConfigError, StateMismatch
 from swift_vlpack.host.args import packing_config
+from swift_vlpack.host.checkpoint_files import damages, unreadable
 from swift_vlpack.host.objective import objective_of, refused_values
 from swift_vlpack.host.ranks import RanksOfRun, check_equal, options_of_run, refuse_differences, versions
-from swift_vlpack.host.training.state import FILE, read_envelope, read_trainer_state, refused, wants_restart
+from swift_vlpack.host.state import FILE, read_envelope, read_trainer_state, refused, wants_restart
 
 logger = get_logger()
 

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from swift_vlpack.core.account.reasons import Reason
-from swift_vlpack.core.config import PackingConfig
-from swift_vlpack.core.epoch.planner import plan
-from swift_vlpack.core.errors import ConfigError, DataError, StrategyError
-from swift_vlpack.core.packing.boundaries import Boundaries
-from swift_vlpack.core.packing.registry import WINDOW, Checked, strategy_named
-from swift_vlpack.core.shuffle import permutation
+from swift_vlpack.config import PackingConfig
+from swift_vlpack.errors import ConfigError, DataError, StrategyError
+from swift_vlpack.plan.boundaries import Boundaries
+from swift_vlpack.plan.planner import plan
+from swift_vlpack.plan.registry import WINDOW, Checked, strategy_named
+from swift_vlpack.plan.shuffle import permutation
+from swift_vlpack.reasons import Reason
 from swift_vlpack.text.checks import check_whole
 from swift_vlpack.text.counts import COLUMN, left_out, records
 from swift_vlpack.text.cutting import Piece, pieces_of, windows_of

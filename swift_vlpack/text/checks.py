@@ -5,7 +5,7 @@ from __future__ import annotations
 from numbers import Integral
 from typing import Any
 
-from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.errors import ConfigError
 
 
 def check_whole(least: int, *needed: str, **options: Any) -> None:
@@ -15,7 +15,7 @@ def check_whole(least: int, *needed: str, **options: Any) -> None:
     >>> check_whole(1, max_length="8")
     Traceback (most recent call last):
         ...
-    swift_vlpack.core.errors.ConfigError: max_length must be a whole number, got '8'
+    swift_vlpack.errors.ConfigError: max_length must be a whole number, got '8'
     """
     for name, value in options.items():
         if value is None and name not in needed:

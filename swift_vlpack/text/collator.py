@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from swift_vlpack.core.errors import ConfigError, DataError
-from swift_vlpack.core.packing.boundaries import Boundaries
+from swift_vlpack.errors import ConfigError, DataError
+from swift_vlpack.plan.boundaries import Boundaries
 from swift_vlpack.text.batch import MASK, PackedBatch, batch_of
 from swift_vlpack.text.checks import check_whole
 from swift_vlpack.text.rows import IGNORED, Row, Specials, has_boundaries, joined, row_of

@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from typing import Any
 
-from swift_vlpack.core.account.reasons import Kind, Reason
+from swift_vlpack.reasons import Kind, Reason
 
 logger = logging.getLogger(__name__)
 

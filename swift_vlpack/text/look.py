@@ -7,9 +7,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from swift_vlpack.core.errors import ConfigError, DataError
-from swift_vlpack.core.words import counted
+from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.text.rows import Specials, has_boundaries, row_of
+from swift_vlpack.words import counted
 
 _LONGEST_TEXT = 400
 _NUM_IDS = 24

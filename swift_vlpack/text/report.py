@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from swift_vlpack.core.errors import DataError
-from swift_vlpack.core.words import counted
+from swift_vlpack.errors import DataError
 from swift_vlpack.text.counts import COLUMN, NAMES, REASONS
+from swift_vlpack.words import counted
 
 Facts = tuple[int, int | None, Mapping[str, int] | None]
 """Of a block: its tokens, where `document_starts` is there its pieces, and where it has them its counts."""

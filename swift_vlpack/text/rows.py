@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from swift_vlpack.core.errors import BoundaryError, DataError
-from swift_vlpack.core.packing.boundaries import Boundaries
+from swift_vlpack.errors import BoundaryError, DataError
+from swift_vlpack.plan.boundaries import Boundaries
 
 IGNORED = -100
 """The label of a token that is no target."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.errors import ConfigError
 from swift_vlpack.text.checks import check_whole
 
 BYTE = "byte"

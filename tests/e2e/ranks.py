@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from swift_vlpack.host.training.state import FILE
+from swift_vlpack.host.state import FILE
 
 ROOT = Path(__file__).parent.parent.parent
 MARK = "TEST_RUN"
@@ -40,7 +40,7 @@ class Run:
         if num_ranks > 1:
             environ |= {"NPROC_PER_NODE": str(num_ranks), "MASTER_PORT": str(free_port())}
             flags = [*flags, "--ddp_backend", "gloo", "--use_cpu", "true"]
-        argv = [sys.executable, "-m", "swift_vlpack.cli", command, *map(str, flags)]
+        argv = [sys.executable, "-m", "swift_vlpack", command, *map(str, flags)]
         with log.open("w") as file:
             self.process = subprocess.Popen(argv, stdout=file, stderr=file, env=environ, start_new_session=True)
 

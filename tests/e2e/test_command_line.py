@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from swift_vlpack.launch import plugin_path
+from swift_vlpack.host.launch import plugin_path
+from tests.data_rows import mixed_rows, write_jsonl
 from tests.host.runs import argv, epoch_report, log_lines
 from tests.images import photo
-from tests.rows import mixed_rows, write_jsonl
 
 FAMILY = "qwen2_5_vl"
 BIN = Path(sys.executable).parent

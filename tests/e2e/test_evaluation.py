@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from tests.data_rows import mixed_rows, write_jsonl
 from tests.e2e.ranks import Run
 from tests.host.runs import SMALL_VOCABULARY, argv, log_lines
-from tests.rows import mixed_rows, write_jsonl
 
 FAMILY = "qwen2_5_vl"
 NUM_ROWS = 11

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from swift_vlpack.launch import plugin_path
+from swift_vlpack.host.launch import plugin_path
+from tests.data_rows import mixed_rows, write_jsonl
 from tests.host.runs import SMALL_VOCABULARY, argv, train
-from tests.rows import mixed_rows, write_jsonl
 
 FAMILY = "qwen2_5_vl"
 

@@ -6,12 +6,12 @@ import random
 import pytest
 import yaml
 
+from tests.data_rows import sentence, write_jsonl
 from tests.e2e.ranks import Run, ids, last_complete, step_of, trained
 from tests.e2e.test_command_line import options
 from tests.e2e.test_plan import run as run_command
 from tests.host.runs import SMALL_VOCABULARY
 from tests.images import photo
-from tests.rows import sentence, write_jsonl
 
 FAMILY = "qwen2_5_vl"
 NUM_ROWS = 10

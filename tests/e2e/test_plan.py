@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.data_rows import image_row, mixed_rows, write_jsonl
 from tests.e2e.ranks import free_port
 from tests.e2e.test_command_line import options
 from tests.host.runs import epoch_report, log_lines
 from tests.images import BROKEN
-from tests.rows import image_row, mixed_rows, write_jsonl
 
 FAMILY = "qwen2_5_vl"
 ROOT = Path(__file__).parent.parent.parent
@@ -49,7 +49,7 @@ def config(tiny_folder, tmp_path_factory):
 def run(*argv, cwd):
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("VLPACK_", "MAX_PIXELS"))}
     done = subprocess.run(
-        [sys.executable, "-m", "swift_vlpack.cli", *map(str, argv)],
+        [sys.executable, "-m", "swift_vlpack", *map(str, argv)],
         cwd=cwd, capture_output=True, text=True, env=clean, timeout=400, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

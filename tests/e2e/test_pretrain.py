@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from tests.data_rows import write_jsonl
 from tests.e2e.ranks import Run, ids, last_complete, step_of, trained
 from tests.environment import packing_options
 from tests.host.parts.test_runs import page
 from tests.host.runs import OFFLINE, SMALL_VOCABULARY, epoch_report, packed_argv, train
-from tests.rows import write_jsonl
 
 FAMILY = "qwen3_vl"
 PACKING = {"packing_strategy": "window", "packing_drop_last": False, "packing_pad_to": 32}

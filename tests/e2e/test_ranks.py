@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from swift_vlpack.host.training.state import FILE
-from swift_vlpack.launch import plugin_path
-from swift_vlpack.view.report.run_folder import find_run
-from swift_vlpack.view.report.run_report import run_report
+from swift_vlpack.host.launch import plugin_path
+from swift_vlpack.host.state import FILE
+from swift_vlpack.runlog.folder import find_run
+from swift_vlpack.runlog.report import run_report
+from tests.cli.test_inspect import looking_back
+from tests.data_rows import image_row, text_row, write_jsonl
 from tests.e2e.ranks import ROOT, Run, free_port, ids, last_complete, step_of, trained
-from tests.host.commands.test_inspect import looking_back
 from tests.host.runs import SMALL_VOCABULARY, argv, epoch_report, packed_argv, train
 from tests.images import photo
 from tests.marks import telling
-from tests.rows import image_row, text_row, write_jsonl
 
 FAMILY = "qwen3_vl"
 NUM_ROWS = 21  # an odd number of packs of one sample, so that one rank has an empty pack at the end

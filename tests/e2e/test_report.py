@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from swift_vlpack.view.report.run_folder import find_run
-from swift_vlpack.view.report.run_report import run_report
+from swift_vlpack.runlog.folder import find_run
+from swift_vlpack.runlog.report import run_report
+from tests.data_rows import image_row, text_row, write_jsonl
 from tests.e2e.ranks import Run, trained
 from tests.host.runs import SMALL_VOCABULARY, argv
-from tests.rows import image_row, text_row, write_jsonl
 
 FAMILY = "qwen2_5_vl"
 NUM_ROWS = 200

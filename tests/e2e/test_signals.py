@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.data_rows import mixed_rows, write_jsonl
 from tests.e2e.ranks import free_port
 from tests.host.runs import argv
-from tests.rows import mixed_rows, write_jsonl
 
 FAMILY = "qwen2_5_vl"
 SECONDS = 240
@@ -53,7 +53,7 @@ def started(command, tmp_path, **environ):
     (tmp_path / "temporary").symlink_to(folder)
     environ = {**clean, "TEST_RUN": str(tmp_path), "TMPDIR": folder, **environ}
     with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
-        command = [sys.executable, "-m", "swift_vlpack.cli", *map(str, command)]
+        command = [sys.executable, "-m", "swift_vlpack", *map(str, command)]
         return subprocess.Popen(command, stdout=out, stderr=err, env=environ, start_new_session=True)
 
 
@@ -132,7 +132,7 @@ def test_kill_ends_all_ranks(tiny_folder, dataset, tmp_path):
     with stopped(["sft", path], tmp_path, lambda: trains(tmp_path), **ranks) as run:
         run.send_signal(signal.SIGTERM)
         assert run.wait(SECONDS) != 0
-    assert "cli.py" not in output(tmp_path), "no traceback of ours"
+    assert "swift_vlpack/cli" not in output(tmp_path), "no traceback of ours"
 
 
 @pytest.mark.slow

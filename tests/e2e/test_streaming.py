@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
+from tests.data_rows import mixed_rows, write_jsonl
 from tests.e2e.ranks import ROOT, free_port
 from tests.host.runs import SMALL_VOCABULARY, argv, epoch_report, log_lines, packed_argv, train
-from tests.rows import mixed_rows, write_jsonl
 
 FAMILY = "qwen2_5_vl"
 SIZES = (19, 5)
@@ -46,7 +46,7 @@ def run_two_ranks(flags, **environ):
     clean = {key: value for key, value in os.environ.items() if not key.startswith("VLPACK_")}
     clean |= {"NPROC_PER_NODE": "2", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-m", "swift_vlpack.cli", "sft", *flags, "--ddp_backend", "gloo", "--use_cpu", "true"],
+        [sys.executable, "-m", "swift_vlpack", "sft", *flags, "--ddp_backend", "gloo", "--use_cpu", "true"],
         capture_output=True, text=True, timeout=600, check=False,
         env={**clean, **OPTIONS, **environ},
     )  # fmt: skip

@@ -5,9 +5,9 @@ import json
 import pytest
 import yaml
 
+from tests.data_rows import mixed_rows, write_jsonl
 from tests.e2e.test_command_line import options
 from tests.e2e.test_plan import run
-from tests.rows import mixed_rows, write_jsonl
 
 FAMILY = "qwen2_5_vl"
 

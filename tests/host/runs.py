@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from swift_vlpack.launch import plugin_path
+from swift_vlpack.host.launch import plugin_path
 from tests.environment import restored_environment
 
 SMALL_VOCABULARY = Path(__file__).parent.parent / "plugins" / "small_vocabulary.py"

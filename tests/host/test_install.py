@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from swift_vlpack.core.errors import ConfigError
-from swift_vlpack.data.model import attention
+from swift_vlpack.attention import attention
+from swift_vlpack.errors import ConfigError
 from swift_vlpack.host import seam
 from swift_vlpack.host.install import activate, deactivate, install
+from swift_vlpack.host.launch import plugin_path
 from swift_vlpack.host.messages import quiet_mistakes
 from swift_vlpack.host.seam import UnsupportedSwift, check_seam
-from swift_vlpack.launch import plugin_path
+from tests.data_rows import text_row, write_jsonl
 from tests.host.runs import epoch_report, packed_argv, train
-from tests.rows import text_row, write_jsonl
 
 
 def test_seam_of_the_installed_version_holds():
@@ -144,7 +144,7 @@ def uncaught(code, **environ):
     """What a process prints on stderr, and its exit code, that ends with an uncaught error."""
     before = "from swift_vlpack.host.messages import quiet_mistakes, join_log; quiet_mistakes(); quiet_mistakes()\n"
     done = subprocess.run(
-        [sys.executable, "-c", f"{before}from swift_vlpack.core.errors import ConfigError, DataError\n{code}"],
+        [sys.executable, "-c", f"{before}from swift_vlpack.errors import ConfigError, DataError\n{code}"],
         capture_output=True, text=True, check=False, env={**os.environ, **environ},
     )  # fmt: skip
     return done.returncode, done.stderr

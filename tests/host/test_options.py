@@ -7,15 +7,15 @@ from itertools import product
 import pytest
 import yaml
 
-from swift_vlpack.cli import parser
-from swift_vlpack.commands.plan import config_of
-from swift_vlpack.core.config import PackingConfig
-from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.cli import parse
+from swift_vlpack.cli.plan import config_of
+from swift_vlpack.config import PackingConfig
+from swift_vlpack.errors import ConfigError
 from swift_vlpack.host.args import is_ours, packing_config
 from swift_vlpack.host.install import install
-from swift_vlpack.launch import plugin_path, run_launch, train_launch
+from swift_vlpack.host.launch import plugin_path, run_launch, train_launch
+from tests.data_rows import text_row, write_jsonl
 from tests.host.runs import epoch_report, packed_argv, train
-from tests.rows import text_row, write_jsonl
 
 # value of the flag, of the YAML key, of the variable, and the default (of the length: max_length, not known yet)
 VALUES = {
@@ -111,10 +111,10 @@ def test_one_precedence_where_lengths_are_planned(option, given, monkeypatch):
     argv = ["plan", "--lengths", "x", *([f"--{option}", str(flag)] if given[0] else [])]
     if option == "packing_length" and not any(given):
         with pytest.raises(ConfigError, match="packing_length is not set"):
-            config_of(parser().parse_args(argv))
+            config_of(parse(argv))
         return
     argv += [] if option == "packing_length" else ["--packing_length", "64"]
-    assert getattr(config_of(parser().parse_args(argv)), option) == wanted(option, (given[0], False, given[1]))
+    assert getattr(config_of(parse(argv)), option) == wanted(option, (given[0], False, given[1]))
 
 
 @pytest.mark.parametrize(

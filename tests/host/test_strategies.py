@@ -4,11 +4,11 @@ import sys
 
 import pytest
 
-from swift_vlpack.core.errors import StrategyError
-from swift_vlpack.core.packing import registry
-from swift_vlpack.launch import plugin_path
+from swift_vlpack.errors import StrategyError
+from swift_vlpack.host.launch import plugin_path
+from swift_vlpack.plan import registry
+from tests.data_rows import text_row, write_jsonl
 from tests.host.runs import epoch_report, packed_argv, train
-from tests.rows import text_row, write_jsonl
 
 PLUGIN = """
 from swift_vlpack import register_strategy

@@ -10,19 +10,19 @@ import pytest
 import torch
 from torch import nn
 
-from swift_vlpack.core.comm import ALONE
-from swift_vlpack.core.config import PackingConfig
-from swift_vlpack.core.errors import ConfigError, StateMismatch
-from swift_vlpack.data.rows.fusion import RowSource
+from swift_vlpack.comm import ALONE
+from swift_vlpack.config import PackingConfig
+from swift_vlpack.errors import ConfigError, StateMismatch
 from swift_vlpack.host.ranks import RanksDiffer, RanksOfRun, check_same_parameters, options_of_run, refuse_differences
-from swift_vlpack.host.rows.same_rows import check_same_files, check_same_validation
+from swift_vlpack.host.same_rows import check_same_files, check_same_validation
+from swift_vlpack.host.state import FILE
 from swift_vlpack.host.together import check_checkpoint
-from swift_vlpack.host.training.state import FILE
+from swift_vlpack.rows.source import RowSource
+from tests.data_rows import image_row, text_row, write_jsonl
 from tests.host.lengths.test_ranks import on_two_ranks
 from tests.host.runs import packed_argv, train
 from tests.images import photo
 from tests.ranks_in_threads import on_ranks
-from tests.rows import image_row, text_row, write_jsonl
 
 FAMILY = "qwen2_5_vl"
 OPTIONS = {"VLPACK_PACKING_VERIFY": "false", "VLPACK_PACKING_MAX_SAMPLES": "1", "VLPACK_PACKING_STRATEGY": "exact"}

@@ -11,7 +11,7 @@ from tests.e2e.ranks import ROOT, free_port
 TWO_RANKS = """
 import logging, os, sys, time
 import torch.distributed as dist
-from swift_vlpack.data import waiting
+from swift_vlpack.feed import waiting
 from swift_vlpack.host.ranks import check_equal, gathered, rank
 
 logging.basicConfig(level=logging.INFO)
@@ -34,7 +34,7 @@ ONE_LEAVES = """
 import os, sys
 import torch
 import torch.distributed as dist
-from swift_vlpack.data.waiting import RankGone, waiting
+from swift_vlpack.feed.waiting import RankGone, waiting
 from swift_vlpack.host.ranks import gathered, rank
 
 dist.init_process_group("gloo")

@@ -10,7 +10,7 @@ from swift.template import Template
 from swift.template.templates.qwen import Qwen2VLTemplate
 from torch.utils.data import get_worker_info
 
-from swift_vlpack.data.model.collate import Collator
+from swift_vlpack.feed.collate import Collator
 
 
 def sabotage():

@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import pytest
 
 from swift_vlpack import register_strategy
-from swift_vlpack.core.errors import ConfigError, DataError, StrategyError
-from swift_vlpack.core.packing import registry
-from swift_vlpack.core.packing.strategies import STRATEGIES
+from swift_vlpack.errors import ConfigError, DataError, StrategyError
+from swift_vlpack.plan import registry
+from swift_vlpack.plan.strategies import STRATEGIES
 from swift_vlpack.text import block_report, block_tokenize
 from swift_vlpack.text.cutting import pieces_of, windows_of
 from tests.text.vocabularies import BOS, EOS, corpus, qwen, text, words
@@ -329,7 +329,7 @@ def test_a_function_groups_the_pieces_and_is_checked(tokenizer, monkeypatch):
     assert sorted(named["input_ids"]) == sorted(made["input_ids"])
     with pytest.raises(StrategyError, match=r"lambda.*: index 0 is in no group.*\(a batch of 3 pieces\)"):
         blocks(texts, tokenizer, max_length=9, packing_strategy=lambda lengths, capacity: [[1], [2]])
-    best = "swift_vlpack.core.packing.strategies:best_fit"
+    best = "swift_vlpack.plan.strategies:best_fit"
     assert len(blocks(texts, tokenizer, max_length=9, packing_strategy=best, **BARE)["input_ids"]) == 1
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from swift_vlpack.core.errors import BoundaryError, ConfigError, DataError
+from swift_vlpack.errors import BoundaryError, ConfigError, DataError
 from swift_vlpack.text import PackedCollator, block_tokenize
 from tests.text.vocabularies import BOS, EOS, PAD, corpus, qwen, text, words
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from swift_vlpack.cli import main
-from swift_vlpack.core.errors import BoundaryError, DataError
+from swift_vlpack.errors import BoundaryError, DataError
 from swift_vlpack.text import block_tokenize, document_starts_of, positions_of
 from tests.text.vocabularies import EOS, text, words
 

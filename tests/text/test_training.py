@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import swift_vlpack
-from swift_vlpack.core.errors import DataError
-from swift_vlpack.data.model import attention
-from swift_vlpack.data.proof.isolation import IsolationError
+from swift_vlpack.attention import attention
+from swift_vlpack.errors import DataError
+from swift_vlpack.proof.isolation import IsolationError
 from swift_vlpack.text import PackedCollator, block_tokenize
 from tests.text.vocabularies import corpus, words
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.errors import ConfigError
 from swift_vlpack.text import (
     ByteTokenizer,
     PackedCollator,

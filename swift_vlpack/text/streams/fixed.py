@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from swift_vlpack.core import envelope
-from swift_vlpack.core.account.reasons import Reason
+from swift_vlpack import envelope
+from swift_vlpack.reasons import Reason
 from swift_vlpack.text.batch import MASK, PackedBatch, batch_of
 from swift_vlpack.text.checks import check_whole
 from swift_vlpack.text.rows import IGNORED

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from swift_vlpack.core.errors import ConfigError, DataError
+from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.text.streams.sources import Document, text_of
 
 LINE, PARAGRAPH, ROW = "line", "paragraph", "row"

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from swift_vlpack.core.errors import ConfigError, DataError, SourceError, VLPackError
-from swift_vlpack.core.shuffle import sort_keys
+from swift_vlpack.errors import ConfigError, DataError, SourceError, VLPackError
+from swift_vlpack.plan.shuffle import sort_keys
 from swift_vlpack.text.checks import check_whole
 from swift_vlpack.text.streams.sources import Document, Source
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from swift_vlpack.core.errors import ConfigError, DataError
-from swift_vlpack.core.words import counted
+from swift_vlpack.errors import ConfigError, DataError
+from swift_vlpack.words import counted
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from swift_vlpack.core import envelope
-from swift_vlpack.core.account.reasons import Reason
-from swift_vlpack.core.config import PackingConfig
-from swift_vlpack.core.errors import ConfigError, DataError
-from swift_vlpack.core.packing.registry import WINDOW
+from swift_vlpack import envelope
+from swift_vlpack.config import PackingConfig
+from swift_vlpack.errors import ConfigError, DataError
+from swift_vlpack.plan.registry import WINDOW
+from swift_vlpack.reasons import Reason
 from swift_vlpack.text.checks import check_whole
 from swift_vlpack.text.special import edge_tokens, edged, token_id, token_ids
 from swift_vlpack.text.streams.local import LocalText, paths_in

@@ -36,7 +36,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from swift_vlpack.core.errors import ConfigError
+from swift_vlpack.errors import ConfigError
 from swift_vlpack.text.streams.fixed import FixedBatches
 from swift_vlpack.text.streams.local import local_text
 from swift_vlpack.text.streams.stream import TextStream

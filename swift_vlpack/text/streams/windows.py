@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from swift_vlpack.core.config import PackingConfig
-from swift_vlpack.core.errors import DataError
-from swift_vlpack.core.packing.packer import Packer
-from swift_vlpack.core.packing.records import Pack
+from swift_vlpack.config import PackingConfig
+from swift_vlpack.errors import DataError
+from swift_vlpack.plan.packer import Packer
+from swift_vlpack.plan.records import Pack
 from swift_vlpack.text.cutting import pieces_of
 
 Tokens = NDArray[np.signedinteger[Any]]  # of two bytes a number where that is enough, else of four

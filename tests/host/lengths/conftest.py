@@ -11,9 +11,8 @@ from swift.template.templates.qwen import Qwen2_5VLTemplate
 from swift.utils import import_external_file
 from swift.utils import utils as swift_utils
 
-from swift_vlpack.data.rows.fusion import RowSource
-from swift_vlpack.host.lengths.length_pass import with_lengths
-from tests.host.lengths.support import FAMILY
+from swift_vlpack.rows.source import RowSource
+from tests.host.lengths.support import FAMILY, with_lengths
 from tests.images import BROKEN, GOOD, make
 
 

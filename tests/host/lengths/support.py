@@ -7,11 +7,13 @@ from types import SimpleNamespace
 from datasets import Dataset
 from swift.template import get_template
 
-from swift_vlpack.data.lengths import checks, failure_log, measure, trust
-from swift_vlpack.data.lengths.sizes import size_of
-from swift_vlpack.data.rows.fusion import RowSource
+from swift_vlpack.host import length_pass
+from swift_vlpack.lengths import failures, measure, trust
+from swift_vlpack.rows.contents import size_of
+from swift_vlpack.rows.encoder import RowEncoder
+from swift_vlpack.rows.source import RowSource
+from tests.data_rows import image_row, text_row
 from tests.images import photo
-from tests.rows import image_row, text_row
 
 ARGS = SimpleNamespace(dataset_num_proc=1, strict=False)
 
@@ -38,6 +40,11 @@ def variant(tiny, family, **options):
     return made
 
 
+def with_lengths(source, template, *args):
+    """The lengths of a source, of rows as a template encodes them."""
+    return length_pass.with_lengths(source, RowEncoder(template), *args)
+
+
 def source(rows, name="rows", **options):
     return RowSource(name=name, rows=rows, **options)
 
@@ -49,15 +56,15 @@ def texts(num_rows, first=0):
 def warnings_of(monkeypatch):
     """What the pass says of a source, and of its rows that fail."""
     said = []
-    for module in (measure, failure_log):
+    for module in (measure, failures):
         monkeypatch.setattr(module.logger, "warning", lambda text, *args: said.append(text % args))
     return said
 
 
 def unchecked(monkeypatch):
     """No row is encoded both ways."""
-    monkeypatch.setattr(checks, "NUM_ROWS_DRAWN", 0)
-    monkeypatch.setattr(checks, "NUM_AT_EACH_END", 0)
+    monkeypatch.setattr(trust, "NUM_ROWS_DRAWN", 0)
+    monkeypatch.setattr(trust, "NUM_AT_EACH_END", 0)
     monkeypatch.setattr(trust, "NUM_PER_KIND", 0)
 
 

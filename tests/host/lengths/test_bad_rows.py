@@ -7,16 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from swift_vlpack.core.errors import DataError
-from swift_vlpack.data.lengths import failure_log
-from swift_vlpack.data.rows.fusion import encode_row
-from swift_vlpack.data.rows.samples import SampleId
-from swift_vlpack.host.lengths.length_pass import with_lengths
-from tests.host.lengths.support import ARGS, FAMILY, dataset, source, texts, variant, warnings_of
+from swift_vlpack.errors import DataError
+from swift_vlpack.lengths import failures
+from swift_vlpack.rows.encoder import RowEncoder
+from swift_vlpack.rows.samples import SampleId
+from tests.data_rows import image_row, text_row, write_jsonl
+from tests.host.lengths.support import ARGS, FAMILY, dataset, source, texts, variant, warnings_of, with_lengths
 from tests.host.rows.test_faults import bad_rows
 from tests.host.runs import epoch_report, packed_argv, train
 from tests.images import photo
-from tests.rows import image_row, text_row, write_jsonl
 
 
 def test_failures_that_may_pass_are_tried_again_and_lasting_ones_are_not(template, tmp_path, encoded, caplog):
@@ -58,7 +57,7 @@ def test_every_bad_row_is_one_counted_reason_with_its_id_and_path(num_processes,
     template = variant(tiny, FAMILY)
     rows, reasons = zip(*bad_rows(tmp_path), strict=True)
     rows = [row for bad in rows for row in (text_row(), bad)]
-    monkeypatch.setattr(failure_log, "NUM_FAILURES_NAMED", len(rows))
+    monkeypatch.setattr(failures, "NUM_FAILURES_NAMED", len(rows))
     args = SimpleNamespace(dataset_num_proc=num_processes, strict=False)
     with caplog.at_level(logging.WARNING, logger="swift_vlpack"):
         sizes = with_lengths(source(rows), template, args, str(tmp_path / "cache")).sizes
@@ -149,7 +148,7 @@ def test_rows_with_more_tags_than_media_are_counted_and_are_as_training_has_them
             "Give every tag its medium, or take it out of the text"
         ]
     for row, length in zip(rows, sizes.lengths.tolist(), strict=True):
-        trained = encode_row(template, row, SampleId("rows", 0))
+        trained = RowEncoder(template).sample(row, SampleId("rows", 0))
         plain = template.encode(row, return_length=True)
         assert trained["input_ids"] == plain["input_ids"]
         assert len(plain["input_ids"]) == length

@@ -6,14 +6,24 @@ import numpy as np
 import pytest
 from swift.template import Template
 
-from swift_vlpack.data.lengths import checks
-from swift_vlpack.data.lengths.length_file import SIZE
-from swift_vlpack.host.lengths import headers
-from swift_vlpack.host.lengths.headers import HeaderImage, NoPixels
-from swift_vlpack.host.lengths.length_pass import with_lengths
-from tests.host.lengths.support import ARGS, FAMILY, dataset, outcome, source, texts, unchecked, variant, warnings_of
+from swift_vlpack.host import headers
+from swift_vlpack.host.headers import HeaderImage, NoPixels
+from swift_vlpack.lengths import trust
+from swift_vlpack.lengths.length_file import SIZE
+from tests.data_rows import image_row, text_row
+from tests.host.lengths.support import (
+    ARGS,
+    FAMILY,
+    dataset,
+    outcome,
+    source,
+    texts,
+    unchecked,
+    variant,
+    warnings_of,
+    with_lengths,
+)
 from tests.images import REASON_OF, photo
-from tests.rows import image_row, text_row
 
 BROKEN_BEHIND_ITS_HEADER = {"truncated.jpg", "broken.png"}
 
@@ -45,7 +55,7 @@ def test_one_difference_sends_the_source_through_the_full_encoding(where, templa
     right = [outcome(template, row).length for row in rows]
     said = warnings_of(monkeypatch)
     if where == "extremes":
-        monkeypatch.setattr(checks, "NUM_ROWS_DRAWN", 0)
+        monkeypatch.setattr(trust, "NUM_ROWS_DRAWN", 0)
     monkeypatch.setattr(headers, "_header_of", lambda image, load_images: HeaderImage((64, 64)))
     sizes = with_lengths(source(rows), template, ARGS, str(tmp_path)).sizes
     assert sizes.lengths.tolist() == right
@@ -70,7 +80,7 @@ def test_extremes_of_size_and_aspect_are_compared(true, lie, template, monkeypat
         return HeaderImage(lie) if found.size == true else found
 
     said = warnings_of(monkeypatch)
-    monkeypatch.setattr(checks, "NUM_ROWS_DRAWN", 0)
+    monkeypatch.setattr(trust, "NUM_ROWS_DRAWN", 0)
     monkeypatch.setattr(headers, "_header_of", lying)
     sizes = with_lengths(source(rows), template, ARGS, str(tmp_path)).sizes
     assert "rows:9 has " in said[0]
@@ -83,10 +93,10 @@ def test_extremes_are_the_ends_of_every_column():
     sizes["length"] = np.roll(np.arange(40), 7)  # row 7 has none
     sizes["patches"] = np.roll(np.arange(40), 20)
     sizes["aspect"] = np.roll(np.arange(40), 30)
-    assert set(checks.extremes(sizes).tolist()) == {8, 6, 20, 19, 30, 29}
-    assert len(checks.extremes(np.zeros(5, SIZE))) == 0
+    assert set(trust.extremes(sizes).tolist()) == {8, 6, 20, 19, 30, 29}
+    assert len(trust.extremes(np.zeros(5, SIZE))) == 0
     sizes["length"], sizes["patches"], sizes["aspect"] = 9, 9, 1
-    assert len(checks.extremes(sizes)) == 0, "where all are equal there is no end"
+    assert len(trust.extremes(sizes)) == 0, "where all are equal there is no end"
 
 
 def test_what_was_compared_is_not_compared_again_and_what_is_new_is(template, tmp_path, monkeypatch):
@@ -104,7 +114,7 @@ def test_what_was_compared_is_not_compared_again_and_what_is_new_is(template, tm
         return list(full)
 
     monkeypatch.setattr(Template, "encode", noted)
-    monkeypatch.setattr(checks, "NUM_ROWS_DRAWN", 8)
+    monkeypatch.setattr(trust, "NUM_ROWS_DRAWN", 8)
     first = compared(texts(40))
     assert 8 <= len(first) <= 8 + 12
     assert len(set(first)) == len(first)

@@ -2,13 +2,23 @@
 
 import pytest
 
-from swift_vlpack.host.lengths import headers
-from swift_vlpack.host.lengths.headers import HeaderImage, NoPixels, pixel_free
-from swift_vlpack.host.lengths.length_pass import with_lengths
-from tests.host.lengths.support import ARGS, FAMILY, dataset, odd_rows, outcome, source, texts, unchecked, variant
+from swift_vlpack.host import headers
+from swift_vlpack.host.headers import HeaderImage, NoPixels, pixel_free
+from tests.data_rows import image_row, text_row
+from tests.host.lengths.support import (
+    ARGS,
+    FAMILY,
+    dataset,
+    odd_rows,
+    outcome,
+    source,
+    texts,
+    unchecked,
+    variant,
+    with_lengths,
+)
 from tests.images import KINDS, photo, wild
 from tests.marks import quick_only
-from tests.rows import image_row, text_row
 from tests.tiny import FAMILIES
 
 QUICK = ("qwen2_5_vl",)

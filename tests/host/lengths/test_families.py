@@ -6,13 +6,12 @@ import pytest
 import torch
 from datasets import Dataset
 
-from swift_vlpack.data.rows.fusion import RowSource
-from swift_vlpack.host.lengths.headers import NoPixels, pixel_free
-from swift_vlpack.host.lengths.length_pass import with_lengths
+from swift_vlpack.host.headers import NoPixels, pixel_free
+from swift_vlpack.rows.source import RowSource
+from tests.data_rows import image_row, text_row
 from tests.families import load_template
-from tests.host.lengths.support import warnings_of
+from tests.host.lengths.support import warnings_of, with_lengths
 from tests.images import photo
-from tests.rows import image_row, text_row
 
 SIZES = [(640, 480), (336, 336), (100, 700), (1500, 300), (31, 17), (900, 1200)]
 ARGS = SimpleNamespace(dataset_num_proc=1, strict=False)

@@ -9,11 +9,11 @@ import pytest
 from datasets import Dataset
 from swift.dataset import load_dataset
 
-from swift_vlpack.data.rows.fusion import encode_row
-from swift_vlpack.data.rows.samples import SampleError, SampleId
+from swift_vlpack.rows.encoder import RowEncoder
+from swift_vlpack.rows.samples import SampleError, SampleId
+from tests.data_rows import text_row, write_jsonl
 from tests.host.rows.test_faults import bomb
 from tests.images import photo
-from tests.rows import text_row, write_jsonl
 
 FAMILY = "qwen2_5_vl"
 ANSWER = {"role": "assistant", "content": "a picture"}
@@ -111,7 +111,7 @@ def loaded(rows, path):
 
 def failure(template, row):
     with pytest.raises(SampleError) as caught:
-        encode_row(template, row, SampleId("rows", 7))
+        RowEncoder(template).sample(row, SampleId("rows", 7))
     return caught.value
 
 
@@ -126,7 +126,7 @@ def test_fault_of_a_file_is_told_in_every_form_of_a_row(shape, template, folder,
         assert words.format(path) in error.detail
         assert path in error.detail
         assert "BytesIO" not in error.detail
-    assert encode_row(template, rows[-1], SampleId("rows", 7))["length"] > 20
+    assert RowEncoder(template).sample(rows[-1], SampleId("rows", 7))["length"] > 20
 
 
 @pytest.mark.parametrize("shape", BY_CONTENT)
@@ -141,7 +141,7 @@ def test_fault_of_content_in_the_row_is_none_of_a_file(shape, template, folder, 
         assert words.format("the content of images[0]") in error.detail
         assert "the content of images[0]" in error.detail
         assert len(error.detail) < 400
-    assert encode_row(template, rows[-1], SampleId("rows", 7))["length"] > 20
+    assert RowEncoder(template).sample(rows[-1], SampleId("rows", 7))["length"] > 20
 
 
 @pytest.mark.parametrize("shape", VIDEOS)
@@ -189,4 +189,6 @@ def test_image_in_a_tag_is_what_ms_swift_takes_it_for(template, folder):
     error = failure(template, text_row(f"<img>{folder / 'text.jpg'}</img>what?"))
     assert (error.reason, error.files) == ("image_unreadable", (str(folder / "text.jpg"),))
     for name in ("gone.jpg", "fifo.jpg"):
-        assert encode_row(template, text_row(f"<img>{folder / name}</img>what?"), SampleId("rows", 7))["length"] > 9
+        assert (
+            RowEncoder(template).sample(text_row(f"<img>{folder / name}</img>what?"), SampleId("rows", 7))["length"] > 9
+        )

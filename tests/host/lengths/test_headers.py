@@ -11,13 +11,12 @@ from datasets import Dataset
 from PIL import Image, ImageOps
 from swift.template import Template
 
-from swift_vlpack.data.rows.fusion import RowSource
-from swift_vlpack.host.lengths import headers
-from swift_vlpack.host.lengths.headers import HeaderImage, NoPixels, pixel_free
-from swift_vlpack.host.lengths.length_pass import with_lengths
-from tests.host.lengths.support import ARGS, outcome, unchecked, warnings_of
+from swift_vlpack.host import headers
+from swift_vlpack.host.headers import HeaderImage, NoPixels, pixel_free
+from swift_vlpack.rows.source import RowSource
+from tests.data_rows import image_row
+from tests.host.lengths.support import ARGS, outcome, unchecked, warnings_of, with_lengths
 from tests.images import noise, photo
-from tests.rows import image_row
 
 FAMILY = "qwen2_5_vl"
 ORIENTATION = 274

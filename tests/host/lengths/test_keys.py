@@ -9,14 +9,15 @@ from PIL import Image, ImageFile
 from swift.dataset import load_dataset
 from swift.template import Template
 
-from swift_vlpack.data.rows.fusion import RowSource, encode_row
-from swift_vlpack.data.rows.samples import SampleId
-from swift_vlpack.host.lengths import headers
-from swift_vlpack.host.lengths.context import context_of
-from swift_vlpack.host.lengths.length_pass import with_lengths
-from swift_vlpack.host.lengths.source_code import code_of
+from swift_vlpack.host import headers
+from swift_vlpack.lengths.context import context_of
+from swift_vlpack.lengths.source_code import code_of
+from swift_vlpack.rows.encoder import RowEncoder
+from swift_vlpack.rows.samples import SampleId
+from swift_vlpack.rows.source import RowSource
+from tests.data_rows import image_row, text_row, write_jsonl
+from tests.host.lengths.support import with_lengths
 from tests.images import noise, photo
-from tests.rows import image_row, text_row, write_jsonl
 
 FAMILY = "qwen2_5_vl"
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"properties": {"at": {"type": "string"}}}}}
@@ -208,7 +209,7 @@ def test_file_urls_are_the_paths_that_they_name(template, tmp_path):
     assert found.failures == {}
     assert found.lengths[:5].tolist() == [template.encode(image_row([path]), return_length=True)["length"]] * 5
     assert found.images.tolist() == [1] * 6
-    sample = encode_row(template, rows[1], SampleId("rows", 1))
+    sample = RowEncoder(template).sample(rows[1], SampleId("rows", 1))
     assert sample["length"] == found.lengths[1], "as training has it"
 
 

@@ -7,12 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from swift_vlpack.host.lengths.context import context_of
-from swift_vlpack.host.lengths.length_pass import with_lengths
-from tests.host.lengths.support import ARGS, FAMILY, dataset, odd_rows, outcome, source, texts, variant
+from swift_vlpack.lengths.context import context_of
+from tests.data_rows import image_row, text_row
+from tests.host.lengths.support import ARGS, FAMILY, dataset, odd_rows, outcome, source, texts, variant, with_lengths
 from tests.images import noise, photo
 from tests.marks import telling
-from tests.rows import image_row, text_row
 
 
 def test_appended_rows_alone_are_computed_and_an_order_is_no_matter(template, tmp_path, encoded):

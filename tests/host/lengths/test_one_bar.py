@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from swift_vlpack import PackingConfig
-from swift_vlpack.data.rows.fusion import RowSource
 from swift_vlpack.host.pipeline import measured_rows
-from tests.data.lengths.test_pass_bar import lines
-from tests.rows import text_row
+from swift_vlpack.rows.source import RowSource
+from tests.data_rows import text_row
+from tests.lengths.test_progress import lines
 
 pytestmark = pytest.mark.usefixtures("no_other_bars")
 

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch.multiprocessing as mp
 
-from swift_vlpack.data.lengths import checks, measure
-from swift_vlpack.data.lengths.cache import LengthCache
-from swift_vlpack.data.lengths.rows_work import RowsWork
-from swift_vlpack.host.lengths.length_pass import cache_path, with_lengths
-from tests.host.lengths.support import ARGS, dataset, source, texts
+from swift_vlpack.lengths import measure, trust
+from swift_vlpack.lengths.cache import LengthCache
+from swift_vlpack.lengths.cache_folder import lengths_path
+from swift_vlpack.lengths.rows_work import RowsWork
+from tests.data_rows import image_row, text_row
+from tests.host.lengths.support import ARGS, dataset, source, texts, with_lengths
 from tests.images import photo
-from tests.rows import image_row, text_row
 
 
 def test_several_processes_give_what_one_gives(template, images, tmp_path):
@@ -32,14 +32,19 @@ def test_several_processes_give_what_one_gives(template, images, tmp_path):
     assert _num_records(ones) == _num_records(twos) > 300
 
 
+def cache_of(measured):
+    return measured.remember_size.__self__
+
+
 def _num_records(measured):
-    return int(measured.cache.load().of(measured.cache.keys(measured.rows))[0].sum())
+    cache = cache_of(measured)
+    return int(cache.load().of(cache.keys(measured.rows))[0].sum())
 
 
 def test_process_that_is_killed_is_one_clear_error(template, tmp_path, monkeypatch):
     """LEN-8"""
     monkeypatch.setattr(RowsWork, "_measured", lambda self, positions: os.kill(os.getpid(), 9))
-    monkeypatch.setattr(checks, "NUM_ROWS_DRAWN", 0)
+    monkeypatch.setattr(trust, "NUM_ROWS_DRAWN", 0)
     with pytest.raises(Exception, match=r"a process of the length pass was killed.*lower dataset_num_proc"):
         with_lengths(
             source(dataset(texts(300))), template, SimpleNamespace(dataset_num_proc=2, strict=False), str(tmp_path)
@@ -78,7 +83,7 @@ def killed_again_and_again(template, folder, num_kills):
     """Start, kill -9 at a random moment, look at the file, and start again."""
     rows = dataset([*texts(500), *[image_row([photo(folder, str(n), 60 + n, 90)]) for n in range(20)]])
     measured = with_lengths(source(rows), template, ARGS, str(folder / "never killed"))
-    right, context = measured.sizes, measured.cache._context.decode()
+    right, context = measured.sizes, cache_of(measured)._context.decode()
     rng, sessions, num_known, num_part = random.Random(0), [], [0], 0
     start = time.monotonic()  # a run that nobody kills says how long one takes on this machine
     alone = mp.get_context("fork").Process(target=_slow_pass, args=(template, rows, folder / "alone"))
@@ -95,7 +100,7 @@ def killed_again_and_again(template, folder, num_kills):
         assert process.exitcode in (0, -signal.SIGKILL)
         is_done = process.exitcode == 0
         sessions.append(process.pid)
-        cache = LengthCache(cache_path(source(rows), context, str(cached)), context)
+        cache = LengthCache(lengths_path(cached, "rows", context), context)
         is_known, sizes = cache.load().of(cache.keys(rows))
         assert is_known.sum() >= num_known[-1], f"kill {number} lost what was done"
         assert (sizes["length"][is_known] == right.lengths[is_known]).all(), f"kill {number} left a wrong size"

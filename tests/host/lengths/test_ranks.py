@@ -8,14 +8,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from swift.template import Template
 
-from swift_vlpack.core.errors import DataError
-from swift_vlpack.host.lengths import headers
-from swift_vlpack.host.lengths.headers import HeaderImage
-from swift_vlpack.host.lengths.length_pass import with_lengths
+from swift_vlpack.errors import DataError
+from swift_vlpack.host import headers
+from swift_vlpack.host.headers import HeaderImage
 from swift_vlpack.host.ranks import RankFailed, RanksDiffer
-from tests.host.lengths.support import ARGS, dataset, outcome, source, texts, unchecked
+from tests.data_rows import image_row, text_row
+from tests.host.lengths.support import ARGS, dataset, outcome, source, texts, unchecked, with_lengths
 from tests.images import photo
-from tests.rows import image_row, text_row
 
 
 def on_two_ranks(case, template, folder):
@@ -97,7 +96,7 @@ def test_ranks_with_other_settings_are_told_which(template, tmp_path, monkeypatc
 
     def case(rank, template):
         if rank == 1:
-            monkeypatch.setattr("swift_vlpack.host.lengths.context._version", lambda package: "0.0.1")
+            monkeypatch.setattr("swift_vlpack.lengths.context._version", lambda package: "0.0.1")
             monkeypatch.setattr(template, "max_pixels", 9999)
         return with_lengths(source(rows), template, ARGS, str(tmp_path / "cache"))
 

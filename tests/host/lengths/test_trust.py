@@ -8,15 +8,14 @@ from types import SimpleNamespace
 import pytest
 from swift.template import Template
 
-from swift_vlpack.data.lengths import checks
-from swift_vlpack.data.rows.fusion import RowSource
-from swift_vlpack.host.lengths import headers
-from swift_vlpack.host.lengths.headers import HeaderImage
-from swift_vlpack.host.lengths.length_pass import with_lengths
-from tests.host.lengths.support import ARGS, dataset, outcome, texts, warnings_of
+from swift_vlpack.host import headers
+from swift_vlpack.host.headers import HeaderImage
+from swift_vlpack.lengths import trust
+from swift_vlpack.rows.source import RowSource
+from tests.data_rows import image_row, text_row
+from tests.host.lengths.support import ARGS, dataset, outcome, texts, warnings_of, with_lengths
 from tests.images import noise, photo
 from tests.marks import quick_only
-from tests.rows import image_row, text_row
 
 
 @pytest.fixture
@@ -150,7 +149,7 @@ def test_a_broken_image_proves_nothing(template, full, tmp_path):
 
 def test_rows_are_compared_in_the_processes_that_measure(template, full, tmp_path, monkeypatch):
     """LEN-3: none in the process that waits for them, before any is measured."""
-    monkeypatch.setattr(checks, "NUM_AT_EACH_END", 0)
+    monkeypatch.setattr(trust, "NUM_AT_EACH_END", 0)
     rows = [*photos(tmp_path, 60), *photos(tmp_path, 60, 90, 70, "small", "small")]
     sizes = sizes_of(rows, template, tmp_path, num_processes=2)
     where = {process for _, process in full()}

@@ -7,17 +7,17 @@ from types import SimpleNamespace
 import pytest
 from swift.template import vision_utils
 
-from swift_vlpack.data.lengths import measure
-from swift_vlpack.data.rows import urls as module
-from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource
-from swift_vlpack.data.rows.samples import Address, SampleError
-from swift_vlpack.data.rows.urls import NUM_FAILURES
-from swift_vlpack.host.lengths.headers import reading_urls
-from swift_vlpack.host.lengths.length_pass import with_lengths
+from swift_vlpack.host.headers import reading_urls
 from swift_vlpack.host.pipeline import urls_in_training
-from tests.data.rows.test_urls import Web, black_hole, jpeg, refused
-from tests.host.lengths.support import ARGS, outcome, unchecked, warnings_of
-from tests.rows import image_row, text_row
+from swift_vlpack.lengths.measured_sizes import MeasuredSizes
+from swift_vlpack.rows import urls as module
+from swift_vlpack.rows.fusion import FusionCaptionDataset
+from swift_vlpack.rows.samples import Address, SampleError
+from swift_vlpack.rows.source import RowSource
+from swift_vlpack.rows.urls import NUM_FAILURES
+from tests.data_rows import image_row, text_row
+from tests.host.lengths.support import ARGS, outcome, unchecked, warnings_of, with_lengths
+from tests.rows.test_urls import Web, black_hole, jpeg, refused
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_dead_links_cost_three_requests_a_host_and_none_at_the_next_start(templa
         by_host = Counter(url.rsplit("/", 1)[0] for url in asked.elements())
         assert by_host[hole] == by_host[closed] == NUM_FAILURES
         assert max(asked.values()) == 1
-        assert "90 rows left out for want of an image behind a URL" in said[-1]
+        assert "90 rows left out, because an image behind a URL could not be fetched" in said[-1]
         assert "60 minutes" in said[-1]
         assert "SWIFT_TIMEOUT" in said[-1]
         asked.clear()
@@ -111,10 +111,9 @@ def test_processes_share_what_cannot_be_reached(template, web, tmp_path, monkeyp
 
 def test_source_that_is_encoded_in_full_asks_once_too(template, web, asked, tmp_path, monkeypatch):
     """LEN-20"""
-
     rows = rows_of(web, 6, [web.url("gone.jpg")])
     unchecked(monkeypatch)
-    monkeypatch.setattr(measure, "_looked_up", lambda part: "as an earlier start found")
+    monkeypatch.setattr(MeasuredSizes, "look_up", lambda sizes, **options: True)  # an earlier start found a difference
     sizes = sizes_of(rows, template, tmp_path)
     assert sizes.failures == {7: "url_unreachable"}
     assert set(asked.values()) == {1}

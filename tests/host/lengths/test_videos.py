@@ -4,15 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from swift_vlpack.data.lengths.sizes import size_of
-from swift_vlpack.data.rows.fusion import RowSource
-from swift_vlpack.data.seam import video_readers
-from swift_vlpack.host.lengths.headers import pixel_free
-from swift_vlpack.host.lengths.length_pass import with_lengths
-from tests.host.lengths.support import warnings_of
+from swift_vlpack.host.headers import pixel_free
+from swift_vlpack.rows import video_readers
+from swift_vlpack.rows.contents import size_of
+from swift_vlpack.rows.source import RowSource
+from tests.data_rows import text_row
+from tests.host.lengths.support import warnings_of, with_lengths
 from tests.images import photo
 from tests.marks import quick_only
-from tests.rows import text_row
 from tests.tiny import FAMILIES
 from tests.videos import video
 

@@ -14,23 +14,24 @@ from typing import Any
 import torch
 
 from swift_vlpack import prepare_model
-from swift_vlpack.data.model import attention
-from swift_vlpack.data.model.collate import Collator
-from swift_vlpack.data.proof.changes import media_of
-from swift_vlpack.data.proof.isolation import IsolationError, proved
-from swift_vlpack.data.proof.subject import Row, Subject
-from swift_vlpack.data.rows.fusion import RowSource, encode_row
-from swift_vlpack.data.rows.samples import Encoded, SampleId
-from swift_vlpack.data.seam.family import is_packed
-from swift_vlpack.host.lengths.headers import pixel_free
-from swift_vlpack.host.lengths.length_pass import with_lengths
+from swift_vlpack.attention import attention
+from swift_vlpack.feed.collate import Collator
+from swift_vlpack.host.headers import pixel_free
+from swift_vlpack.proof.changes import media_of
+from swift_vlpack.proof.isolation import IsolationError, proved
+from swift_vlpack.proof.proof_model import Row, Subject
+from swift_vlpack.rows.encoder import RowEncoder
+from swift_vlpack.rows.families import is_packed
+from swift_vlpack.rows.samples import Encoded, SampleId
+from swift_vlpack.rows.source import RowSource
+from tests.data_rows import image_row, sentence, text_row, write_jsonl
 from tests.environment import restored_environment
 from tests.family_models import Family, load, own_ids
 from tests.host import runs
+from tests.host.lengths.support import with_lengths
 from tests.host.proof.sabotage import boundaries_at, positions_of_the_row
 from tests.host.proof.subjects import ChangedRows, template_subject
 from tests.images import GOOD, noise, photo
-from tests.rows import image_row, sentence, text_row, write_jsonl
 from tests.sounds import sound
 
 IGNORED = -100
@@ -106,7 +107,7 @@ class Checked:
         """All rows, encoded."""
         self.template.packing = self.template.padding_free = False
         return [
-            encode_row(self.template, row, SampleId(name, number), strict=True)
+            RowEncoder(self.template).sample(row, SampleId(name, number), strict=True)
             for number, (name, row) in enumerate(sorted(self.rows.items()))
         ]
 

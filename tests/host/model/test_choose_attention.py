@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from swift_vlpack import choose_attention
-from swift_vlpack.core.config import PackingConfig
-from swift_vlpack.core.errors import ConfigError
-from swift_vlpack.data.kernels.row_kernels import grouped
-from swift_vlpack.data.model import attention
-from swift_vlpack.data.model.attention import NAME
+from swift_vlpack.attention import attention
+from swift_vlpack.attention.attention import NAME
+from swift_vlpack.attention.kernels import grouped
+from swift_vlpack.config import PackingConfig
+from swift_vlpack.errors import ConfigError
 
 
 def packs(lengths=None, **options):

@@ -8,14 +8,14 @@ from swift.model import get_processor
 from swift.template import get_template
 from swift.utils import get_packed_seq_params
 
-from swift_vlpack.core.errors import BoundaryError, ConfigError
-from swift_vlpack.data.lengths.sizes import size_of
-from swift_vlpack.data.model.collate import Collator, boundary_tensors, layout
-from swift_vlpack.data.rows.fusion import encode_row
-from swift_vlpack.data.rows.samples import PackedSamples, PackRecord, SampleId
-from swift_vlpack.data.seam.join import completed
+from swift_vlpack.errors import BoundaryError, ConfigError
+from swift_vlpack.feed.collate import Collator
+from swift_vlpack.feed.sequence import boundary_tensors, completed, layout
+from swift_vlpack.rows.contents import size_of
+from swift_vlpack.rows.encoder import RowEncoder
+from swift_vlpack.rows.samples import PackedSamples, PackRecord, SampleId
+from tests.data_rows import image_row, text_row
 from tests.images import photo
-from tests.rows import image_row, text_row
 
 FAMILY = "qwen2_5_vl"
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -38,7 +38,7 @@ def rows(tmp_path_factory):
 
 
 def encoded(template, rows):
-    return [encode_row(template, row, SampleId("data", 10 + number)) for number, row in enumerate(rows)]
+    return [RowEncoder(template).sample(row, SampleId("data", 10 + number)) for number, row in enumerate(rows)]
 
 
 def pack_of(samples):
@@ -245,7 +245,7 @@ def test_samples_without_a_loss_scale_get_one_beside_those_that_have_it(template
     scaling = copy.copy(template)
     scaling._loss_scale = "react"
     row = text_row("what next?", "Thought: look\nAction: open\nAction Input: door")
-    samples = [*encoded(template, rows[:2]), encode_row(scaling, row, SampleId("data", 12))]
+    samples = [*encoded(template, rows[:2]), RowEncoder(scaling).sample(row, SampleId("data", 12))]
     assert ["loss_scale" in sample for sample in samples] == [False, False, True]
     collator = Collator(template)
     scales = [collator([samples]).beside["loss_scale"][0].tolist() for _ in range(2)][-1]

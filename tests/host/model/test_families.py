@@ -2,7 +2,7 @@
 
 import pytest
 
-from swift_vlpack.data.proof.isolation import IsolationError, proved
+from swift_vlpack.proof.isolation import IsolationError, proved
 from tests.family_models import FAMILIES
 from tests.host.model.family_checks import Checked
 from tests.host.model.family_table import DOCS, page, results_of, saved

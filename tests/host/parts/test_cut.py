@@ -7,20 +7,19 @@ import torch
 from PIL import Image
 
 from swift_vlpack import PackingConfig
-from swift_vlpack.core.packing.parts import Span
-from swift_vlpack.data.lengths.sizes import size_of
-from swift_vlpack.data.model.collate import Collator
-from swift_vlpack.data.parts.cut import CannotBeCut, cut_sample
-from swift_vlpack.data.parts.layout import MediaWords, media_of
-from swift_vlpack.data.parts.row_cutter import cutter_of, for_training
-from swift_vlpack.data.rows.fusion import encode_row
-from swift_vlpack.data.rows.samples import SampleId
-from swift_vlpack.host.lengths.headers import pixel_free
-from tests.data.model.one_by_one import gap, gradients
+from swift_vlpack.feed.collate import Collator
+from swift_vlpack.host.headers import pixel_free
+from swift_vlpack.plan.parts import Span
+from swift_vlpack.rows.contents import media_spans, size_of
+from swift_vlpack.rows.cutting import CannotBeCut, cut_sample
+from swift_vlpack.rows.encoder import RowEncoder
+from swift_vlpack.rows.families import MediaTokens
+from swift_vlpack.rows.samples import SampleId
+from tests.attention.one_by_one import gap, gradients
+from tests.data_rows import image_row, sentence
 from tests.families import load_template
 from tests.images import photo
 from tests.marks import quick_only
-from tests.rows import image_row, sentence
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")  # of ms-swift's InternVL
 UNIT_OF = {"qwen2_5_vl": 28, "qwen3_vl": 32}
@@ -37,14 +36,14 @@ def page(folder, sizes, seed=0, num_words=25):
     return {"messages": [{"role": "assistant", "content": text}], "images": images}
 
 
-def encoded(template, row, number=0):
-    return encode_row(template, row, SampleId("pages", number))
+def encoded(encoder, row, number=0):
+    return encoder.sample(row, SampleId("pages", number))
 
 
 def parts_and_samples(template, row, **options):
-    own = for_training(template, PackingConfig(packing_overflow="split", **options))
+    own = RowEncoder.of(template, PackingConfig(packing_overflow="split", mask_boundary_loss=False, **options))
     sample = encoded(own, row)
-    cutter = cutter_of(own)
+    cutter = own.cutter
     return sample, [(part, cutter.cut(sample, part.span)) for part in cutter.parts(sample) if part.reason is None]
 
 
@@ -99,9 +98,9 @@ def test_parts_are_those_of_the_header_and_have_every_token_and_patch(family, ti
         sizes = [(draw.randint(56, 500), draw.randint(56, 500)) for _ in range(draw.randint(1, 4))]
         row = page(tmp_path, sizes, seed, num_words=draw.randint(1, 120))
         capacity = draw.choice([300, 420]) if family != "internvl" else 3400
-        own = for_training(template, PackingConfig(packing_overflow="split", packing_length=capacity))
-        sample, header = encoded(own, row), encoded(pixel_free(own), row)
-        cutter = cutter_of(own)
+        own = RowEncoder.of(template, PackingConfig(packing_overflow="split", packing_length=capacity))
+        sample, header = encoded(own, row), encoded(own.using(pixel_free(own.template)), row)
+        cutter = own.cutter
         parts = cutter.parts(sample)
         assert parts == cutter.parts(header)
         kept = [cutter.cut(sample, part.span) for part in parts if part.reason is None]
@@ -133,20 +132,20 @@ def test_labels_and_weights_of_what_is_repeated_are_none(tiny, tmp_path):
 def test_what_is_not_known_for_certain_is_not_cut(tiny, tmp_path):
     """CUT-6: more placeholders than images, tensors that nobody knows, tiles of a family that is not named."""
     template = tiny("qwen2_5_vl").template
-    sample = encoded(template, image_row([photo(tmp_path, "a", 84, 84)]))
-    words = MediaWords.of(template)
-    assert [medium.stop - medium.start for medium in media_of(sample, words)] == [3 * 3 + 2]
+    sample = encoded(RowEncoder(template), image_row([photo(tmp_path, "a", 84, 84)]))
+    words = MediaTokens.of(template)
+    assert [medium.stop - medium.start for medium in media_spans(sample, words)] == [3 * 3 + 2]
     more = {**sample, "input_ids": [*sample["input_ids"], template.image_token_id]}
-    assert media_of(more, words) is None
-    assert media_of({**sample, "input_features": torch.zeros(3)}, words) is None
+    assert media_spans(more, words) is None
+    assert media_spans({**sample, "input_features": torch.zeros(3)}, words) is None
     tiles = {name: value for name, value in sample.items() if name != "image_grid_thw"}
-    assert media_of({**tiles, "pixel_values": torch.zeros(3, 3, 28, 28)}, words) is None
+    assert media_spans({**tiles, "pixel_values": torch.zeros(3, 3, 28, 28)}, words) is None
 
 
 def test_an_image_is_never_cut(tiny, tmp_path):
     """CUT-2"""
-    sample = encoded(tiny("qwen2_5_vl").template, image_row([photo(tmp_path, "a", 84, 84)]))
-    media = media_of(sample, MediaWords.of(tiny("qwen2_5_vl").template))
+    sample = encoded(RowEncoder(tiny("qwen2_5_vl").template), image_row([photo(tmp_path, "a", 84, 84)]))
+    media = media_spans(sample, MediaTokens.of(tiny("qwen2_5_vl").template))
     with pytest.raises(CannotBeCut, match="would cut the image"):
         cut_sample(sample, Span(0, 0, media[0].start + 3), media)
     with pytest.raises(CannotBeCut, match="rows of pixel_values"):

@@ -5,12 +5,12 @@ import re
 
 import pytest
 
-from swift_vlpack.core.errors import ConfigError
-from swift_vlpack.host.commands.plan import training_report
+from swift_vlpack.cli.plan import training_report
+from swift_vlpack.errors import ConfigError
+from tests.data_rows import write_jsonl
 from tests.environment import packing_options, restored_environment
 from tests.host.runs import epoch_report, packed_argv, train
 from tests.images import photo
-from tests.rows import write_jsonl
 
 FAMILY = "qwen2_5_vl"
 NUM_ROWS = 6
@@ -150,12 +150,12 @@ def test_ms_swifts_split_is_ours(run, small_folder, data, tmp_path, monkeypatch)
 
 def test_parts_are_remembered_with_the_lengths(run, small_folder, data, tmp_path, monkeypatch):
     """CUT-16: nothing is encoded again under the same options; under another pack length what is longer."""
-    from swift_vlpack.data.lengths import rows_work
+    from swift_vlpack.rows.encoder import RowEncoder
 
     measured = []
-    measure = rows_work.encode_row
+    measure = RowEncoder.sample
     monkeypatch.setattr(
-        rows_work, "encode_row", lambda *args, **options: measured.append(args[2].row) or measure(*args, **options)
+        RowEncoder, "sample", lambda *args, **options: measured.append(args[2].row) or measure(*args, **options)
     )
 
     def report(**options):

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from swift_vlpack import PackingConfig
-from swift_vlpack.data.parts.row_cutter import cutter_of, for_training
-from swift_vlpack.data.rows.fusion import encode_row
-from swift_vlpack.data.rows.samples import SampleId
-from swift_vlpack.host.lengths.headers import pixel_free
+from swift_vlpack.host.headers import pixel_free
+from swift_vlpack.rows.encoder import RowEncoder
+from swift_vlpack.rows.samples import SampleId
 from tests.images import photo
 from tests.videos import video
 
@@ -24,10 +23,10 @@ def test_a_video_is_whole_with_its_times_and_frames(family, tiny, tmp_path):
         "videos": [video(tmp_path / "a.mp4", 60, 112, 112), video(tmp_path / "b.mp4", 9, 64, 98)],
         "images": [photo(tmp_path, "c", 84, 112)],
     }
-    own = for_training(template, PackingConfig(packing_length=700, packing_overflow="split", packing_stride=5))
-    sample, cutter = encode_row(own, row, SampleId("clips", 0)), cutter_of(own)
+    own = RowEncoder.of(template, PackingConfig(packing_length=700, packing_overflow="split", packing_stride=5))
+    sample, cutter = own.sample(row, SampleId("clips", 0)), own.cutter
     parts = cutter.parts(sample)
-    assert parts == cutter.parts(pixel_free(own).encode(row, return_length=True))
+    assert parts == cutter.parts(pixel_free(own.template).encode(row, return_length=True))
     assert [part.reason for part in parts] == [None] * len(parts)
     assert len(parts) > 2
     made = [cutter.cut(sample, part.span) for part in parts]

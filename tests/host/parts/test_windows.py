@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from swift_vlpack.core.errors import ConfigError
-from swift_vlpack.host.commands.plan import training_report
+from swift_vlpack.cli.plan import training_report
+from swift_vlpack.errors import ConfigError
+from tests.data_rows import text_row, write_jsonl
 from tests.environment import packing_options, restored_environment
 from tests.host.parts.test_runs import page, trained_ids
 from tests.host.runs import epoch_report, packed_argv, train
 from tests.images import photo
-from tests.rows import text_row, write_jsonl
 
 FAMILY = "qwen2_5_vl"
 LENGTH = 96

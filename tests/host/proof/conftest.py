@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from swift_vlpack.data.model import attention
-from swift_vlpack.data.model.linear_attention import RESTARTED, restart_at_boundaries
-from swift_vlpack.data.rows.fusion import encode_row
-from swift_vlpack.data.rows.samples import SampleId
+from swift_vlpack.attention import attention
+from swift_vlpack.attention.linear_attention import RESTARTED, restart_at_boundaries
+from swift_vlpack.rows.encoder import RowEncoder
+from swift_vlpack.rows.samples import SampleId
 from tests.conftest import Tiny, load_tiny
+from tests.data_rows import image_row, text_row
 from tests.host.proof.subjects import template_subject
 from tests.images import photo
-from tests.rows import image_row, text_row
 
 
 @pytest.fixture(scope="session")
@@ -75,5 +75,6 @@ def rows(tmp_path_factory) -> dict[str, dict[str, Any]]:
 def encoded(rows):
     """Rows of these kinds, encoded by a template."""
     return lambda template, kinds: [
-        encode_row(template, rows[kind], SampleId(kind, number), strict=True) for number, kind in enumerate(kinds)
+        RowEncoder(template).sample(rows[kind], SampleId(kind, number), strict=True)
+        for number, kind in enumerate(kinds)
     ]

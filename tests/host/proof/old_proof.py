@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from swift_vlpack.core.errors import BoundaryError
-from swift_vlpack.data.model.attention import name_of
-from swift_vlpack.data.proof.changes import replaced
-from swift_vlpack.data.proof.reference import untouched
-from swift_vlpack.data.proof.subject import Subject
-from swift_vlpack.data.rows.samples import Encoded
+from swift_vlpack.attention.attention import name_of
+from swift_vlpack.errors import BoundaryError
+from swift_vlpack.proof.changes import replaced
+from swift_vlpack.proof.proof_model import Subject
+from swift_vlpack.proof.reference import untouched
+from swift_vlpack.rows.samples import Encoded
 
 MOVED, ALONE = 1e-5, 1e-3
 

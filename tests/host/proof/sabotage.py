@@ -13,10 +13,10 @@ import torch
 import transformers as T
 from transformers import AttentionInterface
 
-from swift_vlpack.data.model.attention import NAME, segmented_attention
-from swift_vlpack.data.proof.subject import Row, Subject
-from swift_vlpack.data.rows.samples import Encoded
-from tests.data.model.one_by_one import text
+from swift_vlpack.attention.attention import NAME, segmented_attention
+from swift_vlpack.proof.proof_model import Row, Subject
+from swift_vlpack.rows.samples import Encoded
+from tests.attention.one_by_one import text
 from tests.host.proof.subjects import ChangedRows, text_subject, with_inputs
 
 Broken = Iterator[Subject]

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from swift_vlpack.data.model.attention import NAME
-from swift_vlpack.data.proof.prove import is_ordinary_token
-from swift_vlpack.data.proof.subject import Row, Rows, Subject, TemplateRows
-from swift_vlpack.data.rows.samples import Encoded
-from tests.data.model.one_by_one import built
+from swift_vlpack.attention.attention import NAME
+from swift_vlpack.proof.proof_model import Row, Rows, Subject, TemplateRows
+from swift_vlpack.proof.prove import is_ordinary_token
+from swift_vlpack.rows.samples import Encoded
+from tests.attention.one_by_one import built
 
 IGNORED = -100
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from swift_vlpack.data.proof.causes import (
+from swift_vlpack.proof.causes import (
     ALONE,
     ANOTHER,
     EMBEDDINGS,
@@ -16,9 +16,9 @@ from swift_vlpack.data.proof.causes import (
     cause_of,
     facts_of,
 )
-from swift_vlpack.data.proof.evidence import evidence_of, few_of, where
-from swift_vlpack.data.proof.reference import own_attention
-from swift_vlpack.data.proof.tolerance import Limits
+from swift_vlpack.proof.evidence import evidence_of, few_of, where
+from swift_vlpack.proof.reference import own_attention
+from swift_vlpack.proof.tolerance import Limits
 from tests.host.proof import sabotage as s
 from tests.host.proof.subjects import text_samples
 

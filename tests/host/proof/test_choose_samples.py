@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from swift_vlpack import PackingConfig, PackingDataset, prove
-from swift_vlpack.core.errors import DataError
-from swift_vlpack.data.proof import prove as prove_module
-from swift_vlpack.data.proof.choose_samples import chosen_samples, rows_of_plan, short_samples, tokens_of_epoch
-from swift_vlpack.data.proof.isolation import IsolationError
-from swift_vlpack.data.rows.contents import contents_of
-from tests.rows import image_row, text_row
+from swift_vlpack.errors import DataError
+from swift_vlpack.proof import prove as prove_module
+from swift_vlpack.proof.choose_samples import chosen_samples, rows_of_plan, short_samples, tokens_of_epoch
+from swift_vlpack.proof.isolation import IsolationError
+from swift_vlpack.rows.contents import contents_of
+from tests.data_rows import image_row, text_row
 
 QWEN = "qwen2_5_vl"
 FORMS = ("plan", "buffer")
@@ -79,17 +79,17 @@ def test_data_of_one_sample_make_a_pack(packs, form):
 
 def breaking(monkeypatch, packs, is_broken):
     """Rows that cannot be encoded any more, though they were measured."""
-    from swift_vlpack.data.rows import fusion
-    from swift_vlpack.data.rows.samples import SampleError
+    from swift_vlpack.rows.encoder import RowEncoder
+    from swift_vlpack.rows.samples import SampleError
 
-    encode_row = fusion.encode_row
+    sample = RowEncoder.sample
 
-    def encode(template, row, sample_id, **options):
+    def encode(encoder, row, sample_id, **options):
         if is_broken(sample_id.row):
             raise SampleError(sample_id, "file_missing", "gone")
-        return encode_row(template, row, sample_id, **options)
+        return sample(encoder, row, sample_id, **options)
 
-    monkeypatch.setattr(fusion, "encode_row", encode)
+    monkeypatch.setattr(RowEncoder, "sample", encode)
 
 
 @pytest.mark.parametrize("num_broken", [3, 30])

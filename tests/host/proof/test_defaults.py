@@ -2,10 +2,10 @@
 
 import pytest
 
-from swift_vlpack.launch import plugin_path
+from swift_vlpack.host.launch import plugin_path
+from tests.data_rows import image_row, text_row, write_jsonl
 from tests.host import runs
 from tests.images import photo
-from tests.rows import image_row, text_row, write_jsonl
 
 OFFLINE = ("report_to", "use_hf", "check_model", "save_strategy", "logging_steps")
 """Of the flags of other tests those that say nothing about how a model is trained."""

@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 import torch
 
-from swift_vlpack.data.model.linear_attention import restart_at_boundaries
-from swift_vlpack.data.proof.isolation import IsolationError, finding_in, proved
-from swift_vlpack.data.proof.measure import measured
-from swift_vlpack.data.proof.tolerance import Noise
+from swift_vlpack.attention.linear_attention import restart_at_boundaries
+from swift_vlpack.proof.isolation import IsolationError, finding_in, proved
+from swift_vlpack.proof.measure import measured
+from swift_vlpack.proof.tolerance import Noise
 from tests.host.proof import sabotage as s
 from tests.host.proof.subjects import text_samples
 from tests.host.proof.test_sabotage import LENGTHS, MISNAMED, MISSED, QWEN, QWEN3, check, shifted

@@ -11,16 +11,16 @@ import torch
 from torch.utils.data import get_worker_info
 from transformers import AttentionInterface
 
-from swift_vlpack.data.model import attention
-from swift_vlpack.data.model.collate import Collator, batch_of
-from swift_vlpack.data.proof.isolation import IsolationError
-from swift_vlpack.data.trained import in_training, passes
-from swift_vlpack.host.training.proof import prove_first_batch
+from swift_vlpack.attention import attention
+from swift_vlpack.feed.collate import Collator, batch_of
+from swift_vlpack.host.proof import prove_first_batch
+from swift_vlpack.proof import in_training, passes
+from swift_vlpack.proof.isolation import IsolationError
+from tests.data_rows import mixed_rows, text_row, write_jsonl
 from tests.environment import packing_options
 from tests.host.proof import sabotage as s
 from tests.host.runs import packed_argv, train
 from tests.marks import telling
-from tests.rows import mixed_rows, text_row, write_jsonl
 
 FAMILY = "qwen2_5_vl"
 LORA = {"tuner_type": "lora", "target_modules": "all-linear"}
@@ -166,7 +166,7 @@ def test_dropout_of_an_adapter_that_mixes_is_stopped(run, monkeypatch):
 
 def test_noise_by_the_length_of_the_row_is_stopped(run, monkeypatch):
     """ISO-21"""
-    from swift_vlpack.host.training import callback
+    from swift_vlpack.host import callback
 
     monkeypatch.setattr(callback, "noise_by_sample", lambda trainer: None)
     with pytest.raises(IsolationError, match=r"noise on embeddings is scaled by the length of the row.*0\.\d+ times"):
@@ -268,7 +268,7 @@ def test_sequence_without_a_sample_is_no_mistake(pad_to, run, monkeypatch):
         lines.append(prove_first_batch(trainer, trainer.feed.fill_up(1), num_items))
         return prove_first_batch(trainer, batches, num_items)
 
-    monkeypatch.setattr("swift_vlpack.host.training.trainer.prove_first_batch", also_empty)
+    monkeypatch.setattr("swift_vlpack.host.trainer.prove_first_batch", also_empty)
     packing_options(packing_drop_last="false", packing_pad_to=pad_to)
     _, (line,) = run(streaming="true")
     assert lines[0].startswith("isolation in training: no sample sees another in the first batch of the trainer (0 sam")

@@ -7,16 +7,17 @@ import pytest
 import torch
 from swift.trainers.utils import per_token_loss_func
 
-from swift_vlpack.data.model.collate import NOT_FOR_THE_MODEL, Collator, packed_row
-from swift_vlpack.data.proof.changes import replaced
-from swift_vlpack.data.proof.isolation import IsolationError
-from swift_vlpack.data.proof.measure import measured
-from swift_vlpack.data.proof.prove import is_ordinary_token
-from swift_vlpack.data.proof.reference import untouched
-from swift_vlpack.data.rows.fusion import encode_row
-from swift_vlpack.data.rows.samples import SampleId
+from swift_vlpack.feed.collate import NOT_FOR_THE_MODEL, Collator
+from swift_vlpack.feed.sequence import packed_sequence
+from swift_vlpack.proof.changes import replaced
+from swift_vlpack.proof.isolation import IsolationError
+from swift_vlpack.proof.measure import measured
+from swift_vlpack.proof.prove import is_ordinary_token
+from swift_vlpack.proof.reference import untouched
+from swift_vlpack.rows.encoder import RowEncoder
+from swift_vlpack.rows.samples import SampleId
+from tests.data_rows import text_row
 from tests.host.proof.subjects import template_subject
-from tests.rows import text_row
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 FAMILY = "qwen2_5_vl"
@@ -26,7 +27,7 @@ SHORT = ("image", "text", "images")
 
 def row_of(loaded, samples):
     """Without a collator, which refuses an attention that knows no boundaries."""
-    return packed_row(loaded.template, [dict(sample) for sample in samples])
+    return packed_sequence(loaded.template, [dict(sample) for sample in samples])
 
 
 def inputs_of(loaded, samples, **changes):
@@ -184,7 +185,7 @@ def test_first_token_is_never_the_target_of_the_sample_before(training, encoded,
     """ISO-4"""
     loaded = training(family)
     samples = encoded(loaded.template, ("text", "image", "action"))
-    labels = Collator(loaded.template).row(samples)["labels"]
+    labels = Collator(loaded.template).sequence(samples)["labels"]
     outputs = loaded.model(**inputs_of(loaded, samples, labels=labels))
     outputs.logits.retain_grad()
     outputs.loss.backward()
@@ -201,7 +202,7 @@ def test_first_label_is_masked_where_the_template_cut_the_sample(training):
     """ISO-4 DATA-8"""
     template = copy.copy(training(FAMILY).template)
     template.max_length, template.truncation_strategy = 25, "left"
-    sample = encode_row(template, text_row(answer="word " * 100), SampleId("text", 0))
+    sample = RowEncoder(template).sample(text_row(answer="word " * 100), SampleId("text", 0))
     assert sample["length"] == 25
     assert sample["labels"][0] == -100
     assert -100 not in sample["labels"][1:], "the cut went through the answer"

@@ -6,16 +6,17 @@ import pytest
 import torch
 
 from swift_vlpack import PackingConfig, PackingDataset, prove
-from swift_vlpack.core.errors import ConfigError
-from swift_vlpack.data.feeds.packs import packed_samples
-from swift_vlpack.data.model import attention, padding
-from swift_vlpack.data.model.collate import Collator
-from swift_vlpack.data.model.row_effects import check_rope
-from swift_vlpack.data.model.row_loss import weigh_samples
-from swift_vlpack.data.proof.isolation import IsolationError
-from swift_vlpack.data.rows.contents import NO_LABEL
+from swift_vlpack.attention import attention
+from swift_vlpack.attention.sequence_effects import check_rope
+from swift_vlpack.errors import ConfigError
+from swift_vlpack.feed import sequence
+from swift_vlpack.feed.collate import Collator
+from swift_vlpack.feed.packs import packed_samples
+from swift_vlpack.feed.sequence_loss import weigh_samples
+from swift_vlpack.proof.isolation import IsolationError
+from swift_vlpack.rows.contents import NO_LABEL
+from tests.data_rows import text_row
 from tests.host.proof.subjects import template_subject
-from tests.rows import text_row
 
 QWEN = "qwen2_5_vl"
 MIXED = ("image", "text", "images", "video")
@@ -52,8 +53,8 @@ def test_padding_is_a_segment_of_its_own(training, encoded, family):
         assert of_axis[0, num_tokens:].tolist() == list(range(missing))
     for name in ("input_ids", "labels", "position_ids"):
         assert torch.equal(row[name][..., :num_tokens], bare[name]), "samples are where they were"
-    assert (row.record.num_padding, row.record.lengths_in_row[-1]) == (missing, missing)
-    assert (bare.record.num_padding, bare.record.lengths_in_row) == (0, bare.record.lengths)
+    assert (row.record.num_padding, row.record.lengths_in_sequence[-1]) == (missing, missing)
+    assert (bare.record.num_padding, bare.record.lengths_in_sequence) == (0, bare.record.lengths)
 
 
 def test_rows_of_a_family_without_own_positions_are_padded_too(training, encoded):
@@ -67,7 +68,7 @@ def test_rows_of_a_family_without_own_positions_are_padded_too(training, encoded
     empty = row_of(template, [], packing_pad_to="length")
     assert empty["input_ids"].shape == (1, 640)
     assert empty["labels"].unique().tolist() == [NO_LABEL]
-    assert empty.record.lengths_in_row == (640,)
+    assert empty.record.lengths_in_sequence == (640,)
     alone = row_of(template, [sample], packing_length=sample["length"] - 1, packing_pad_to="length")
     assert alone["input_ids"].shape[1] == 2 * (sample["length"] - 1), "longer than a pack: the next multiple"
 
@@ -83,8 +84,8 @@ def ran(subject, samples, multiple):
 )
 def test_loss_and_gradients_are_those_without_padding(training, encoded, family, kernel, monkeypatch):
     """PAD-2 ISO-3: within 1e-5, with linear attention too; and other padding moves no sample at all."""
-    from swift_vlpack.data.kernels.row_kernels import KERNELS
-    from swift_vlpack.data.model.linear_attention import restart_at_boundaries
+    from swift_vlpack.attention.kernels import KERNELS
+    from swift_vlpack.attention.linear_attention import restart_at_boundaries
 
     loaded = training(family)
     restart_at_boundaries(loaded.model)
@@ -96,8 +97,8 @@ def test_loss_and_gradients_are_those_without_padding(training, encoded, family,
     assert bare.gradient.keys() == padded.gradient.keys()
     for name, gradient in bare.gradient.items():
         assert torch.allclose(gradient, padded.gradient[name], rtol=1e-5, atol=1e-5 * float(gradient.abs().max())), name
-    right = padding.padding
-    monkeypatch.setattr(padding, "padding", lambda *of: {**right(*of), "input_ids": list(range(300, 300 + of[1]))})
+    right = sequence.padding
+    monkeypatch.setattr(sequence, "padding", lambda *of: {**right(*of), "input_ids": list(range(300, 300 + of[1]))})
     other_padding = ran(subject, samples, MULTIPLE)
     for one, other in zip(padded.logits, other_padding.logits, strict=True):
         assert torch.equal(one, other)
@@ -115,16 +116,16 @@ def packs(training):
 def test_proof_is_of_padded_rows(packs, monkeypatch):
     """PAD-3 ISO-5: it holds, and padding that is trained stops it."""
     loaded, made = packs
-    with attention.recorded_rows() as rows:
+    with attention.recorded_calls() as rows:
         assert prove(loaded.model, loaded.template, made).startswith("isolation verified: max difference 0.0")
     assert {row.ends[-1] for row in rows} == {640}
-    right = padding.padding
+    right = sequence.padding
 
     def trained(template, num_tokens):
         made = right(template, num_tokens)
         return {**made, "labels": [NO_LABEL] + [5] * (num_tokens - 1)}
 
-    monkeypatch.setattr(padding, "padding", trained)
+    monkeypatch.setattr(sequence, "padding", trained)
     with pytest.raises(IsolationError, match="gradient"):
         prove(loaded.model, loaded.template, made)
 

@@ -10,15 +10,15 @@ import transformers as T
 from peft import LoraConfig, get_peft_model
 from torch.nn.parallel import DistributedDataParallel
 
-from swift_vlpack.data.model.attention import NAME
-from swift_vlpack.data.proof import measure, reference
-from swift_vlpack.data.proof.changes import media_of, replaced, with_other_media
-from swift_vlpack.data.proof.isolation import IsolationError, finding_in, proved, with_twins
-from swift_vlpack.data.proof.measure import measured
-from swift_vlpack.data.proof.reference import configs_of, own_attention, repeatable_training
-from swift_vlpack.data.proof.subject import Subject, some_columns
-from swift_vlpack.data.proof.tolerance import FLOORS, Limits, Noise
-from tests.data.model.one_by_one import text
+from swift_vlpack.attention.attention import NAME
+from swift_vlpack.proof import measure, reference
+from swift_vlpack.proof.changes import media_of, replaced, with_other_media
+from swift_vlpack.proof.isolation import IsolationError, finding_in, proved, with_twins
+from swift_vlpack.proof.measure import measured
+from swift_vlpack.proof.proof_model import Subject, some_columns
+from swift_vlpack.proof.reference import configs_of, own_attention, repeatable_training
+from swift_vlpack.proof.tolerance import FLOORS, Limits, Noise
+from tests.attention.one_by_one import text
 from tests.host.proof import sabotage as s
 from tests.host.proof.subjects import TextRows, text_samples
 
@@ -309,7 +309,7 @@ def test_autocast_decides_the_precision():
 
 def test_wrapped_model_is_left_to_its_reducer(tmp_path):
     """ISO-11: DDP's bookkeeping sees nothing of the proof, and the next step is as without it."""
-    from swift_vlpack.data.model.prepare import unwrapped
+    from swift_vlpack.attention.prepare import unwrapped
 
     right, samples = s.llama(), text_samples(*LENGTHS)
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)

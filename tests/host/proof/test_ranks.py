@@ -10,15 +10,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from swift_vlpack.data.model.collate import layout
-from swift_vlpack.data.model.prepare import unwrapped
-from swift_vlpack.data.proof.isolation import proved
-from swift_vlpack.data.proof.subject import Subject
-from swift_vlpack.data.rows.samples import PackRecord, SampleId
-from swift_vlpack.data.trained.in_training import FirstRow, prove_in_training
-from swift_vlpack.data.trained.in_training import measured as measured_in_training
-from swift_vlpack.data.trained.passes import Passes
+from swift_vlpack.attention.prepare import unwrapped
+from swift_vlpack.feed.sequence import layout
 from swift_vlpack.host.ranks import results_of_all
+from swift_vlpack.proof.in_training import FirstRow, prove_in_training
+from swift_vlpack.proof.in_training import measured as measured_in_training
+from swift_vlpack.proof.isolation import proved
+from swift_vlpack.proof.passes import Passes
+from swift_vlpack.proof.proof_model import Subject
+from swift_vlpack.rows.samples import PackRecord, SampleId
 from tests.host.proof import sabotage as s
 from tests.host.proof.subjects import TextRows, text_samples
 

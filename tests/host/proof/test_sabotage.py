@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers as T
 
-from swift_vlpack.data.proof.isolation import IsolationError, proved
-from tests.data.model.one_by_one import text
+from swift_vlpack.proof.isolation import IsolationError, proved
+from tests.attention.one_by_one import text
 from tests.host.proof import sabotage as s
 from tests.host.proof.old_proof import cause_by_the_old_proof
 from tests.host.proof.subjects import text_samples, text_subject

@@ -7,15 +7,17 @@ import pytest
 from datasets import Dataset
 
 from swift_vlpack import PackingConfig
-from swift_vlpack.data.feeds.dataset import PackingDataset
-from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource, encode_row
-from swift_vlpack.data.rows.samples import SampleId
-from swift_vlpack.host.lengths.headers import pixel_free
-from swift_vlpack.host.lengths.length_pass import with_lengths
+from swift_vlpack.feed.dataset import PackingDataset
+from swift_vlpack.host.headers import pixel_free
+from swift_vlpack.rows.encoder import RowEncoder
+from swift_vlpack.rows.fusion import FusionCaptionDataset
+from swift_vlpack.rows.samples import SampleId
+from swift_vlpack.rows.source import RowSource
+from tests.data_rows import image_row, text_row
 from tests.families import FAMILIES, load_template
+from tests.host.lengths.support import with_lengths
 from tests.images import photo
 from tests.marks import quick_only
-from tests.rows import image_row, text_row
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")  # of ms-swift's InternVL
 SIZES = ((640, 480), (336, 336), (1500, 300))
@@ -55,7 +57,7 @@ def rows(tmp_path_factory):
 
 def sizes(template, rows):
     """Length, and what else there is, of every row."""
-    samples = [encode_row(template, row, SampleId("rows", n)) for n, row in enumerate(rows)]
+    samples = [RowEncoder(template).sample(row, SampleId("rows", n)) for n, row in enumerate(rows)]
     return [(sample["length"], sample["contents"]) for sample in samples]
 
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torchvision
 
-from swift_vlpack.core.account.reasons import REASONS
-from swift_vlpack.data.rows.faults import fault_of, is_lasting
-from swift_vlpack.data.rows.fusion import encode_row
-from swift_vlpack.data.rows.samples import SampleError, SampleId
+from swift_vlpack.reasons import REASONS
+from swift_vlpack.rows.encoder import RowEncoder
+from swift_vlpack.rows.faults import fault_of, is_lasting
+from swift_vlpack.rows.samples import SampleError, SampleId
+from tests.data_rows import image_row, text_row
 from tests.images import noise, photo
-from tests.rows import image_row, text_row
 
 FAMILY = "qwen2_5_vl"
 
@@ -99,7 +99,7 @@ def template(tiny):
 
 def failure(template, row):
     with pytest.raises(SampleError) as caught:
-        encode_row(template, row, SampleId("rows", 7))
+        RowEncoder(template).sample(row, SampleId("rows", 7))
     return caught.value
 
 
@@ -128,7 +128,7 @@ def no_reader(monkeypatch):
     if hasattr(torchvision.io, "read_video"):
         pytest.skip("torchvision reads videos here")
     monkeypatch.setattr(vision_process, "FORCE_QWENVL_VIDEO_READER", "torchvision")
-    monkeypatch.setattr("swift_vlpack.data.rows.faults.find_spec", lambda name: None)
+    monkeypatch.setattr("swift_vlpack.rows.faults.find_spec", lambda name: None)
     vision_process.get_video_reader_backend.cache_clear()
     yield
     vision_process.get_video_reader_backend.cache_clear()

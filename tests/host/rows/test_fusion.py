@@ -5,17 +5,20 @@ from collections import Counter
 import pytest
 import torch
 
-from swift_vlpack.core.config import PackingConfig
-from swift_vlpack.core.epoch.epoch_plan import plan_epoch
-from swift_vlpack.core.epoch.shares import Share
-from swift_vlpack.core.errors import ConfigError, DataError
-from swift_vlpack.data.feeds.planned import recipe_of
-from swift_vlpack.data.lengths.sizes import LengthIndex, RowSize, size_of
-from swift_vlpack.data.rows.fusion import FusionCaptionDataset, RowSource, encode_row
-from swift_vlpack.data.rows.samples import Address, SampleError, SampleId
-from swift_vlpack.data.rows.streams import StreamedRows
+from swift_vlpack.config import PackingConfig
+from swift_vlpack.errors import ConfigError, DataError
+from swift_vlpack.feed.planned import recipe_of
+from swift_vlpack.plan.epoch import plan_epoch
+from swift_vlpack.plan.shares import Share
+from swift_vlpack.rows.contents import size_of
+from swift_vlpack.rows.encoder import RowEncoder
+from swift_vlpack.rows.fusion import FusionCaptionDataset
+from swift_vlpack.rows.samples import Address, SampleError, SampleId
+from swift_vlpack.rows.sizes import LengthIndex, RowSize
+from swift_vlpack.rows.source import RowSource
+from swift_vlpack.rows.streams import StreamedRows
+from tests.data_rows import image_row, text_row
 from tests.images import photo
-from tests.rows import image_row, text_row
 
 FAMILY = "qwen2_5_vl"
 ADDED = {"contents", "source", "sample_id"}
@@ -51,7 +54,7 @@ def ids(dataset):
 def epoch_of(dataset):
     """The sizes of epoch 0 at the positions of its schedule."""
     config = PackingConfig(packing_length=10_000)
-    return plan_epoch(recipe_of(dataset, dataset.sources, config, seed=0, num_ranks=1), 0)
+    return plan_epoch(recipe_of(dataset, config, seed=0, num_ranks=1), 0)
 
 
 def rows_of(dataset, name):
@@ -130,14 +133,14 @@ def test_missing_file_has_its_own_reason_whatever_its_name(template, tmp_path):
     for number in range(4):
         row = image_row([str(tmp_path / f"{'m' * number}.jpg")])
         with pytest.raises(SampleError) as caught:
-            encode_row(template, row, SampleId("data", 0))
+            RowEncoder(template).sample(row, SampleId("data", 0))
         causes.add(type(caught.value.__cause__).__name__)
         assert caught.value.reason == "file_missing"
     assert causes == {"FileNotFoundError", "UnidentifiedImageError"}
     there = tmp_path / "there.jpg"
     there.write_text("no image")
     with pytest.raises(SampleError) as caught:
-        encode_row(template, image_row([str(there)]), SampleId("data", 0))
+        RowEncoder(template).sample(image_row([str(there)]), SampleId("data", 0))
     assert caught.value.reason == "image_unreadable"
 
 
@@ -158,7 +161,7 @@ def test_template_that_makes_several_samples_of_a_row_is_refused(template):
     splitting = copy.copy(template)
     splitting.max_length, splitting.truncation_strategy = 20, "split"
     with pytest.raises(ConfigError, match=r"captions:3.*truncation_strategy=split"):
-        encode_row(splitting, text_row(answer="word " * 60), SampleId("captions", 3))
+        RowEncoder(splitting).sample(text_row(answer="word " * 60), SampleId("captions", 3))
 
 
 def test_shares_of_an_epoch_are_disjoint_and_whole(template):

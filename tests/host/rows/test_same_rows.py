@@ -10,10 +10,10 @@ from swift.arguments.base_args.data_args import DataArguments
 from swift.dataset import DATASET_MAPPING, AutoPreprocessor, DatasetMeta, ResponsePreprocessor, register_dataset
 
 from swift_vlpack import PackingConfig
-from swift_vlpack.core.errors import DataError
-from swift_vlpack.host.rows.sources import load_sources, load_stream
+from swift_vlpack.errors import DataError
+from swift_vlpack.host.sources import load_sources, load_stream
+from tests.data_rows import text_row, write_jsonl
 from tests.marks import quick_only
-from tests.rows import text_row, write_jsonl
 
 NUM_ROWS = {"a": 20, "b": 7, "c": 13}
 UNUSABLE = {"a": (3, 11), "b": (), "c": (0,)}
@@ -268,7 +268,7 @@ def strict_about_columns(dataset, **kwargs):
 def test_source_that_cannot_name_its_rows_says_so(preprocess_func, registered, caplog, monkeypatch):
     """DATA-14: its rows are those of ms-swift, and nothing is called the number of a row in the file."""
     warnings = []
-    monkeypatch.setattr("swift_vlpack.host.rows.sources.logger.warning", warnings.append)
+    monkeypatch.setattr("swift_vlpack.host.sources.logger.warning", warnings.append)
     path = registered(preprocess_func)
     args = arguments(dataset=[path])
     [source], val_dataset = with_plugin(args)

@@ -4,12 +4,12 @@ from types import SimpleNamespace
 import pytest
 
 from swift_vlpack import PackingConfig
-from swift_vlpack.core.errors import ConfigError, DataError
-from swift_vlpack.data.rows.fusion import FusionCaptionDataset
-from swift_vlpack.data.rows.fusion_config import read_fusion_config, specs_of
+from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.host.messages import Refused
-from swift_vlpack.host.rows.sources import load_sources
-from tests.rows import text_row, write_jsonl
+from swift_vlpack.host.sources import load_sources
+from swift_vlpack.rows.fusion import FusionCaptionDataset
+from swift_vlpack.rows.fusion_config import read_fusion_config, specs_of
+from tests.data_rows import text_row, write_jsonl
 
 
 def load_args(dataset, **changes):

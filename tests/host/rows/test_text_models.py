@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.data_rows import text_row, write_jsonl
 from tests.host.runs import argv, epoch_report, packed_argv, train
-from tests.rows import text_row, write_jsonl
 from tests.tiny import build_tokenizer
 
 MODEL_TYPE, TEMPLATE = "qwen2", "qwen2_5"

@@ -12,7 +12,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from swift_vlpack.core.errors import ConfigError, DataError, SourceError, StateMismatch
+from swift_vlpack.errors import ConfigError, DataError, SourceError, StateMismatch
 from swift_vlpack.text import FixedBatches, TextStream, local_text
 from swift_vlpack.text.streams.sources import source_of
 from tests.text.vocabularies import BOS, EOS, PAD, corpus, text, words

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from swift_vlpack.core.errors import ConfigError, DataError, StateMismatch
-from swift_vlpack.data.model import attention
+from swift_vlpack.attention import attention
+from swift_vlpack.errors import ConfigError, DataError, StateMismatch
 from swift_vlpack.text import FixedBatches, TextStream, local_text, model_inputs, model_token_ids
 from tests.text.streams.test_fixed import SOURCES
 from tests.text.test_training import model_of, one_by_one

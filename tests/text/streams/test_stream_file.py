@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from swift_vlpack.core.errors import ConfigError, DataError
+from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.text import FixedBatches, TextStream, load_stream
 from swift_vlpack.text.streams import stream_file
 from tests.text.vocabularies import corpus, text, words

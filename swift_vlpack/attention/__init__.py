@@ -1,0 +1,1 @@
+"""Keep packed samples apart in attention."""

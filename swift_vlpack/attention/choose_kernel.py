@@ -1,0 +1,329 @@
+"""Choose the kernel for packed attention: the fastest that equals the reference on this device, or the requested one.
+
+Kernels are tried with the data type, heads and arguments of the model's own layers, on sequences of random numbers:
+a short one on which results and gradients must be right, and one like the run's own, which is timed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+
+from swift_vlpack.attention import attention
+from swift_vlpack.attention.kernels import KERNELS, CannotDo, Kernel, eager, segments
+from swift_vlpack.attention.masks import SequenceMask, resized
+from swift_vlpack.attention.packed_sequence import PackedSequence
+from swift_vlpack.errors import ConfigError
+from swift_vlpack.words import counted
+
+OfAll = Callable[[Callable[[], Any]], list[Any]]
+"""Runs a function on every rank and returns all results, in order of rank, on each of them."""
+AUTO, DEFAULT = "auto", "segments"
+GAIN = 0.95
+"""Another kernel must take less than this share of the time of `segments`; smaller gains are measurement noise."""
+LENGTHS = (37, 1, 64, 33, 40, 5, 64)
+"""Lengths of the samples on which a kernel must be right: equal, similar and different ones, and the shortest."""
+LONGEST_WINDOW = 16
+"""Longest window or chunk in that sequence: short enough that most of its samples are longer."""
+WORK = {"cpu": 1e9, "cuda": 2e12}
+"""Most multiplications in a sequence that is timed: about a tenth of a second. A longer sequence is scaled down."""
+SECONDS, MOST_RUNS = 0.1, 4
+"""A kernel is timed until one of both is reached; the first run only warms it up."""
+
+_EXACT = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The result of trying one kernel."""
+
+    seconds: float | None
+    """Time for forward and backward of all layers; None if the kernel must not be used."""
+    reason: str = ""
+
+
+def alone(work: Callable[[], Any]) -> list[Any]:
+    """Run a function in a run of one rank."""
+    return [work()]
+
+
+def choose(
+    model: torch.nn.Module,
+    forward: Callable[[], Any],
+    lengths: Sequence[int],
+    *,
+    wanted: str = AUTO,
+    results_of_all: OfAll = alone,
+    kernels: Mapping[str, Kernel] = KERNELS,
+) -> str:
+    """Choose a kernel, let the model use it, and return a line that says which one and why.
+
+    `forward` runs the model on any packed sequence, to record what its layers ask of attention. `lengths` are the
+    lengths of the samples in a typical sequence. `results_of_all` tries the kernels on every rank, and all ranks choose
+    the same one. Raises `ConfigError` if the wanted kernel cannot be used.
+    """
+    attention.use_kernel(model, segments)
+    if wanted == DEFAULT:
+        return "attention vlpack: segments, as asked for"
+    names = list(kernels) if wanted == AUTO else [DEFAULT, wanted]
+
+    def measure() -> dict[str, Trial]:
+        return _tried(layer_kinds(_calls(model, forward)), lengths, {name: kernels[name] for name in names})
+
+    found = _slowest(results_of_all(measure))
+    chosen = _quickest(found) if wanted == AUTO else wanted
+    if found[chosen].seconds is None:
+        raise ConfigError(f"packing_attention={chosen}: the kernel {found[chosen].reason}; set packing_attention=auto")
+    attention.use_kernel(model, kernels[chosen])
+    return _line(chosen, found, lengths, is_asked_for=wanted != AUTO)
+
+
+def _calls(model: torch.nn.Module, forward: Callable[[], Any]) -> list[PackedSequence]:
+    """Record the calls of attention in training mode, so that a kernel without support for its dropout is not used.
+
+    Raises `ConfigError` if no layer calls the attention with boundaries.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        calls = _recorded(forward)
+        # Set only attention to training mode: other modules would draw numbers, update statistics or checkpoint.
+        for module in {id(call.module): call.module for call in calls}.values():
+            module.training = True
+        with _own_numbers():
+            calls = _recorded(forward) or calls
+    finally:
+        for module, was_training in modes:
+            module.training = was_training
+    if not calls:
+        raise ConfigError("no layer of the model calls the attention vlpack with boundaries; train without packing")
+    return calls
+
+
+def _own_numbers() -> AbstractContextManager[None]:
+    """Fork the random generators, so that draws inside do not change the random numbers of training."""
+    return torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_available() else ())
+
+
+def _recorded(forward: Callable[[], Any]) -> list[PackedSequence]:
+    with torch.no_grad(), attention.recorded_calls() as calls:
+        forward()
+    return calls
+
+
+class _Wrong(Exception):
+    """A kernel gives another result than the reference."""
+
+
+def _tried(kinds: Sequence[LayerKind], lengths: Sequence[int], kernels: Mapping[str, Kernel]) -> dict[str, Trial]:
+    found: dict[str, Trial] = {}
+    of_segments: list[float | None] = []
+    for name, kernel in kernels.items():
+        if name == "flex" and found.get("varlen", Trial(None)).seconds is not None:
+            found[name] = Trial(None, "was not compiled, as varlen does it")  # compiling takes longest of all
+            continue
+        try:
+            reasons: list[str] = []
+            taken = [_seconds(kind, lengths, kernel, reasons) for kind in kinds]
+        except Exception as error:  # a kernel may raise anything on an untested device
+            why = str(error) if isinstance(error, _Wrong) else f"breaks with {type(error).__name__}: {error}"
+            found[name] = Trial(None, why.splitlines()[0])
+            continue
+        of_segments = of_segments or taken
+        does_nothing = all(of_layer is None for of_layer in taken)
+        found[name] = Trial(None, reasons[0]) if does_nothing else Trial(_total(kinds, taken, of_segments))
+    return found
+
+
+def _total(kinds: Sequence[LayerKind], taken: Sequence[float | None], of_segments: Sequence[float | None]) -> float:
+    """Add up the times of all layers; a layer that the kernel cannot do takes the time of `segments`."""
+    return sum(
+        kind.num_layers * ((theirs if own is None else own) or 0.0)
+        for kind, own, theirs in zip(kinds, taken, of_segments, strict=True)
+    )
+
+
+def _seconds(kind: LayerKind, lengths: Sequence[int], kernel: Kernel, reasons: list[str]) -> float | None:
+    """Return the time of one layer, once the kernel was found equal to the reference.
+
+    Returns None, and adds to `reasons`, if the kernel cannot do the layer. Raises `_Wrong` if its result differs.
+    """
+    sequence = kind.random(LENGTHS, LONGEST_WINDOW)
+    try:
+        made = results(sequence, kernel)
+    except CannotDo as reason:
+        reasons.append(str(reason))
+        return None
+    if kernel is not segments:
+        expected = results(sequence, reference)
+        gap, of_segments = (largest_gap(expected, one) for one in (made, results(sequence, segments)))
+        if not gap <= tolerance(sequence.query.dtype, of_segments):
+            raise _Wrong(f"differs from the reference by {gap:.1e} of the largest value (segments {of_segments:.1e})")
+    try:
+        with _own_numbers():
+            return fastest_run(kind.random(kind.affordable(lengths), max(lengths), with_dropout=True), kernel)
+    except CannotDo as reason:
+        reasons.append(str(reason))
+        return None
+
+
+def _slowest(of_ranks: Sequence[Mapping[str, Trial]]) -> dict[str, Trial]:
+    """Merge the trials of all ranks: take the slowest time; a kernel that fails on one rank is used on none."""
+    merged = {}
+    for name in of_ranks[0]:
+        of_kernel = [found[name] for found in of_ranks]
+        unfit = [trial for trial in of_kernel if trial.seconds is None]
+        merged[name] = unfit[0] if unfit else max(of_kernel, key=lambda trial: trial.seconds or 0.0)
+    return merged
+
+
+def _quickest(found: Mapping[str, Trial]) -> str:
+    usable = {name: trial.seconds for name, trial in found.items() if trial.seconds is not None}
+    best = min(usable, key=lambda name: usable[name], default=DEFAULT)
+    return best if best == DEFAULT or usable[best] < GAIN * usable.get(DEFAULT, float("inf")) else DEFAULT
+
+
+def _line(chosen: str, found: Mapping[str, Trial], lengths: Sequence[int], *, is_asked_for: bool) -> str:
+    def result(name: str) -> str:
+        trial = found[name]
+        return f"{name} {trial.reason}" if trial.seconds is None else f"{name} {1000 * trial.seconds:.1f} ms"
+
+    others = ", ".join(result(name) for name in found if name != chosen)
+    why = "as asked for" if is_asked_for else "the quickest that is equal to the reference"
+    sequence = f"{counted(len(lengths), 'sample')} of {sum(lengths)} tokens"
+    return f"attention vlpack: {result(chosen)}, {why} (all layers, forward and backward, {sequence}; {others})"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """Layers that call attention alike: one recorded call, and how many layers there are."""
+
+    call: PackedSequence
+    num_layers: int
+
+    def random(
+        self, lengths: Sequence[int], longest_window: int, seed: int = 0, *, with_dropout: bool = False
+    ) -> PackedSequence:
+        """Make the same call on random numbers, for samples of these lengths.
+
+        Dropout is off unless asked for, because with it two correct kernels give different results.
+        """
+        num_tokens = sum(lengths)
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*shape: int) -> torch.Tensor:
+            made = torch.randn(*shape, generator=generator).to(self.call.query.device, self.call.query.dtype)
+            return made.requires_grad_()
+
+        query, key, value = (
+            random(1, states.shape[1], num_tokens, states.shape[3])
+            for states in (self.call.query, self.call.key, self.call.value)
+        )
+        args = self.call.args
+        return replace(
+            self.call,
+            query=query,
+            key=key,
+            value=value,
+            mask=_mask_like(self.call.mask, num_tokens, longest_window),
+            window=None if self.call.window is None else min(self.call.window, longest_window),
+            args=replace(
+                args,
+                dropout=args.dropout if with_dropout else 0.0,
+                sinks=None if args.sinks is None else random(*args.sinks.shape),
+                position_bias=None,  # a matrix for the whole sequence, which no kernel but `segments` supports
+            ),
+            ends=(0, *accumulate(lengths)),
+        )
+
+    def affordable(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        """Scale the lengths down in proportion if the whole sequence would take too long."""
+        size = self.call.query.shape[1] * (self.call.query.shape[3] + self.call.value.shape[3])
+        work = 7 * size * sum(length * length for length in lengths)  # two products forward, five backward
+        most = WORK.get(self.call.query.device.type, WORK["cuda"])
+        share = min(1.0, (most / max(1, work)) ** 0.5)
+        return tuple(max(1, int(length * share)) for length in lengths)
+
+
+def layer_kinds(calls: Sequence[PackedSequence]) -> list[LayerKind]:
+    """Group the calls of a forward into kinds of layers."""
+    alike: dict[tuple[object, ...], list[PackedSequence]] = {}
+    for call in calls:
+        alike.setdefault(_signature(call), []).append(call)
+    return [LayerKind(same[0], len(same)) for same in alike.values()]
+
+
+def _signature(call: PackedSequence) -> tuple[object, ...]:
+    states = tuple((one.shape[1], one.shape[3]) for one in (call.query, call.key, call.value))
+    mask = call.mask.signature if isinstance(call.mask, SequenceMask) else call.mask is None
+    args = call.args
+    of_args = (args.scaling, args.dropout, args.softcap, args.sinks is None, args.position_bias is None, call.window)
+    return (states, call.query.dtype, call.query.device, mask, of_args)
+
+
+def _mask_like(mask: SequenceMask | torch.Tensor | None, num_tokens: int, longest_window: int) -> SequenceMask | None:
+    if not isinstance(mask, SequenceMask):
+        return None
+    return mask.like(resized(mask.function, num_tokens, longest_window), num_tokens)
+
+
+def reference(sequence: PackedSequence) -> torch.Tensor:
+    """Compute the formula sample by sample, in double precision where the device has it."""
+    precise = torch.float32 if sequence.query.device.type == "mps" else torch.float64
+    query, key, value = (states.to(precise) for states in (sequence.query, sequence.key, sequence.value))
+    outputs = []
+    for start, end in pairwise(sequence.ends):
+        states = query[:, :, start:end], key[:, :, start:end], value[:, :, start:end]
+        outputs.append(eager(states, sequence.mask_of(start, end), sequence.args, is_training=False))
+    return torch.cat(outputs, dim=1)
+
+
+def results(sequence: PackedSequence, kernel: Kernel, weight: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """Return the output of a kernel, and the gradients of query, key, value and sinks.
+
+    The gradients are of the sum of outputs times `weight`, which is random if not given.
+    """
+    sinks = [] if sequence.args.sinks is None else [sequence.args.sinks]
+    inputs = [sequence.query, sequence.key, sequence.value, *sinks]
+    with torch.enable_grad():
+        made = kernel(sequence)
+        if weight is None:
+            weight = torch.randn(made.shape, generator=torch.Generator().manual_seed(1)).to(made)
+        gradients = torch.autograd.grad(made, inputs, weight)
+    return [made.detach(), *gradients]
+
+
+def largest_gap(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> float:
+    """Return the largest difference of any result, as a share of the largest value of that result; NaN stays NaN."""
+    gaps = [
+        (one.double() - other.double()).abs().max() / one.double().abs().max().clamp_min(1e-30)
+        for one, other in zip(expected, found, strict=True)
+    ]
+    return float(torch.stack(gaps).max())
+
+
+def tolerance(dtype: torch.dtype, of_segments: float) -> float:
+    """Return the gap that rounding may cause: that of the data type, or twice the gap of `segments` on this device."""
+    return max(_EXACT.get(dtype, _EXACT[torch.float32]), 2 * of_segments)
+
+
+def fastest_run(sequence: PackedSequence, kernel: Kernel, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Time a few runs, forward and backward, and return the seconds of the fastest; the first run only warms up."""
+    fastest, spent, num_runs = float("inf"), 0.0, 0
+    heads, size = sequence.query.shape[1], sequence.value.shape[3]
+    weight = sequence.value.new_ones(1, sequence.ends[-1], heads, size)
+    while num_runs < 2 or (spent < SECONDS and num_runs < MOST_RUNS):
+        start = clock()
+        results(sequence, kernel, weight)
+        if sequence.query.is_cuda:
+            torch.cuda.synchronize(sequence.query.device)
+        taken = clock() - start
+        fastest = min(fastest, taken) if num_runs else fastest
+        spent, num_runs = spent + taken, num_runs + 1
+    return fastest

@@ -1,0 +1,226 @@
+"""Compute attention on a packed sequence: sample by sample (`segments`), or faster where a kernel supports the layer.
+
+Every kernel takes a `PackedSequence` and returns (1, num_tokens, num_heads, head_dim of values). It raises `CannotDo`
+for a layer that it does not support; `segments` supports all. `varlen` and `flex` need CUDA and are not tested on it,
+so `choose` compares them with the reference on the device of the run before it uses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, lru_cache
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from swift_vlpack.attention.masks import SampleMask
+from swift_vlpack.attention.packed_sequence import AttentionArgs, PackedSequence, States, groups_of
+
+Kernel = Callable[[PackedSequence], torch.Tensor]
+
+
+class CannotDo(Exception):
+    """A kernel does not support what a layer asks for; `segments` computes it instead. The message says why."""
+
+
+def segments(sequence: PackedSequence) -> torch.Tensor:
+    """Compute one sample after the other."""
+    outputs = []
+    for start, end in pairwise(sequence.ends):
+        states = sequence.query[:, :, start:end], sequence.key[:, :, start:end], sequence.value[:, :, start:end]
+        mask, args = sequence.mask_of(start, end), sequence.args.for_sample(start, end)
+        outputs.append(attend(sequence.module, states, mask, args))
+    return torch.cat(outputs, dim=1)
+
+
+def attend(
+    module: torch.nn.Module, states: States, mask: SampleMask, args: AttentionArgs
+) -> torch.Tensor:  # (batch, num_tokens, num_heads, head_dim of values)
+    """Compute attention without boundaries: by transformers' sdpa, or by `eager` if sdpa lacks what is asked for."""
+    if not args.is_plain:
+        return eager(states, mask, args, is_training=module.training)
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    matrix = None if mask.matrix is None else mask.matrix.to(states[0].device)
+    made: torch.Tensor = sdpa_attention_forward(
+        module,
+        *states,
+        matrix,
+        dropout=args.dropout,
+        scaling=args.scaling,
+        is_causal=mask.is_causal,
+    )[0]
+    return made
+
+
+def eager(
+    states: States, mask: SampleMask, args: AttentionArgs, *, is_training: bool
+) -> torch.Tensor:  # (batch, num_tokens, num_heads, head_dim of values)
+    """Compute the formula itself: scores, bias, soft cap, mask, sinks, softmax, dropout. Keeps all scores in memory."""
+    query, key, value = states
+    key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], dim=1) for one in (key, value))
+    scaling = query.shape[-1] ** -0.5 if args.scaling is None else args.scaling
+    scores = query @ key.transpose(2, 3) * scaling
+    if args.softcap is not None:
+        scores = torch.tanh(scores / args.softcap) * args.softcap
+    if args.position_bias is not None:
+        scores = scores + args.position_bias
+    scores = _masked(scores, mask)
+    if args.sinks is not None:
+        sinks = args.sinks.reshape(1, -1, 1, 1).expand(len(scores), -1, scores.shape[2], 1)
+        scores = torch.cat([scores, sinks.to(scores.dtype)], dim=-1)
+    # In half precision the softmax is computed in float32, as in transformers.
+    precise = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    weights = functional.softmax(scores, dim=-1, dtype=precise).to(query.dtype)[..., : key.shape[2]]
+    weights = functional.dropout(weights, p=args.dropout, training=is_training)
+    return (weights @ value).transpose(1, 2).contiguous()
+
+
+def _masked(scores: torch.Tensor, mask: SampleMask) -> torch.Tensor:
+    matrix = mask.matrix
+    if matrix is None:
+        if not mask.is_causal:
+            return scores
+        # With a cache there are fewer queries than keys; the queries are the last tokens.
+        matrix = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(scores.shape[-1] - scores.shape[-2])
+    matrix = matrix.to(scores.device)
+    if matrix.dtype == torch.bool:
+        return scores.masked_fill(~matrix, torch.finfo(scores.dtype).min)
+    return scores + matrix
+
+
+def grouped(sequence: PackedSequence) -> torch.Tensor:
+    """Compute samples of similar length as one batch.
+
+    The batch is padded on the right, so a causal mask hides the padding from every real token.
+    """
+    if sequence.args.position_bias is not None:
+        raise CannotDo("a bias belongs to the tokens of one sample")
+    if any(not sequence.mask_of(*sample).is_of_positions for sample in pairwise(sequence.ends)):
+        raise CannotDo("the mask is not causal, or depends on the tokens of a sample")
+    groups = groups_of(sequence.ends, sequence.query.device)
+    num_heads, outputs = sequence.query.shape[1], []
+    for group in groups.groups:
+        num_samples, longest = group.tokens.shape
+        query, key, value = (_batch(one, group.tokens) for one in (sequence.query, sequence.key, sequence.value))
+        mask = sequence.mask_of(*group.samples[0])
+        made = attend(sequence.module, (query, key, value), mask, sequence.args)
+        outputs.append(made.view(num_samples, longest, num_heads, -1))
+    return groups.in_sequence_order(outputs, dim=0)
+
+
+def _batch(states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:  # (num_samples, heads, longest, head_dim)
+    chosen = states[0].index_select(1, tokens.flatten())
+    return chosen.unflatten(1, tuple(tokens.shape)).transpose(0, 1)
+
+
+def varlen(sequence: PackedSequence) -> torch.Tensor:
+    """Compute the whole sequence in one call of PyTorch's variable-length flash attention."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    window = _common_window(sequence)
+    if not sequence.query.is_cuda:
+        raise CannotDo(f"needs CUDA, the sequence is on {sequence.query.device.type}")
+    if sequence.query.dtype not in (torch.float16, torch.bfloat16):
+        raise CannotDo("computes in 16 bits")
+    if not sequence.args.is_plain or sequence.args.position_bias is not None or sequence.args.dropout:
+        raise CannotDo("knows no sinks, soft cap, bias or dropout")
+    longest = max(end - start for start, end in pairwise(sequence.ends))
+    ends = _on_device(sequence.ends, sequence.query.device)
+    states = (sequence.query, sequence.key, sequence.value)
+    query, key, value = (one[0].transpose(0, 1).contiguous() for one in states)
+    made: Any = varlen_attn(
+        query,
+        key,
+        value,
+        ends,
+        ends,
+        longest,
+        longest,
+        scale=sequence.args.scaling,
+        window_size=(-1 if window is None else window - 1, 0),  # the window without the token itself
+        enable_gqa=sequence.query.shape[1] != sequence.key.shape[1],
+    )
+    attended: torch.Tensor = made.unsqueeze(0)
+    return attended
+
+
+def flex(sequence: PackedSequence) -> torch.Tensor:
+    """Compute the whole sequence by PyTorch's compiled flex attention with a block mask."""
+    if not sequence.query.is_cuda:
+        raise CannotDo(f"has no backward on {sequence.query.device.type}")
+    return by_flex(sequence, _compiled_flex())
+
+
+def by_flex(sequence: PackedSequence, flex_attention: Any) -> torch.Tensor:
+    """Compute `flex` with the given flex attention function, so that tests can run it without CUDA."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    args = sequence.args
+    if args.position_bias is not None or args.dropout:
+        raise CannotDo("is not given bias or dropout")
+    made, aux = flex_attention(
+        sequence.query,
+        sequence.key,
+        sequence.value,
+        score_mod=_capped(args.softcap),
+        block_mask=block_mask(sequence.ends, _common_window(sequence), sequence.query.device),
+        scale=args.scaling,
+        enable_gqa=sequence.query.shape[1] != sequence.key.shape[1],
+        return_aux=AuxRequest(lse=args.sinks is not None),
+    )
+    if args.sinks is not None:  # a sink is one more score in the sum of the softmax, without a value
+        share = torch.sigmoid(aux.lse - args.sinks[:, None].to(aux.lse.dtype))
+        made = made * share[..., None].to(made.dtype)
+    attended: torch.Tensor = made.transpose(1, 2).contiguous()
+    return attended
+
+
+@cache
+def _compiled_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True)
+
+
+@lru_cache(maxsize=8)  # a model has few kinds of layers, and each kind needs one
+def block_mask(ends: tuple[int, ...], window: int | None, device: torch.device) -> Any:
+    """Make flex attention's mask: the same sample, causal, within the window."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    lengths = torch.tensor([end - start for start, end in pairwise(ends)], device=device)
+    sample = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
+
+    def sees(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
+        is_seen = (sample[q_idx] == sample[kv_idx]) & (kv_idx <= q_idx)
+        return is_seen if window is None else is_seen & (q_idx - kv_idx < window)
+
+    return create_block_mask(sees, 1, None, ends[-1], ends[-1], device=device)
+
+
+@cache
+def _capped(softcap: float | None) -> Any:
+    if softcap is None:
+        return None
+    return lambda score, batch_idx, head_idx, q_idx, kv_idx: softcap * torch.tanh(score / softcap)
+
+
+@lru_cache(maxsize=8)
+def _on_device(ends: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(ends, dtype=torch.int32, device=device)
+
+
+def _common_window(sequence: PackedSequence) -> int | None:
+    """Return the window that all samples share. Raises `CannotDo` unless all masks are causal, with or without it."""
+    masks = [sequence.mask_of(*sample) for sample in pairwise(sequence.ends)]
+    windows = {mask.window for mask in masks if mask.window is not None}
+    if len(windows) > 1 or any(mask.window is None and not mask.is_causal for mask in masks):
+        raise CannotDo("knows causal masks, with and without a window")
+    return min(windows, default=None)
+
+
+KERNELS = MappingProxyType({"segments": segments, "grouped": grouped, "varlen": varlen, "flex": flex})
+"""Kernels by their names in `packing_attention`."""

@@ -1,0 +1,114 @@
+"""The `vlpack` command line: one command is one module, with one parser and one process.
+
+`vlpack verify --config train.yaml` imports `cli/verify.py` and no other command, parses its flags and calls its `run`:
+
+>>> main(["cache", "lst"])  # "vlpack cache: ...; did you mean list?" goes to stderr
+2
+>>> parse(["verify", "--config", "train.yaml", "--model", "m"]).flags  # flags of the training run pass through
+['--model', 'm']
+
+A command about a training run needs the environment of that run, so `in_run.py` starts the same command line again in
+it, in the same process: the second time `run` goes on. To add a command, write its module with a constant
+`NAME = Command(...)` (`command.py`) and list the module in `COMMANDS`. Commands import neither torch nor ms-swift at
+their top, because `vlpack --help` and every refusal of a typing mistake have to answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+
+from swift_vlpack import __version__
+from swift_vlpack.cli.command import Command, Parser
+from swift_vlpack.cli.in_run import is_in_run
+from swift_vlpack.errors import ConfigError, VLPackError
+from swift_vlpack.host.run_checks import OF_TRAINING
+from swift_vlpack.words import INSTALL, did_you_mean
+
+EXIT_USAGE = 2
+COMMANDS = {
+    "plan": "plan",
+    "inspect": "inspect_command",
+    "verify": "verify",
+    "sft": "train",
+    "pt": "train",
+    "report": "report",
+    "bench": "bench",
+    "doctor": "doctor",
+    "cache": "cache",
+    "configs": "configs",
+    "schema": "schema",
+    "completion": "completion",
+    "plugin-path": "plugin_path",
+}
+"""The module of each command, in the order of the help."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. A mistake of the user is one line on stderr and exit code 2; a bug keeps its traceback."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    name = argv[0] if argv else ""
+    if not is_in_run():  # where lines go through ms-swift's own logger
+        logging.basicConfig(format="[%(levelname)s:vlpack] %(message)s")
+    try:
+        args = parse(argv)
+        status: int = args.of_command.run(args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # of `vlpack plan ... | head`: Python's own flush at exit would find no reader either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except VLPackError as error:
+        print(f"vlpack {name}: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except ModuleNotFoundError as error:
+        # A training run may miss any module, which our install would not bring: there the traceback tells more.
+        if is_in_run() or (error.name or "").partition(".")[0] in ("", "swift_vlpack"):
+            raise
+        print(f"vlpack {name}: needs {error.name}, which is not installed; {INSTALL} brings it", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line. `of_command` is the command; `flags` are those of a training run, unparsed."""
+    name = argv[0] if argv else ""
+    if name not in COMMANDS and name and not name.startswith("-"):
+        meant = f"; did you mean vlpack sft {name}?" if name.endswith(OF_TRAINING) else did_you_mean(name, COMMANDS)
+        raise ConfigError(f"there is no such command{meant or ' (vlpack --help lists all)'}")
+    # The parsers of other commands would only cost their imports.
+    made = parser([name] if name in COMMANDS else COMMANDS)
+    args, flags = made.parse_known_args(argv)
+    if flags and not args.of_command.takes_run_flags:
+        args.parser.error(f"unrecognized arguments: {' '.join(flags)}")
+    args.flags = [*flags, *args.passed]
+    args.argv = list(argv)
+    return args
+
+
+def parser(names: Iterable[str] = COMMANDS) -> Parser:
+    """Make the parser of `vlpack` with these commands."""
+    made = Parser(prog="vlpack", description="Vision-language packing for ms-swift.")
+    made.add_argument("--version", action="version", version=f"vlpack {__version__}")
+    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name in names:
+        command_of(name).add_to(commands)
+    return made
+
+
+def all_commands() -> list[Command]:
+    """Import every command, in the order of the help."""
+    return [command_of(name) for name in COMMANDS]
+
+
+def command_of(name: str) -> Command:
+    """Import a command: the constant of its module that is named after it."""
+    module = import_module(f"swift_vlpack.cli.{COMMANDS[name]}")
+    command: Command = getattr(module, name.replace("-", "_").upper())
+    return command

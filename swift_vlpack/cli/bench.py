@@ -1,0 +1,135 @@
+"""`vlpack bench`: measure how fast a run would be on this machine, packed and padded.
+
+Each of the two is measured by a process of its own, with its own memory: this command line again, with `--phase`, whose
+report is what `bench_run` measured, as JSON. This module starts both, puts them together and advises.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from swift_vlpack.cli.bench_report import advice_on, bench_text, speed_of
+from swift_vlpack.cli.command import Command, add_packing_flags, add_run_flags
+from swift_vlpack.cli.environment import num_cores
+from swift_vlpack.cli.in_run import end_by_signal, in_run, run_named
+from swift_vlpack.errors import ConfigError, VLPackError
+from swift_vlpack.host.launch import check_launch
+
+
+class PhaseFailed(VLPackError):
+    """A process that measures ended without a result; what it said is on stderr."""
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    add_run_flags(parser, num_ranks=False)
+    for name, default, text in (
+        ("steps", 10, "rows that are measured, packed and padded"),
+        ("seconds", 60, "that measuring rows may take at most, packed and padded each"),
+        ("rows", 1000, "rows of each source that are looked at, from all over it"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=int, default=default, metavar="INT", help=f"{text} (default: %(default)s)"
+        )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the report")
+    parser.add_argument("--phase", choices=("packed", "padded"), help=argparse.SUPPRESS)
+    parser.add_argument("--tokens_of_pack", type=int, default=0, help=argparse.SUPPRESS)
+    add_packing_flags(parser, packing_length="the run's --max_length")
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.phase is not None:
+        with in_run(args, needs_gpu=True) as (run, out):
+            from swift_vlpack.cli.bench_run import measured
+
+            print(json.dumps(measured(args, run)), file=out)
+        return 0
+    for name in ("steps", "seconds", "rows"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    check_launch(run_named(args, needs_gpu=True))
+    signal.signal(signal.SIGTERM, end_by_signal)  # not at once: the process that measures has to end, too
+    start = time.perf_counter()
+    packed = measured_apart(args.argv, "packed")
+    try:
+        padded = measured_apart(args.argv, "padded", tokens_of_pack=packed["plan"]["packing_length"])
+    except PhaseFailed as error:  # what is packed is known, and padded may be what does not fit
+        padded = {"problem": str(error), "rows": [], "memory": None, "seconds": 0.0}
+    report = bench_report(packed, padded, seconds=time.perf_counter() - start)
+    print(json.dumps(report) if args.json else bench_text(report))
+    return 0
+
+
+def measured_apart(argv: Sequence[str], phase: str, *, tokens_of_pack: int = 0) -> dict[str, Any]:
+    """Measure a phase in a process of its own, which ends when this one does."""
+    of_phase = ["--phase", phase, "--tokens_of_pack", str(tokens_of_pack)]
+    command = [sys.executable, "-m", "swift_vlpack", *argv, *of_phase]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+        try:
+            report, _ = running.communicate()
+        finally:
+            if running.poll() is None:
+                running.terminate()
+    if running.returncode or not report:
+        raise PhaseFailed(f"the {phase} run ended with code {running.returncode}; what it said is above")
+    found: dict[str, Any] = json.loads(report)
+    return found
+
+
+def bench_report(packed: Mapping[str, Any], padded: Mapping[str, Any], *, seconds: float) -> dict[str, Any]:
+    """Both together, the ratio, and what follows."""
+    of_packed, of_padded = _training(packed), _training(padded)
+    speeds = [one["speed"] for one in (of_packed, of_padded)]
+    known = all(speeds)
+    report = {
+        **{name: packed[name] for name in ("model", "device", "attention", "length_pass", "plan", "loader")},
+        "workers_of_run": packed["workers_of_run"],
+        "cores": num_cores(),
+        "packed": of_packed,
+        "padded": of_padded,
+        "ratio": round(speeds[0]["tokens_per_second"] / speeds[1]["tokens_per_second"], 3) if known else None,
+        "seconds": round(seconds, 1),
+        "seconds_measured": round(packed["seconds"] + padded["seconds"], 1),
+    }
+    return {**report, "advice": advice_on(report)}
+
+
+def _training(found: Mapping[str, Any]) -> dict[str, Any]:
+    rows = found["rows"]
+    speed = speed_of(rows)
+    return {
+        "speed": None if speed is None else speed._asdict(),
+        "between": round(float(np.median([row["between"] / row["batches"] for row in rows])), 4) if rows else None,
+        "memory": found["memory"],
+        "measurements": rows,
+        "problem": found.get("problem"),
+    }
+
+
+BENCH = Command(
+    name="bench",
+    text="measure the length pass, the loader and training, packed and padded, on this machine",
+    usage=(
+        "vlpack bench [sft|pt] [--config CONFIG.yaml] [packing options] [any option of swift sft]\n"
+        "                    [--steps N] [--seconds N] [--rows N] [--json]"
+    ),
+    description=(
+        "Measure a run on this machine and its own data: rows a second of the length pass, samples a second of the "
+        "loader by workers, tokens a second of forward and backward on the real model, packed and as ms-swift trains "
+        "them un-packed, and memory; with advice, each with the measurement it comes from. Looks at --rows rows of "
+        "each source. Takes two starts of ms-swift with the model, 5 s for each number of workers, and at most "
+        "--seconds for each of packed and padded (two rows to warm up and at least one are always trained). Nothing "
+        "is saved."
+    ),
+    add_flags=_add_flags,
+    run=_run,
+    takes_run_flags=True,
+)

@@ -1,0 +1,177 @@
+"""Read the measurements of `vlpack bench`: speeds, advice that names the measurement it comes from, and a text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from swift_vlpack.cli.lines import labelled, listed, size
+from swift_vlpack.words import counted
+
+ENOUGH = 1.2
+"""Samples that a loader should give for each one trained: with fewer, training waits now and then."""
+NOISY = 0.3
+"""Largest distance of the quartiles, as a share of the median, at which two medians can be compared."""
+FULL, EMPTY = 0.9, 0.5
+"""Shares of a device's memory."""
+
+
+class Speed(NamedTuple):
+    """Medians of measurements, because a rare pause should count for little."""
+
+    tokens_per_second: float
+    samples_per_second: float
+    seconds: float
+    """Forward and backward of one measurement."""
+    spread: float
+    """Distance of the quartiles of the tokens a second, as a share of the median."""
+    num_measured: int
+
+
+def speed_of(rows: Sequence[Mapping[str, float]]) -> Speed | None:
+    """Summarize measurements; None if there are none.
+
+    >>> speed_of([{"tokens": 800, "samples": 4, "seconds": seconds} for seconds in (1.0, 2.0, 2.0)])
+    Speed(tokens_per_second=400.0, samples_per_second=2.0, seconds=2.0, spread=0.5, num_measured=3)
+    """
+    if not rows:
+        return None
+    tokens = [row["tokens"] / row["seconds"] for row in rows]
+    low, middle, high = np.percentile(tokens, (25, 50, 75)).tolist()
+    samples = float(np.median([row["samples"] / row["seconds"] for row in rows]))
+    seconds = float(np.median([row["seconds"] for row in rows]))
+    return Speed(round(middle, 1), round(samples, 2), round(seconds, 4), round((high - low) / middle, 3), len(rows))
+
+
+def advice_on(report: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return what to do, and the measurement that says so."""
+    found = (*_on_noise(report), *_on_workers(report), *_on_length(report), *_on_caps(report), *_on_memory(report))
+    return [{"advice": advice, "because": because} for advice, because in found]
+
+
+def _on_noise(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for name in ("packed", "padded"):
+        speed = report[name]["speed"]
+        if speed is not None and (speed["spread"] > NOISY or speed["num_measured"] < 3):
+            yield (
+                f"take the {name} speed as a rough one: measure again on a quiet machine, with more --steps",
+                f"half of its {speed['num_measured']} measurements lie {100 * speed['spread']:.0f}% apart",
+            )
+
+
+def _on_workers(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    speed, loaders = report["packed"]["speed"], report["loader"]
+    measured = {one["workers"]: one["samples_per_second"] for one in loaders if one["samples_per_second"]}
+    if speed is None or not measured:
+        return
+    trained, of_run = speed["samples_per_second"], report["workers_of_run"]
+    quick = [workers for workers, samples in measured.items() if samples >= ENOUGH * trained]
+    needed = f"training takes {trained:.1f} samples a second"
+    if not quick:
+        best = max(measured, key=measured.__getitem__)
+        yield (
+            f"set dataloader_num_workers to {best}, and expect to wait for data: more cores, smaller images "
+            "(MAX_PIXELS) or a quicker disk",
+            f"{needed}, and the loader gives {measured[best]:.1f} at most, with {best} workers",
+        )
+    elif of_run != (least := min(quick)) and measured.get(of_run, 0.0) < ENOUGH * trained:
+        yield (
+            f"set dataloader_num_workers to {least} (it is {of_run})",
+            f"{needed}; with {least} workers the loader gives {measured[least]:.1f}"
+            + (f", with {of_run} only {measured[of_run]:.1f}" if of_run in measured else ""),
+        )
+    else:
+        yield (
+            f"leave dataloader_num_workers at {of_run}",
+            f"{needed}, and the loader gives {max(measured.get(of_run, 0.0), measured[least]):.1f}",
+        )
+
+
+def _on_length(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    plan = report["plan"]
+    if plan["packing_length"] > (suggested := plan["suggested_length"]):
+        yield (
+            f"packing_length {suggested} is enough (it is {plan['packing_length']}): shorter rows, less memory",
+            f"the longest of the rows has {plan['longest']} tokens, the mean {plan['mean_length']:.0f}",
+        )
+    elif plan["mean_fill"] < 0.9:
+        yield (
+            "a longer packing_length, or packing_strategy exact, would leave less of a row empty",
+            f"packs are {100 * plan['mean_fill']:.1f}% full at packing_length {plan['packing_length']}",
+        )
+
+
+def _on_caps(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    patches = report["plan"]["patches_per_pack"]
+    if not report["plan"]["has_caps"] and patches["max"] > 2 * max(1, patches["median"]) > 2:
+        yield (
+            f"packing_max_patches {patches['p95']} would keep the heaviest rows out (with packing_strategy exact, "
+            "first_fit or best_fit)",
+            f"a pack has {patches['median']} vision patches in the median and {patches['max']} at most",
+        )
+
+
+def _on_memory(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    peak, total = (report["packed"]["memory"][name] for name in ("peak", "total"))
+    if total is None:
+        return
+    taken = f"training took {size(peak)} of {size(total)}"
+    if peak > FULL * total:
+        yield "lower packing_length, or turn gradient checkpointing on: a longer row may not fit", taken
+    elif peak < EMPTY * total and report["plan"]["packing_length"] <= report["plan"]["suggested_length"]:
+        yield f"a packing_length of {2 * report['plan']['packing_length']} may fit, and be quicker", taken
+
+
+def bench_text(report: Mapping[str, Any]) -> str:
+    """Write the report for a reader."""
+    lines = [
+        ("model", f"{report['model']} on {report['device']}, {counted(report['cores'], 'core')}"),
+        *_about_data(report),
+        *_about_training(report),
+        *listed("advice", [f"{one['advice']}: {one['because']}" for one in report["advice"]] or ["none"]),
+        ("time", f"{report['seconds']:.0f} s in all, of which {report['seconds_measured']:.0f} s were measured"),
+    ]
+    return labelled(lines)
+
+
+def _about_data(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    lengths, plan = report["length_pass"], report["plan"]
+    rows = counted(lengths["rows"], "row")
+    processes = counted(lengths["processes"], "process", "processes")
+    lines = [
+        ("length pass", f"{lengths['rows_per_second']:.0f} rows a second in {processes} ({rows}, as at a first start)"),
+        ("packs", f"{plan['packs']} of {plan['packing_length']} tokens, {100 * plan['mean_fill']:.1f}% full"),
+        ("loader", f"{'workers':>7}  {'samples/s':>9}  {'tokens/s':>9}  {'first batch':>11}"),
+    ]
+    for one in report["loader"]:
+        numbers = [one["samples_per_second"], one["tokens_per_second"]]
+        samples, tokens = ("-" if number is None else f"{number:.1f}" for number in numbers)
+        first = "-" if one["first_batch_seconds"] is None else f"{one['first_batch_seconds']:.2f} s"
+        mark = "  <- the run's" if one["workers"] == report["workers_of_run"] else ""
+        lines.append(("", f"{one['workers']:>7}  {samples:>9}  {tokens:>9}  {first:>11}{mark}"))
+    if any(one["samples_per_second"] is None for one in report["loader"]):
+        lines.append(("", "-: too few packs to say; give more rows with --rows"))
+    return lines
+
+
+def _about_training(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    lines = [(name, _speed(report[name])) for name in ("packed", "padded")]
+    if (ratio := report["ratio"]) is not None:
+        lines.append(("ratio", f"{ratio:.2f} times the tokens a second, packed to padded (of medians)"))
+    return lines
+
+
+def _speed(measured: Mapping[str, Any]) -> str:
+    if measured.get("problem"):
+        return f"could not be measured: {measured['problem']}"
+    speed = measured["speed"]
+    if speed is None:
+        return "nothing was measured in this time; give more --seconds"
+    between = f"; {measured['between']:.2f} s between two (data, optimizer)"
+    return (
+        f"{speed['tokens_per_second']:.0f} tokens a second, {speed['samples_per_second']:.1f} samples (forward and "
+        f"backward, median of {speed['num_measured']}, quartiles {100 * speed['spread']:.0f}% apart{between}), "
+        f"{size(measured['memory']['peak'])} at most"
+    )

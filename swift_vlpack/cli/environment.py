@@ -1,0 +1,217 @@
+"""Look at what training would find here: installed packages, the machine, and torch and ms-swift themselves.
+
+The last two have to be imported, which takes seconds and can end the process, so `imported` starts another one for it:
+`python -m swift_vlpack.cli.environment` prints one JSON object. The rest needs nothing but Python.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from swift_vlpack.errors import VLPackError
+
+OURS = "swift-vlpack"
+OPTIONAL = {
+    "flash-attn": "--attn_impl flash_attn; packing needs it for nothing else",
+    "liger-kernel": "--use_liger_kernel true",
+    "decord": "reading videos",
+    "torchcodec": "reading videos",
+    "deepspeed": "--deepspeed",
+    "bitsandbytes": "--quant_method bnb",
+    "flash-linear-attention": "quick linear attention, as of Qwen3.5 and Qwen3-Next",
+    "causal-conv1d": "quick linear attention, as of Qwen3.5 and Qwen3-Next",
+    "tensorboard": "--report_to tensorboard",
+    "wandb": "--report_to wandb",
+}
+"""Packages that training can do without, and what asks for them."""
+SHARED_MEMORY = Path("/dev/shm")
+IMPORTER = "swift_vlpack.cli.environment"
+_NAME = re.compile(r"[\w.-]+")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def packages() -> dict[str, Any]:
+    """Return every required package with its version, range and whether it fits, and every optional one."""
+    required = {
+        name: {"version": (version := version_of(name)), "wanted": wanted, "fits": fits(version, wanted)}
+        for name, wanted in requirements().items()
+    }
+    optional = {name: {"version": version_of(name), "use": use} for name, use in OPTIONAL.items()}
+    return {"required": required, "optional": optional}
+
+
+def version_of(package: str) -> str | None:
+    """Return the installed version of a package; None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def requirements() -> dict[str, str]:
+    """Return the range of versions of every package that an install brings; empty if this copy was not installed."""
+    try:
+        return ranges(metadata.requires(OURS) or [])
+    except metadata.PackageNotFoundError:
+        return {}
+
+
+def ranges(lines: Iterable[str]) -> dict[str, str]:
+    """Split requirements as metadata writes them into name and range; leave out what an extra adds.
+
+    >>> ranges(["ms-swift<4.7,>=4.5.3", "torchvision", "pytest>=8; extra == 'test'"])
+    {'ms-swift': '<4.7,>=4.5.3', 'torchvision': ''}
+    """
+    found = {}
+    for line in lines:
+        requirement, _, marker = line.partition(";")
+        if "extra ==" not in marker and (name := _NAME.match(requirement)):
+            found[name[0]] = requirement[name.end() :].strip()
+    return found
+
+
+def fits(version: str | None, wanted: str) -> bool | None:
+    """Tell whether a version is in a range; None if `packaging`, which knows the rules, is not installed.
+
+    >>> fits("4.6.0", ">=4.5.3,<4.7"), fits("4.7.0", ">=4.5.3,<4.7"), fits(None, ""), fits("2.15.0+cpu", ">=2.4")
+    (True, False, False, True)
+    >>> fits("1.30", "~=1.26"), fits("2.0", "~=1.26")
+    (True, False)
+    """
+    if version is None:
+        return False
+    try:
+        # Not at the top: `vlpack doctor` has to answer where nothing but numpy is installed.
+        from packaging.specifiers import SpecifierSet
+    except ModuleNotFoundError:
+        return None
+    # A nightly build of a later version is in the range: its user knows that it is one.
+    return SpecifierSet(wanted).contains(version, prereleases=True)
+
+
+def machine(cache: Path) -> dict[str, Any]:
+    """Return what the system gives a process, sizes in bytes; null where the system does not say."""
+    return {
+        "cores": num_cores(),
+        "memory": memory(),
+        "shared_memory": _room(SHARED_MEMORY),
+        "open_files": _limit(resource.RLIMIT_NOFILE),
+        "cache": {"folder": str(cache), **_size_of_folder(cache), "disk": _room(_existing(cache))},
+        "is_cache_writable": os.access(_existing(cache), os.W_OK),
+    }
+
+
+def num_cores() -> int:
+    """Count the cores that this process may use: in a container they can be fewer than the machine has."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = _text(_CGROUP / "cpu.max").partition(" ")
+    if quota.isdecimal() and period.isdecimal():
+        usable = min(usable, max(1, round(int(quota) / int(period))))
+    return usable
+
+
+def memory() -> int | None:
+    """Return the bytes that a process can have: of the machine, or of its container where that is less."""
+    sizes = [int(limit) for limit in [_text(_CGROUP / "memory.max")] if limit.isdecimal()]
+    with suppress(ValueError, OSError):
+        sizes.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return min(sizes, default=None)
+
+
+def _size_of_folder(folder: Path) -> dict[str, int]:
+    """Count files and bytes in a folder, not in those below it."""
+    sizes = []
+    with suppress(OSError):
+        for entry in os.scandir(folder):
+            with suppress(OSError):
+                sizes += [entry.stat(follow_symlinks=False).st_size] if entry.is_file(follow_symlinks=False) else []
+    return {"num_files": len(sizes), "bytes": sum(sizes)}
+
+
+def _existing(path: Path) -> Path:
+    """Return the path, or the nearest folder above it that is there."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+
+
+def _room(path: Path) -> dict[str, int] | None:
+    try:
+        usage = shutil.disk_usage(path)
+    except OSError:
+        return None
+    return {"total": usage.total, "free": usage.free}
+
+
+def _limit(kind: int) -> dict[str, int | None]:
+    soft, hard = resource.getrlimit(kind)
+    return {name: None if n == resource.RLIM_INFINITY else n for name, n in (("soft", soft), ("hard", hard))}
+
+
+def _text(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_text().strip()
+    return ""
+
+
+def imported() -> dict[str, Any]:
+    """Import torch and ms-swift in another process. Returns devices, and whether what packing relies on is there."""
+    if find_spec("torch") is None:
+        return {}
+    print("importing torch and ms-swift, which takes a while ...", file=sys.stderr)
+    done = subprocess.run([sys.executable, "-m", IMPORTER], capture_output=True, text=True, check=False)
+    try:
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        return {"torch_problem": f"the process that imported it ended with code {done.returncode}: {last}"}
+    return found
+
+
+def import_here() -> dict[str, Any]:
+    """Import torch and ms-swift in this process; what cannot be imported is described."""
+    try:
+        found = _torch()
+    except Exception as error:  # whatever a broken installation raises
+        return {"torch_problem": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+    return {**found, **_seam()}
+
+
+def _torch() -> dict[str, Any]:
+    import torch
+
+    cuda = torch.cuda
+    devices = [cuda.get_device_properties(at) for at in range(cuda.device_count() if cuda.is_available() else 0)]
+    return {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "devices": [{"name": device.name, "memory": device.total_memory} for device in devices],
+    }
+
+
+def _seam() -> dict[str, Any]:
+    try:
+        from swift_vlpack.host.seam import SEAM, check_seam
+
+        check_seam()
+    except ModuleNotFoundError as error:
+        return {} if error.name == "swift" else {"swift_problem": str(error)}
+    except VLPackError as error:
+        return {"swift_problem": str(error)}
+    except Exception as error:  # of an import of ms-swift
+        return {"swift_problem": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+    return {"seam": len(SEAM), "swift_problem": None}
+
+
+if __name__ == "__main__":
+    print(json.dumps(import_here()))

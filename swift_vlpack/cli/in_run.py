@@ -1,0 +1,132 @@
+"""Run a command in the environment of the training run that it is about.
+
+A run's environment is more than what a process can set for itself: PYTHONPATH, OMP_NUM_THREADS and CUDA_VISIBLE_DEVICES
+are read when Python or a library starts. So a command about a run is executed twice, in one process with one number:
+
+1. `vlpack plan --config train.yaml` checks what can be checked without a heavy import, then replaces itself (`execve`)
+   by `python -m swift_vlpack plan --config train.yaml` with the environment of the run;
+2. there `in_run` finds its mark in the environment, and the command goes on.
+
+From then on stdout has the report alone: what libraries print, also from C, goes to stderr. As the process is still the
+one that the user started, signals, terminal and exit code are its own, and nobody is left to wait for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn, TextIO
+
+from swift_vlpack.errors import ConfigError
+from swift_vlpack.host.launch import COMMANDS, RunLaunch, check_launch, run_launch
+from swift_vlpack.words import INSTALL
+
+PACKAGE = Path(__file__).parents[1]
+STDOUT, STDERR = 1, 2
+"""File numbers."""
+MARK = "_VLPACK_IN_RUN"
+"""Set to the process number for the second execution: it does not count for processes that inherit the variable."""
+QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+
+
+@contextmanager
+def in_run(args: argparse.Namespace, *, needs_gpu: bool = False) -> Iterator[tuple[RunLaunch, TextIO]]:
+    """Enter the environment of the run that the flags name; yields the run and the file for the report.
+
+    The first execution does not return from here. With `needs_gpu` the process sees the GPUs of one rank.
+    """
+    if is_in_run():
+        logging.disable(logging.WARNING)  # because the first execution has said what there is to warn of
+    run = run_named(args, needs_gpu=needs_gpu)
+    logging.disable(logging.NOTSET)
+    if not is_in_run():
+        check_launch(run)
+        command = [sys.executable, "-m", "swift_vlpack", *args.argv]
+        replace_process(command, {**run.environ, MARK: str(os.getpid())})
+    signal.signal(signal.SIGTERM, end_by_signal)
+    if not args.verbose and "LOG_LEVEL" not in os.environ:
+        _quiet_libraries()
+    os.environ.setdefault("LOG_LEVEL", "WARNING")  # ms-swift prints pages otherwise; LOG_LEVEL=INFO shows them
+    with _report_on_stdout() as report:
+        yield run, report
+
+
+def is_in_run() -> bool:
+    """Tell whether this process was executed again in the environment of a run."""
+    return os.environ.get(MARK) == str(os.getpid())
+
+
+def run_named(args: argparse.Namespace, *, needs_gpu: bool = False) -> RunLaunch:
+    """Work out which run the flags name, with its environment."""
+    need_ms_swift()
+    command, flags = command_and_flags(args)
+    num_ranks = getattr(args, "num_ranks", None)
+    return run_launch(flags, os.environ, command=command, num_ranks=num_ranks, needs_gpu=needs_gpu)
+
+
+def command_and_flags(args: argparse.Namespace) -> tuple[str, list[str]]:
+    """Split `[sft|pt] [flags of the run]`. Raises `ConfigError` if they name no run."""
+    command, flags = "sft", args.flags
+    if flags and flags[0] in COMMANDS:
+        command, *flags = flags
+    if args.config is None and not flags:
+        otherwise = "--lengths FILE, " if args.command == "plan" else ""
+        raise ConfigError(
+            f"nothing to {args.command}: give {otherwise}--config CONFIG.yaml, "
+            f"or the options of swift {command} (--model, --dataset)"
+        )
+    return command, [*([args.config] if args.config else []), *flags]
+
+
+def need_ms_swift() -> None:
+    """Raise `ConfigError` if ms-swift is not installed."""
+    if find_spec("swift") is None:
+        raise ConfigError(
+            f"ms-swift is not installed; {INSTALL} brings it. Numpy alone is enough for `vlpack plan --lengths`"
+        )
+
+
+def replace_process(command: list[str], environ: Mapping[str, str]) -> NoReturn:
+    """Go on as another program in this very process."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(command[0], command, environ)
+
+
+def end_by_signal(number: int, frame: FrameType | None) -> NoReturn:
+    """Exit with the code by which a shell names a signal; not at once, so that temporary folders are removed."""
+    sys.exit(128 + number)
+
+
+@contextmanager
+def _report_on_stdout() -> Iterator[TextIO]:
+    """Yield a file that is this process's stdout; everything else that is printed goes to stderr from now on."""
+    sys.stdout.flush()
+    # The copy is closed in the programs that this process starts, so that a reader of stdout does not wait for them.
+    with os.fdopen(os.dup(STDOUT), "w", encoding="utf-8", errors="backslashreplace") as report:
+        os.dup2(STDERR, STDOUT)
+        yield report
+
+
+def _quiet_libraries() -> None:
+    """Hide warnings of ms-swift and its libraries, so that the report stands out; errors and our own lines stay.
+
+    Has to come before any of them is imported.
+    """
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    warnings.simplefilter("ignore")
+    logging.getLogger("swift").addFilter(_is_ours_or_grave)
+
+
+def _is_ours_or_grave(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR or Path(record.pathname).is_relative_to(PACKAGE)

@@ -1,0 +1,203 @@
+"""`vlpack inspect`: look at packs, steps and rows, of a run to be started or of one that was trained."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from swift_vlpack.cli.command import Command, PassThrough, add_packing_flags, add_run_flags
+from swift_vlpack.cli.in_run import in_run
+from swift_vlpack.cli.run_folder import run_found, run_meant
+from swift_vlpack.errors import ConfigError
+from swift_vlpack.host.run_checks import check_file
+
+_WIDTH_OF_FILES = 120
+_NUM_SPIKES = 5
+_NUM_EXAMPLES = 5
+_OF_PACKS = ("pack", "step", "sample", "longest", "emptiest", "random", "examples", "loss_spikes")
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    blocks = parser.add_argument_group("a saved data set of blocks, without a model")
+    blocks.add_argument(
+        "--dataset",
+        action=PassThrough,  # the data sets of a run, unless there is no run
+        nargs="*",
+        metavar="DIR",
+        help="folder of `save_to_disk` with blocks of documents",
+    )
+    blocks.add_argument(
+        "--tokenizer", metavar="NAME", help="name or folder of a tokenizer, or `byte`, to see their text"
+    )
+    _add_own_flags(parser)
+    add_packing_flags(parser, packing_length="the run's --max_length")
+
+
+def _add_own_flags(parser: argparse.ArgumentParser) -> None:
+    add_run_flags(parser)
+    parser.add_argument("--run", type=Path, metavar="DIR", help="output_dir of a run that was trained, or is training")
+    what = parser.add_argument_group("what to look at (default: the epoch at a glance, and its first pack)")
+    what.add_argument("--pack", type=int, metavar="N", help="pack N of the epoch, counted from 0")
+    what.add_argument(
+        "--step", type=int, metavar="N", help="the packs of optimizer step N, counted from 1 as in the log"
+    )
+    what.add_argument("--sample", metavar="SOURCE:ROW", help="the packs that have this row, named as in every report")
+    what.add_argument("--longest", action="store_true", help="the pack of the most tokens")
+    what.add_argument("--emptiest", action="store_true", help="the pack of the fewest tokens")
+    what.add_argument("--random", type=int, metavar="K", help="K packs at random, the same ones for the same --seed")
+    what.add_argument("--examples", type=int, metavar="K", help="the first K rows by themselves, with their counts")
+    what.add_argument(
+        "--loss_spikes",
+        "--loss-spikes",
+        type=int,
+        nargs="?",
+        const=_NUM_SPIKES,
+        metavar="K",
+        help=f"of a --run: the rows of the K largest jumps of the loss in its log (default K: {_NUM_SPIKES})",
+    )
+    what.add_argument("--epoch", type=int, metavar="E", help="the epoch that packs are of, counted from 0 (default: 0)")
+    what.add_argument("--seed", type=int, metavar="S", help="seed of --random, and of the run (default: the run's)")
+    form = parser.add_argument_group("how to show it")
+    form.add_argument(
+        "--json", action="store_true", help="one JSON object, with ids, labels and positions of every token"
+    )
+    form.add_argument("--html", type=Path, metavar="FILE", help="one page that needs no network, with thumbnails")
+    form.add_argument(
+        "--html_mb",
+        type=float,
+        default=20.0,
+        metavar="MB",
+        help="packs are put on the page up to this size (default: 20)",
+    )
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    if _is_of_blocks(args):
+        return _inspect_blocks(args)
+    if args.run is not None and args.config is None:
+        _find_run(args)
+    _check(args)
+    args.settings = {name: _plain(getattr(args, name)) for name in (*_OF_PACKS, "epoch", "html", "html_mb")}
+    args.settings |= {"folder": _plain(args.run), "seed": args.seed or 0, "form": "json" if args.json else "text"}
+    args.settings |= _terminal()
+    is_of_run = args.config is None and args.run is None  # whose flags are those of ms-swift, a seed too
+    if args.seed is not None and (is_of_run or args.random is None):
+        args.flags = [*args.flags, "--seed", str(args.seed)]
+    with in_run(args) as (run, out):
+        from swift_vlpack.cli.inspect_run import look_at
+
+        return look_at(args.settings, run, out)
+
+
+def _find_run(args: argparse.Namespace) -> None:
+    """Take the flags of the run from where the run left them; flags that are given here come after them and win."""
+    args.run = run_meant(args.run)
+    found = run_found(args.run)
+    for name, value in found.variables.items():
+        os.environ.setdefault(name, value)
+    if args.num_ranks is None:
+        args.num_ranks = found.num_ranks
+    command = [args.flags.pop(0)] if args.flags and args.flags[0] in ("sft", "pt") else []
+    args.flags = [*command, *found.flags, *args.flags]
+
+
+def _check(args: argparse.Namespace) -> None:
+    given = [f"--{name.replace('loss_spikes', 'loss-spikes')}" for name in _OF_PACKS if _is_given(getattr(args, name))]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} are different things to look at; give one of them")
+    if args.loss_spikes is not None and args.run is None:
+        raise ConfigError("--loss-spikes reads the log of a run that was trained; name its output_dir with --run")
+    if args.epoch is not None and (args.step is not None or args.loss_spikes is not None):
+        raise ConfigError("--epoch: a step is of the epoch that it is in; steps are counted through the whole run")
+    for name, least in (("random", 1), ("examples", 1), ("loss_spikes", 1), ("step", 1), ("pack", 0), ("epoch", 0)):
+        if (value := getattr(args, name)) is not None and value < least:
+            raise ConfigError(f"--{name} must be at least {least}, got {value}")
+    if args.html is not None:
+        check_file("--html", args.html)
+    if args.html is not None and args.loss_spikes is not None:
+        raise ConfigError("--html is a page of packs, and --loss-spikes lists steps; give --step N of one of them")
+    if args.html is not None and (args.json or args.examples is not None):
+        raise ConfigError("--html is a page of packs and steps; leave --json and --examples out")
+    if args.html_mb <= 0:
+        raise ConfigError(f"--html_mb must be above 0, got {args.html_mb}")
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and value is not False
+
+
+def _plain(value: Any) -> Any:
+    return str(value.absolute()) if isinstance(value, Path) else value
+
+
+def _terminal() -> dict[str, Any]:
+    """How wide it is, and whether it has colours: https://no-color.org."""
+    is_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    return {
+        "width": shutil.get_terminal_size().columns if is_terminal else _WIDTH_OF_FILES,
+        "is_colourful": is_terminal and not os.environ.get("NO_COLOR"),
+    }
+
+
+def _is_of_blocks(args: argparse.Namespace) -> bool:
+    """Tell whether the flags name a data set of blocks: `--dataset`, and no flag of a run, such as `--model`."""
+    names = {flag.split("=")[0] for flag in args.flags}
+    is_run = names & {"--model", "--ckpt_dir", "--resume_from_checkpoint"} or any(
+        flag.endswith((".yaml", ".yml")) for flag in args.flags
+    )
+    return "--dataset" in names and not is_run and args.config is None and args.run is None
+
+
+def _inspect_blocks(args: argparse.Namespace) -> int:
+    from swift_vlpack.text.look import examples_of, saved_blocks, text_of_examples
+    from swift_vlpack.text.report import block_report
+    from swift_vlpack.text.vocabulary import tokenizer_named
+
+    at = args.flags.index("--dataset")
+    dataset, unknown = args.flags[at + 1 : at + 2], [*args.flags[:at], *args.flags[at + 2 :]]
+    if unknown or not dataset:
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}" if unknown else "--dataset needs a folder")
+    others = [f"--{name.replace('_', '-')}" for name in (*_OF_PACKS, "html") if _is_given(getattr(args, name))]
+    if set(others) - {"--examples"}:
+        raise ConfigError(f"{', '.join(others)}: of a run; a data set of blocks is shown with --examples and --json")
+    num_examples = _NUM_EXAMPLES if args.examples is None else args.examples
+    if num_examples < 1:
+        raise ConfigError(f"--examples must be at least 1, got {num_examples}")
+    blocks = saved_blocks(Path(dataset[0]))
+    examples = examples_of(blocks, num_examples, None if args.tokenizer is None else tokenizer_named(args.tokenizer))
+    if args.json:
+        with contextlib.redirect_stdout(io.StringIO()):  # the report prints its text, too
+            report = block_report(blocks)
+        print(json.dumps({"report": report, "examples": examples}))
+        return 0
+    block_report(blocks)
+    for line in text_of_examples(examples):
+        print(line)
+    return 0
+
+
+INSPECT = Command(
+    name="inspect",
+    text="look at packs, and find the rows of a step",
+    usage=(
+        "vlpack inspect [sft|pt] [--config CONFIG.yaml] [any option of swift sft] [--num_ranks N]\n"
+        "                      [--pack N | --step N | --sample SOURCE:ROW | --longest | --emptiest |\n"
+        "                       --random K | --examples K] [--epoch E] [--json | --html FILE]\n"
+        "       vlpack inspect --run OUTPUT_DIR [--step N | --loss-spikes [K] | ...] [--json | --html FILE]\n"
+        "       vlpack inspect --dataset SAVED_BLOCKS [--tokenizer NAME] [--examples K] [--json]"
+    ),
+    description=(
+        "Look at the packs that a run would train on, or has trained on: members, masks, image tokens, decoded text. "
+        "What is shown are the tensors that training gets; no weights are loaded and no GPU is used."
+    ),
+    add_flags=_add_flags,
+    run=_inspect,
+    takes_run_flags=True,
+)

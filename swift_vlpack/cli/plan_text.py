@@ -1,0 +1,149 @@
+"""Write the report of `vlpack plan` for a reader."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from swift_vlpack.cli.lines import labelled
+from swift_vlpack.plan.advice import StepSize, nothing_packed
+from swift_vlpack.plan.registry import WINDOW
+from swift_vlpack.reasons import kept_by
+from swift_vlpack.words import by_reason, counted
+
+
+def plan_text(report: dict[str, Any]) -> str:
+    """Lay out the report of a file of lengths, or of a run, which has more in it."""
+    is_of_run = "sources" in report
+    lines = [*(_about_data(report) if is_of_run else []), *_about_packs(report)]
+    lines += _about_steps(report) if is_of_run else [("time", f"{report['seconds']:.2f} s")]
+    return labelled(lines)
+
+
+def _about_packs(report: dict[str, Any]) -> list[tuple[str, str]]:
+    padded = report["num_samples"] * report["packing_length"]
+    saved = 1 - report["num_packs"] * report["packing_length"] / padded if padded else 0.0
+    per_step = f"{counted(report['packs_per_rank'], 'pack')} each, slowest rank {report['balance']:.3f} x mean"
+    if report["num_giants"]:
+        giants = counted(report["num_giants"], "sample costs", "samples cost")
+        per_step += f" (floor {report['balance_floor']:.3f}: {giants} more than a mean pack)"
+    rows = counted(report["num_rows"], "row") + (" in epoch 0" if "sources" in report else "")
+    samples, split = counted(report["num_samples"], "sample"), counted(report["packs_split"], "pack")
+    cut = report.get("cut")
+    num_left_out_by_cutting = sum(lost["num_parts"] for lost in cut["lost_by_cutting"].values()) if cut else 0
+    num_all = cut["num_samples"] - num_left_out_by_cutting if cut else report["num_rows"]
+    num_unreadable = num_all - report["num_samples"] - report["num_dropped"]
+    unreadable = f", and {num_unreadable} unreadable" if num_unreadable else ""
+    return [
+        ("rows", f"{rows}, {samples} packed, {counted(report['num_tokens'], 'token')}"),
+        ("packs", f"{counted(report['num_packs'], 'pack')} of {report['packing_length']} tokens by {report['method']}"),
+        (
+            "",
+            f"{report['num_samples'] / max(1, report['num_packs']):.1f} samples a pack, {100 * saved:.1f}% fewer rows",
+        ),
+        *_about_fill(report),
+        *_about_padding(report),
+        ("ranks", f"{report['num_ranks']}: {per_step}"),
+        ("", f"{split} cut in two, {report['packs_empty']} without a sample, for equal steps"),
+        ("single-long", f"{counted(report['single_long'], 'sample')} too large for a pack, in a row alone"),
+        (
+            "left out",
+            f"{report['num_dropped']} ({by_reason(report['dropped'])}{kept_by(report['dropped'])}){unreadable}",
+        ),
+        *(_about_cutting(cut, report["packing_strategy"]) if cut else []),
+    ]
+
+
+def _about_fill(report: dict[str, Any]) -> list[tuple[str, str]]:
+    if nothing := nothing_packed(report):
+        return [("fill", nothing)]
+    return [
+        ("fill", f"{100 * report['mean_fill']:.2f}% mean"),
+        ("lower bound", f"{counted(report['lower_bound'], 'pack')}; {report['excess_per_cent']:.3f}% above it"),
+    ]
+
+
+def _about_padding(report: dict[str, Any]) -> list[tuple[str, str]]:
+    if report["packing_pad_to"] is None:
+        return []
+    num_padding, pad_to = report["num_padding"], report["packing_pad_to"]
+    share = num_padding / max(1, report["num_tokens"] + num_padding)
+    return [("padding", f"{counted(num_padding, 'token')} by packing_pad_to={pad_to}, {share:.1%} of all in the rows")]
+
+
+def _about_cutting(cut: dict[str, Any], strategy: str) -> list[tuple[str, str]]:
+    """Say which rows were cut, what was lost by it, and that all rows are accounted for."""
+    num_read, num_packed = (sum(counts[name] for counts in cut["rows"].values()) for name in ("num_read", "num_packed"))
+    rows, parts = counted(cut["num_rows_cut"], "row"), counted(cut["num_parts"], "part")
+    if strategy == WINDOW:
+        lines = [("cut rows", f"window: {rows} cut where a pack was full, in {parts}")]
+    else:
+        lines = [("long rows", f"{cut['packing_overflow']}: {rows} longer than a pack, in {parts}")]
+    lines += [
+        (
+            "",
+            f"{counted(lost['num_parts'], 'part')} left out ({reason}): {counted(lost['num_tokens'], 'token')}, "
+            f"{counted(lost['num_images'], 'image')}",
+        )
+        for reason, lost in cut["lost_by_cutting"].items()
+    ]
+    if cut["rows"]:
+        lines.append(("", f"{num_read} rows read = {num_packed} packed + {num_read - num_packed} left out"))
+    return lines
+
+
+def _about_data(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """Say what the data is like: the sources as a table, lengths, images."""
+    width = max(len("source"), *map(len, report["sources"]))
+    asked = ", ratios are shares of tokens" if report["ratio_by"] == "tokens" else ""
+    lines = [("data", f"{counted(report['rows'], 'row')} in {counted(len(report['sources']), 'source')}{asked}")]
+    lines.append(("", f"{'source':<{width}}  {'rows':>9}  {'ratio':>6}  {'asked':>7}  {'samples':>7}  {'tokens':>7}"))
+    lines += [
+        (
+            "",
+            f"{name:<{width}}  {source['rows']:>9}  {source['asked_ratio']:>6g}  {source['asked_share']:>7.1%}  "
+            f"{source['share_of_samples']:>7.1%}  {source['share_of_tokens']:>7.1%}",
+        )
+        for name, source in report["sources"].items()
+    ]
+    unreadable = f"{counted(sum(report['unreadable'].values()), 'row')} ({by_reason(report['unreadable'])})"
+    if report["failures_file"]:
+        what = "" if report["unreadable"] else " what is left out for other reasons is"
+        unreadable += f",{what} listed in {report['failures_file']}"
+    if num_deleted := sum(source["num_deleted_by_loader"] or 0 for source in report["sources"].values()):
+        lines.append(("", f"{counted(num_deleted, 'more row was', 'more rows were')} deleted by ms-swift's loader"))
+    if unnamed := [name for name, source in report["sources"].items() if source["num_deleted_by_loader"] is None]:
+        lines.append(("", f"how many rows the loader deleted of {', '.join(unnamed)} is not known"))
+    numbers = report["lengths"]
+    lengths = ", ".join(f"{name} {numbers[name]}" for name in ("min", "median", "p95", "p99", "max", "mean"))
+    images = f"{report['share_of_rows_with_image']:.1%} of the rows have one"
+    if report["share_of_vision_tokens"] is not None:
+        images += f", {report['share_of_vision_tokens']:.1%} of the tokens are vision"
+    lines.append(("unreadable", unreadable))
+    if num_rows := report["rows_with_surplus_tags"]:
+        lines.append(
+            (
+                "",
+                f"{counted(num_rows, 'row has', 'rows have')} more tags than media: the surplus is words",
+            )
+        )
+    return [*lines, ("lengths", f"{lengths} tokens"), ("images", images)]
+
+
+def _about_steps(report: dict[str, Any]) -> list[tuple[str, str]]:
+    packs = counted(report["gradient_accumulation_steps"], "pack")
+    step = StepSize(**report["step"])
+    return [
+        (
+            "steps",
+            f"{report['num_steps']} in {counted(report['num_epochs'], 'epoch')}, {report['steps_per_epoch']} an epoch; "
+            f"{counted(report['num_ranks'], 'rank')} x {packs} a step, "
+            f"{counted(report['packs_per_epoch'], 'pack')} in every epoch",
+        ),
+        ("one step", str(step)),
+        ("", step.remedy),
+        (
+            "time",
+            f"{report['seconds_lengths']:.2f} s for lengths, {report['seconds_plan']:.2f} s for packs, "
+            f"{report['seconds']:.2f} s in all",
+        ),
+    ]

@@ -1,0 +1,222 @@
+"""`vlpack verify`: prove a run on its own model and data before anybody waits for it.
+
+The run goes the way of training, by the functions of training, up to the point where its first step would be taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from swift_vlpack.cli.command import Command, add_packing_flags, add_run_flags
+from swift_vlpack.cli.in_run import in_run
+from swift_vlpack.cli.lines import labelled, listed
+from swift_vlpack.errors import AttentionError, BoundaryError, DataError, VLPackError
+from swift_vlpack.words import counted
+
+if TYPE_CHECKING:
+    from swift_vlpack.lengths.audit import SourceLengths
+    from swift_vlpack.proof.isolation import Proof
+
+EXIT_DOES_NOT_HOLD, EXIT_NOT_VERIFIED = 1, 2
+NUM_SHOWN = 5
+"""Rows of a source that are named; the JSON has all."""
+_IN_WORDS = {
+    "equal": "the lengths that packs are planned by are those of the full encoding",
+    "fallback": "image headers are not used, every row was encoded to measure it",
+    "differing": "rows differ from what packs are planned by",
+    "as read": "nothing is planned, every row is measured as it is read",
+}
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    add_run_flags(parser, num_ranks=False)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the report")
+    add_packing_flags(parser, packing_length="the run's --max_length")
+
+
+def _run(args: argparse.Namespace) -> int:
+    with in_run(args, needs_gpu=True) as (run, out):
+        try:
+            report = verified(run.flags, command=run.command)
+        except VLPackError:
+            raise
+        except Exception:  # a bug, or a device that gave up: Python would leave with 1, which means "does not hold"
+            traceback.print_exc()
+            return EXIT_NOT_VERIFIED
+        print(json.dumps(report) if args.json else verify_text(report), file=out)
+    return 0 if report["holds"] else EXIT_DOES_NOT_HOLD
+
+
+def verified(flags: Sequence[str], *, command: str = "sft") -> dict[str, Any]:
+    """Check lengths and isolation of the run that ms-swift's command with these flags would be."""
+    from swift_vlpack.host.run import TrainableRun, prepare_to_train, run_of
+    from swift_vlpack.lengths.audit import checked_lengths
+
+    start = time.perf_counter()
+    found: dict[str, Any] = {}
+
+    def look(trainer: Any) -> None:
+        sources = checked_lengths(trainer.feed.dataset)
+        found["lengths"] = {"holds": not any(one.differing for one in sources), "sources": list(map(_lengths, sources))}
+        found["device"] = str(trainer.args.device)
+        found["packing_length"] = trainer.feed.config.packing_length
+        prepare_to_train(trainer, lambda: found.update(_proved(trainer)))
+
+    with run_of(flags, num_ranks=1, command=command, kind=TrainableRun) as run:
+        run.at_training = look
+        run.run()
+    return {
+        "holds": found["isolation"]["holds"] and found["lengths"]["holds"],
+        "command": command,
+        "model": run.args.model,
+        "device": found["device"],
+        "dtype": str(run.args.torch_dtype).removeprefix("torch."),
+        "packing_length": found["packing_length"],
+        "attention": found["attention"],
+        "isolation": found["isolation"],
+        "lengths": found["lengths"],
+        "seconds": round(time.perf_counter() - start, 2),
+    }
+
+
+def _proved(trainer: Any) -> dict[str, Any]:
+    """Run the checks of a training run before step 1, in the same order, and describe what they found."""
+    from swift_vlpack.attention.sequence_effects import noise_by_sample
+    from swift_vlpack.host.losses import add_up
+    from swift_vlpack.host.proof import attention_of, prove_isolation
+    from swift_vlpack.host.use_attention import choose_for
+    from swift_vlpack.proof.isolation import IsolationError
+
+    name = attention_of(trainer)
+    attention = {"name": name, "chosen": f"attention {name}: nothing is chosen for rows that are wrong"}
+    proof = None
+    try:
+        attention["chosen"] = choose_for(trainer)
+        proof = prove_isolation(trainer)
+        add_up(trainer)
+        noise_by_sample(trainer)
+        in_training = _first_batch_proved(trainer)
+    except (IsolationError, AttentionError, BoundaryError) as error:
+        cause = getattr(error, "cause", "") or str(error)
+        isolation = {"holds": False, "said": str(error), "in_training": None, "cause": cause}
+        proof = proof or getattr(error, "measured", None)
+    else:
+        isolation = {"holds": True, "said": proof.line(name), "in_training": in_training, "cause": None}
+    return {"attention": attention, "isolation": {**isolation, **_numbers(proof)}}
+
+
+def _first_batch_proved(trainer: Any) -> str:
+    """Prove isolation on the first batch, which is loaded but not trained. Returns the line for the report."""
+    from swift_vlpack.host.proof import prove_first_batch
+
+    args = trainer.args
+    trainer.is_first_batch_proved = True  # it is proved here, whatever `packing_verify` says
+    loaded = iter(trainer.callback_handler.train_dataloader)
+    batches, num_items = trainer.get_batch_samples(loaded, args.gradient_accumulation_steps, args.device)
+    if not batches:
+        raise DataError("there is no batch to verify: the epoch has no pack")
+    return prove_first_batch(trainer, batches, num_items)
+
+
+def _numbers(proof: Proof | None) -> dict[str, Any]:
+    """Return the measured differences and their limits, in units of the logits; null if nothing was measured."""
+    if proof is None:
+        return {"measured": None, "limits": None}
+    limits = proof.limits
+    return {
+        "num_samples": proof.num_samples,
+        "num_samples_in_rows_of_plan": proof.num_more,
+        "num_rows_left_out": proof.num_rows_left_out,
+        "measured": _finite(
+            {
+                "moved_by_others": proof.moved,
+                "packed_to_alone": proof.alone,
+                "gradient": proof.gradient,
+                "largest_logit": proof.largest_logit,
+            }
+        ),
+        "limits": None
+        if limits is None
+        else _finite({"moved_by_others": limits.moved, "packed_to_alone": limits.alone, "gradient": limits.gradient}),
+    }
+
+
+def _finite(numbers: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Replace NaN and infinity by null, because JSON has neither."""
+    return {name: number if number is not None and math.isfinite(number) else None for name, number in numbers.items()}
+
+
+def _lengths(source: SourceLengths) -> dict[str, Any]:
+    return {
+        "source": source.source,
+        "check": source.check,
+        "num_rows": source.num_rows if source.is_planned else None,
+        "num_compared": source.num_compared,
+        "differing": list(map(str, source.differing)),
+        "unreadable": list(source.unreadable),
+        "without_headers": source.without_headers,
+    }
+
+
+def verify_text(report: dict[str, Any]) -> str:
+    """Write the report for a reader."""
+    lines = [
+        ("model", f"{report['model']}, {report['dtype']} on {report['device']}"),
+        ("attention", report["attention"]["chosen"]),
+        ("isolation", report["isolation"]["said"]),
+        *([("", in_training)] if (in_training := report["isolation"]["in_training"]) else []),
+        *_about_lengths(report["lengths"]["sources"]),
+        ("result", _result(report)),
+    ]
+    return labelled(lines)
+
+
+def _about_lengths(sources: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    lines = []
+    for source in sources:
+        compared = f" ({counted(source['num_compared'], 'row')} of {source['num_rows']} compared)"
+        said = f"{source['source']}: {source['check']}: {_IN_WORDS[source['check']]}"
+        lines.append(said + (compared if source["num_compared"] else ""))
+        if source["without_headers"]:
+            lines.append(f"  because {source['without_headers']}")
+        lines += _first_rows(source["differing"], "differs", "differ")
+        without = "cannot be encoded; training leaves out and counts"
+        lines += _first_rows(source["unreadable"], f"{without} it", f"{without} them")
+    return listed("lengths", lines)
+
+
+def _first_rows(rows: list[str], one: str, many: str) -> list[str]:
+    """List the first rows below a line that counts them all."""
+    shown = [f"  {row}" for row in rows[:NUM_SHOWN]]
+    more = [f"  and {len(rows) - NUM_SHOWN} more"] if len(rows) > NUM_SHOWN else []
+    return [f"  {counted(len(rows), f'row {one}', f'rows {many}')}:", *shown, *more] if rows else []
+
+
+def _result(report: dict[str, Any]) -> str:
+    if report["holds"]:
+        return f"holds ({report['seconds']:.1f} s)"
+    failed = [what for what in ("isolation", "lengths") if not report[what]["holds"]]
+    return f"DOES NOT HOLD: {' and '.join(failed)}; do not train on these packs ({report['seconds']:.1f} s)"
+
+
+VERIFY = Command(
+    name="verify",
+    text="prove isolation and lengths on a run's model and data, without training",
+    usage="vlpack verify [sft|pt] [--config CONFIG.yaml] [packing options] [any option of swift sft] [--json]",
+    description=(
+        "Prove what a run relies on, with its own file, flags and environment, its weights, device and data type, and "
+        "train nothing: that samples of a pack do not see each other and give the logits, labels and gradients that "
+        "they give alone, and that the lengths that packs are planned by are those of the full encoding, on some rows "
+        "of every source. Exit code 0: it holds; 1: it does not; 2: the run cannot be made (an option, a file, the "
+        "model). One process on one GPU stands for all ranks: deepspeed and fsdp are left out."
+    ),
+    add_flags=_add_flags,
+    run=_run,
+    takes_run_flags=True,
+)

@@ -1,1 +1,0 @@
-"""Completion of the command line, written for each shell from the parser itself."""

@@ -1,1 +1,0 @@
-"""JSON schemas of the files that people write, for their editors."""

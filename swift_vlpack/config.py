@@ -1,0 +1,409 @@
+"""The packing options: one frozen object, checked once.
+
+>>> PackingConfig(packing_length=8192, packing_strategy="sequential").packing_strategy
+'greedy'
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import cache
+from typing import Any, get_type_hints
+
+from swift_vlpack.errors import ConfigError
+from swift_vlpack.plan.registry import ALIASES, WINDOW, strategy_named
+from swift_vlpack.plan.strategies import STRATEGIES
+from swift_vlpack.words import did_you_mean
+
+logger = logging.getLogger(__name__)
+
+ENV_PREFIX = "VLPACK_"
+RESUME_DATA, RESTART = "VLPACK_RESUME_DATA", "restart"
+RESUME_FILES, REPLACED = "VLPACK_RESUME_FILES", "replaced"
+RECORD_PACKS = "VLPACK_RECORD_PACKS"
+NO_OPTIONS = (RESUME_DATA, RESUME_FILES, RECORD_PACKS)
+"""Variables with our prefix that are no packing options: about one start of a run, not about its packs."""
+MODES = ("auto", "plan", "buffer")
+ATTENTIONS = ("auto", "segments", "grouped", "varlen", "flex")
+LOSSES = ("token", "sample", "sqrt")
+OVERFLOWS = ("keep", "split", "truncate", "drop")
+PAD_TO_LENGTH = "length"
+LEAST_FILL_RATIO = 0.6
+"""Below it a pack may leave nearly half empty, which nobody wants by accident: a warning, and no refusal."""
+_TRUE = ("true", "1", "yes", "on")
+_FALSE = ("false", "0", "no", "off")
+_NONE = ("none", "null", "")
+
+
+_PACKS, _OBJECTIVE = "packs", "objective"
+"""Values of `decides`, for options that a resume must not change.
+
+Such an option decides which samples share a pack, or what of the samples is trained.
+"""
+
+
+def _option(default: Any, text: str, choices: tuple[str, ...] = (), decides: str = "") -> Any:
+    """Declare a field whose help text and choices are where the command line and the documentation find them."""
+    return field(default=default, metadata={"help": text, "choices": choices, "decides": decides})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackingConfig:
+    """Every packing option, under the name of its YAML key and flag; in the environment upper-case behind `VLPACK_`."""
+
+    packing: bool = _option(False, "turns packing on; ms-swift's own flag too")
+    packing_length: int = _option(MISSING, "capacity of a pack in tokens, after images are expanded", decides=_PACKS)
+    packing_mode: str = _option(
+        "auto",
+        "plan packs ahead of time and refuses data without a length, buffer packs rows as they come, auto chooses",
+        MODES,
+    )
+    packing_strategy: str = _option(
+        "binpack",
+        "binpack is ms-swift's own, greedy keeps the order (sequential is its name there), exact packs tightest, "
+        "window lays documents end to end and cuts wherever a pack is full; module:function for one of your own",
+        (*STRATEGIES, WINDOW),
+        decides=_PACKS,
+    )
+    # `exact` is within hundredths of a per cent of the bound from 256 on (docs/strategies.md); the others gain by more.
+    packing_buffer: int = _option(512, "window: samples the packer may choose from at a time", decides=_PACKS)
+    packing_min_fill_ratio: float = _option(
+        0.65, "packs at least this full leave at once; a value below 0.6 is accepted with a warning", decides=_PACKS
+    )
+    packing_max_carry: int = _option(4, "windows a sample may wait for a better pack", decides=_PACKS)
+    packing_drop_last: bool = _option(
+        True, "drop the underfilled remainder of an epoch: at most one pack, and one sample in 50", decides=_PACKS
+    )
+    packing_allow_single_long: bool = _option(
+        True,
+        "a sample of packing_length tokens or more becomes a pack of its own; false: it is skipped",
+        decides=_PACKS,
+    )
+    packing_overflow: str = _option(
+        "keep",
+        "rows longer than packing_length: keep them alone in a row, split them into parts between their images, "
+        "truncate or drop them",
+        OVERFLOWS,
+        decides=_OBJECTIVE,
+    )
+    packing_stride: int = _option(
+        0,
+        "tokens that a part of a split row repeats of the part before, as context without loss; never an image",
+        decides=_OBJECTIVE,
+    )
+    packing_min_len: int = _option(1, "parts of cut rows that are shorter are left out", decides=_OBJECTIVE)
+    packing_max_samples: int | None = _option(None, "most samples in a pack", decides=_PACKS)
+    packing_max_images: int | None = _option(None, "most images in a pack", decides=_PACKS)
+    packing_max_patches: int | None = _option(None, "most vision patches in a pack", decides=_PACKS)
+    packing_pad_to: int | str | None = _option(
+        None,
+        "rows of fixed shape: pad each to packing_length (length), or to the next multiple of so many tokens; the "
+        "padding is a segment of its own without loss",
+        ("none", PAD_TO_LENGTH, "INT"),
+    )
+    packing_balance: bool = _option(True, "match the cost of the packs that ranks consume in the same step")
+    packing_attention: str = _option(
+        "auto",
+        "how samples attend: one by one (segments), those of like length together (grouped), or a kernel for the whole "
+        "row on CUDA (varlen, flex); auto takes the quickest that is equal to the reference",
+        ATTENTIONS,
+    )
+    packing_verify: bool = _option(True, "prove before step 1 that samples of a pack do not see each other")
+    mask_boundary_loss: bool = _option(
+        True,
+        "the first token of a sample is no target, whatever the template says; false: as the template says",
+        decides=_OBJECTIVE,
+    )
+    train_on_eos: bool = _option(True, "EOS is a target where the template says so; false: never", decides=_OBJECTIVE)
+    packing_any_family: bool = _option(
+        False, "pack families that ms-swift does not pack, if the proof passes; needs packing_verify"
+    )
+    packing_loss: str = _option(
+        "token",
+        "what weighs the same in the loss of a step: every token, every sample, or samples by the root of their tokens",
+        LOSSES,
+        decides=_OBJECTIVE,
+    )
+    packing_max_failures: int = _option(100, "consecutive unreadable rows before the run stops")
+    packing_max_failed_share: float = _option(
+        0.2, "share of the last 1,000 rows that may be unreadable, from 0 to 1; above it the run stops"
+    )
+    packing_cache_dir: str | None = _option(
+        None, "directory that remembers the lengths of rows; none is vlpack/lengths in ms-swift's cache directory"
+    )
+    eval_packing: bool = _option(False, "pack the evaluation data too")
+    fusion_config: str | None = _option(None, "YAML of sources and ratios; none is --dataset, ratio 1 each")
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            object.__setattr__(self, spec.name, _typed(spec.name, getattr(self, spec.name), _TYPES[spec.name]))
+        alias = ALIASES.get(self.packing_strategy, self.packing_strategy)
+        object.__setattr__(self, "packing_strategy", alias)
+        _check_choices(self)
+        _check_numbers(self)
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any], **defaults: Any) -> PackingConfig:
+        """Build from option names; `defaults` stand in for those that are absent. Unknown keys are refused."""
+        known = option_names()
+        for key in options:
+            if key not in known:
+                raise ConfigError(_unknown(key, known))
+        merged = {**defaults, **options}
+        if "packing_length" not in merged:
+            raise ConfigError(
+                "packing_length is not set: give the capacity of a pack in tokens, e.g. packing_length=8192"
+            )
+        return cls(**merged)
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None, **defaults: Any) -> PackingConfig:
+        """Build from `VLPACK_*` variables, the process's by default; `defaults` stand in for those that are absent."""
+        return cls.from_mapping(options_in_env(environ), **defaults)
+
+    def digest(self) -> str:
+        """16 hexadecimal digits that are equal exactly when all options are equal, on every machine and Python."""
+        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def pack_options(self) -> dict[str, Any]:
+        """The options that decide which items share a pack; a saved state is only good under the same ones."""
+        return self._deciding(_PACKS)
+
+    def objective(self) -> dict[str, Any]:
+        """Return the options that decide what of the samples is trained; a resume must not change them."""
+        return self._deciding(_OBJECTIVE)
+
+    def _deciding(self, what: str) -> dict[str, Any]:
+        return {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.metadata["decides"] == what}
+
+    def changed(self) -> dict[str, Any]:
+        """The options that are not at their default."""
+        chosen = {spec.name: (getattr(self, spec.name), spec.default) for spec in fields(self)}
+        return {name: value for name, (value, default) in chosen.items() if value != default}
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Return the number of tokens that sequences are padded to a multiple of; 1 leaves them as they are.
+
+        >>> [PackingConfig(packing_length=4096, packing_pad_to=to).sequence_multiple for to in ("length", 64, None)]
+        [4096, 64, 1]
+        """
+        if self.packing_pad_to is None:
+            return 1
+        return self.packing_length if self.packing_pad_to == PAD_TO_LENGTH else int(self.packing_pad_to)
+
+    @property
+    def cuts_rows(self) -> bool:
+        """Whether some rows become several samples."""
+        return self.packing_overflow != "keep" or self.packing_strategy == WINDOW
+
+    @property
+    def what_is_packed(self) -> str:
+        """What an epoch is counted in: a row that is cut is several samples."""
+        return "samples" if self.cuts_rows else "rows"
+
+    @property
+    def has_caps(self) -> bool:
+        """Whether a pack has a capacity other than tokens."""
+        return any(
+            cap is not None for cap in (self.packing_max_samples, self.packing_max_images, self.packing_max_patches)
+        )
+
+
+_TYPES: dict[str, Any] = get_type_hints(PackingConfig)
+
+
+def option_names() -> tuple[str, ...]:
+    """All option names, in the order of declaration."""
+    return tuple(spec.name for spec in fields(PackingConfig))
+
+
+def chosen_options(
+    environ: Mapping[str, str], file: Mapping[str, Any] | None = None, flags: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What was asked for, by option name, in the one order that holds everywhere.
+
+    A flag, then a key of the training file, then a `VLPACK_*` variable; what is in none of them has its default.
+
+    >>> chosen_options({"VLPACK_PACKING_BUFFER": "1", "VLPACK_PACKING_MAX_CARRY": "2"}, {"packing_buffer": 3})
+    {'packing_buffer': 3, 'packing_max_carry': '2'}
+    """
+    return {**options_in_env(environ), **(file or {}), **(flags or {})}
+
+
+def checked(options: Mapping[str, Any]) -> PackingConfig:
+    """All options of a run, before its capacity is known, which may follow from the model."""
+    pad_to = _typed("packing_pad_to", options.get("packing_pad_to"), _TYPES["packing_pad_to"])
+    any_length = pad_to if isinstance(pad_to, int) and pad_to > 0 else 1  # one that every multiple goes into
+    return PackingConfig.from_mapping(options, packing_length=any_length)
+
+
+def is_planned(config: PackingConfig, *, is_sized: bool) -> bool:
+    """The one place where the mode is decided: whether packs are planned ahead of time or made as rows come.
+
+    >>> [is_planned(PackingConfig(packing_length=8), is_sized=is_sized) for is_sized in (True, False)]
+    [True, False]
+    """
+    if config.packing_mode == "plan" and not is_sized:
+        raise ConfigError(
+            "packing_mode=plan needs data with a length, and this has none (--streaming true, or an iterable without "
+            "len()); set packing_mode=buffer and --max_steps, or load the data sized"
+        )
+    return is_sized and config.packing_mode != "buffer"
+
+
+def is_switched_on(variable: str, environ: Mapping[str, str]) -> bool:
+    """Whether a variable that is no option, but is true or false, is true; spelled as every option is."""
+    return bool(_typed(variable, environ.get(variable) or "false", bool))
+
+
+def kind_of(name: str) -> str:
+    """What an option takes, as the command line shows it.
+
+    >>> kind_of("packing_drop_last"), kind_of("packing_max_images"), kind_of("packing_mode")
+    ('{true,false}', 'INT', '{auto,plan,buffer}')
+    """
+    (spec,) = (spec for spec in fields(PackingConfig) if spec.name == name)
+    if choices := spec.metadata["choices"]:
+        return "{" + ",".join(choices) + "}"
+    kinds = getattr(_TYPES[name], "__args__", (_TYPES[name],))
+    shown = {bool: "{true,false}", int: "INT", float: "FLOAT", str: "PATH"}
+    return next(shown[kind] for kind in kinds if kind in shown)
+
+
+def options_in_env(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The options that `VLPACK_*` variables set, by option name; a variable that names no option is refused."""
+    environ = os.environ if environ is None else environ
+    known = {ENV_PREFIX + name.upper(): name for name in option_names()}
+    found = {key: value for key, value in environ.items() if key.startswith(ENV_PREFIX) and key not in NO_OPTIONS}
+    for key in found:
+        if key not in known:
+            raise ConfigError(_unknown(key, (*known, *NO_OPTIONS)))
+    return {known[key]: value for key, value in found.items()}
+
+
+def _unknown(key: str, known: tuple[str, ...]) -> str:
+    return f"unknown packing option {key!r}{did_you_mean(key, known) or '.'} Known: {', '.join(known)}"
+
+
+def _typed(name: str, value: Any, kind: Any) -> Any:
+    """Turn a value from YAML, a flag or the environment into the option's type, or say what is wrong with it."""
+    kinds = getattr(kind, "__args__", (kind,))
+    if type(None) in kinds and (value is None or (isinstance(value, str) and value.strip().lower() in _NONE)):
+        return None
+    for one in kinds:
+        if one is type(None):
+            continue
+        try:
+            return _CONVERT[one][0](value)
+        except (TypeError, ValueError):
+            pass
+    wanted = " or ".join("none" if one is type(None) else _CONVERT[one][1] for one in kinds)
+    raise ConfigError(f"{name} must be {wanted}, got {value!r}")
+
+
+def _as_bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    text = str(value).strip().lower()
+    if text not in _TRUE + _FALSE:
+        raise ValueError(text)
+    return text in _TRUE
+
+
+def _as_int(value: Any) -> int:
+    if isinstance(value, bool) or (not isinstance(value, str) and int(value) != value):
+        raise ValueError(value)
+    return int(value)
+
+
+def _as_float(value: Any) -> float:
+    if isinstance(value, bool):
+        raise ValueError(value)
+    return float(value)
+
+
+def _as_str(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(value)
+    return value
+
+
+_CONVERT: dict[Any, tuple[Callable[[Any], Any], str]] = {
+    bool: (_as_bool, "true or false"),
+    int: (_as_int, "a whole number"),
+    float: (_as_float, "a number"),
+    str: (_as_str, "a text"),
+}
+
+
+def _check_choices(config: PackingConfig) -> None:
+    for name, choices, more in (
+        ("packing_mode", MODES, ""),
+        ("packing_attention", ATTENTIONS, "; flash-attn is asked for by ms-swift's --attn_impl"),
+        ("packing_loss", LOSSES, ""),
+        ("packing_overflow", OVERFLOWS, ""),
+    ):
+        if (value := getattr(config, name)) not in choices:
+            hint = did_you_mean(value, choices) or more
+            raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}{hint}")
+    if config.packing_any_family and not config.packing_verify:
+        raise ConfigError(
+            "packing_any_family=true with packing_verify=false: whether a family that ms-swift does not pack can be "
+            "packed is what the proof finds out; leave packing_verify at true"
+        )
+    strategy_named(config.packing_strategy)  # refuses what cannot be found
+    if config.packing_strategy == "binpack" and config.has_caps:
+        caps = ("packing_max_samples", "packing_max_images", "packing_max_patches")
+        given = ", ".join(f"{name}={getattr(config, name)}" for name in caps if getattr(config, name) is not None)
+        raise ConfigError(
+            f"packing_strategy=binpack knows no cap but tokens and would ignore {given}; "
+            "set packing_strategy=exact (or best_fit, first_fit, greedy), or remove the cap"
+        )
+
+
+def _check_numbers(config: PackingConfig) -> None:
+    caps = ("packing_max_samples", "packing_max_images", "packing_max_patches")
+    for name in ("packing_length", "packing_buffer", "packing_max_failures", "packing_min_len", *caps):
+        value = getattr(config, name)
+        if value is not None and value <= 0:
+            way_out = ", or leave it out for no cap" if name in caps else ""
+            raise ConfigError(f"{name} must be at least 1, got {value}; give a positive number{way_out}")
+    if config.packing_stride < 0:
+        raise ConfigError(f"packing_stride must be at least 0, got {config.packing_stride}; 0 repeats nothing")
+    if config.packing_max_carry < 0:
+        raise ConfigError(f"packing_max_carry must be at least 0, got {config.packing_max_carry}; 0 means: never wait")
+    for name in ("packing_min_fill_ratio", "packing_max_failed_share"):
+        if not 0 <= getattr(config, name) <= 1:
+            raise ConfigError(f"{name} must be between 0 and 1, got {getattr(config, name)}")
+    _check_padding(config)
+    ratio = config.packing_min_fill_ratio
+    if ratio < LEAST_FILL_RATIO:
+        # Lowering it is a choice that has to be made by hand (the default is above), so it is honoured, not refused.
+        _warn_of_low_fill(ratio)
+
+
+def _check_padding(config: PackingConfig) -> None:
+    multiple, length = config.packing_pad_to, config.packing_length
+    if multiple is None or multiple == PAD_TO_LENGTH:
+        return
+    if not isinstance(multiple, int) or multiple <= 0:
+        raise ConfigError(f"packing_pad_to must be none, {PAD_TO_LENGTH} or a number of tokens, got {multiple!r}")
+    if length % multiple:
+        fitting = [str(one) for one in (length - length % multiple, length + multiple - length % multiple) if one]
+        raise ConfigError(
+            f"packing_pad_to={multiple} would make rows longer than packing_length ({length}), which is no multiple of "
+            f"it; set packing_length to {' or '.join(fitting)}"
+        )
+
+
+@cache
+def _warn_of_low_fill(ratio: float) -> None:
+    """Once a process, which reads its options many times."""
+    logger.warning("packing_min_fill_ratio=%s is below %s: packs may leave half empty", ratio, LEAST_FILL_RATIO)

@@ -1,1 +1,0 @@
-"""What became of every sample: reasons, counters, and reports for people and machines."""

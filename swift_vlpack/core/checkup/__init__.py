@@ -1,1 +1,0 @@
-"""What a machine is like for training, and what to do about it."""

@@ -1,1 +1,0 @@
-"""Who shares a pack: strategies, the packer over them, and where samples start in a pack."""

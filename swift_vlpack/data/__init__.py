@@ -1,1 +1,0 @@
-"""Tensors and rows; torch allowed, ms-swift not."""

@@ -1,1 +1,0 @@
-"""The size of every row before any is trained on."""

@@ -1,1 +1,0 @@
-"""What packing asks of a model: attention that knows boundaries, and one row of a pack."""

@@ -1,1 +1,0 @@
-"""Rows: where they come from, how one is encoded, and why one cannot be."""

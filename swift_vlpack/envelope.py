@@ -1,0 +1,156 @@
+"""A versioned envelope around every saved state: what it belongs to is checked before it is read.
+
+>>> sealed = seal("packer", {"packing_length": 8192}, {"held": []})
+>>> unseal(sealed, "packer", {"packing_length": 4096})
+Traceback (most recent call last):
+    ...
+swift_vlpack.errors.StateMismatch: the saved packer state was written with another packing_length (8192, now 4096)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from swift_vlpack.errors import StateMismatch
+
+VERSION = 2
+"""1 had digests of lengths and no lengths: what a lost file changed could not be told from other data."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A whole number of at least `least`, in the shape of a state."""
+
+    least: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """An object of any keys, whose values have one shape."""
+
+    values: Any
+
+
+def seal(kind: str, fingerprint: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    """Wrap a JSON state with its kind, the version of the format, and the facts that it depends on."""
+    return {"version": VERSION, "kind": kind, "fingerprint": dict(fingerprint), "state": dict(state)}
+
+
+def signed(envelope: Mapping[str, Any]) -> dict[str, Any]:
+    """The envelope with a digest of what is in it, for a file: whatever changes in it is found."""
+    return {**envelope, "digest": _digest(envelope)}
+
+
+def unseal(envelope: Any, kind: str, fingerprint: Mapping[str, Any], *, shape: Any = None) -> dict[str, Any]:
+    """Return the state inside, or raise an error that names everything about it that differs."""
+    saved, state = opened(envelope, kind, shape=shape)
+    check_fingerprint(kind, saved, fingerprint)
+    return state
+
+
+def opened(
+    envelope: Any, kind: str, *, shape: Any = None, is_signed: bool = False
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fingerprint and state inside, if they are whole; `shape` is what the state must look like, see `check_shape`."""
+    if not isinstance(envelope, Mapping) or not {"version", "kind", "fingerprint", "state"} <= set(envelope):
+        raise StateMismatch(f"this is not a saved {kind} state: it has no version, kind, fingerprint and state")
+    # The version first: a state of another one may have another shape, and is not to be called damaged.
+    if envelope["version"] != VERSION:
+        raise StateMismatch(
+            f"the saved {kind} state has format version {envelope['version']}; this package reads version {VERSION}"
+        )
+    if envelope["kind"] != kind:
+        raise StateMismatch(f"this is a saved {envelope['kind']} state, not a {kind} state")
+    check_shape(envelope["fingerprint"], Named(None), "fingerprint")
+    check_shape(envelope["state"], Named(None) if shape is None else shape, "state")
+    if is_signed and envelope.get("digest") != _digest(envelope):
+        raise StateMismatch(f"damaged: the digest of the saved {kind} state is not that of what is in it")
+    return dict(envelope["fingerprint"]), dict(envelope["state"])
+
+
+def check_fingerprint(
+    kind: str, saved: Mapping[str, Any], current: Mapping[str, Any], explained: Mapping[str, str] | None = None
+) -> None:
+    """Refuse what differs, field by field; `explained` says it in words, in place of a field's two values."""
+    names = differing_fields(saved, current)
+    both = {name: f"{shown_value(saved, name)}, now {shown_value(current, name)}" for name in names}
+    if both:
+        said = {**both, **{name: words for name, words in (explained or {}).items() if name in both}}
+        named = ", ".join(f"{name} ({words})" for name, words in said.items())
+        raise StateMismatch(f"the saved {kind} state was written with another {named}")
+
+
+def check_shape(value: Any, shape: Any, where: str) -> None:
+    """Refuse what does not look like `shape`; the error names the field.
+
+    A shape is `Whole`, `str` or `bool`, None for anything; [shape], a list of any length; (shape, ...), a list of that
+    length; {key: shape}, an object of these keys, others aside; `Named`, an object of any keys.
+
+    >>> check_shape({"cuts": [[2, 8, -1]]}, {"cuts": [(Whole(1), Whole(), Whole())]}, "state")
+    Traceback (most recent call last):
+        ...
+    swift_vlpack.errors.StateMismatch: damaged: state.cuts[0][2] cannot be -1
+    """
+    if not _is_like(value, shape):
+        raise StateMismatch(f"damaged: {where} cannot be {_short(value)}")
+    if isinstance(shape, dict):
+        for name, inner in shape.items():
+            if name not in value:
+                raise StateMismatch(f"damaged: {where}.{name} is missing")
+            check_shape(value[name], inner, f"{where}.{name}")
+    elif isinstance(shape, Named):
+        for name, inside in value.items():
+            check_shape(inside, shape.values, f"{where}.{name}")
+    elif isinstance(shape, (list, tuple)):
+        inner_shapes = shape * len(value) if isinstance(shape, list) else shape
+        for number, (inside, inner) in enumerate(zip(value, inner_shapes, strict=True)):
+            check_shape(inside, inner, f"{where}[{number}]")
+
+
+def _is_like(value: Any, shape: Any) -> bool:
+    """Whether the value itself has the shape, whatever is in it."""
+    if shape is None:
+        return True
+    if isinstance(shape, Whole):
+        # To Python a bool is an int; JSON's `true` is no count.
+        return isinstance(value, int) and not isinstance(value, bool) and value >= shape.least
+    if isinstance(shape, (dict, Named)):
+        return isinstance(value, Mapping)
+    if isinstance(shape, tuple):
+        return isinstance(value, (list, tuple)) and len(value) == len(shape)
+    return isinstance(value, (list, tuple) if isinstance(shape, list) else shape)
+
+
+# A value of its own: None may be saved, and a field that is missing is another thing than one that is None.
+_ABSENT = object()
+
+
+def _digest(envelope: Mapping[str, Any]) -> str:
+    content = {key: value for key, value in envelope.items() if key != "digest"}
+    # Compared as JSON gives it back: what was a tuple or a number as key in memory has the digest of what was written.
+    stored = json.dumps(json.loads(json.dumps(content)), sort_keys=True)
+    return hashlib.sha256(stored.encode()).hexdigest()[:16]
+
+
+def _short(value: Any) -> str:
+    said = repr(value)
+    return said if len(said) <= 80 else f"{said[:77]}..."
+
+
+def shown_value(values: Mapping[str, Any], name: str) -> str:
+    """Return the value as an error shows it: a missing name is `absent`, which is not the same as None."""
+    return repr(values[name]) if name in values else "absent"
+
+
+def differing_fields(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Names whose values differ, or that only one side has; values count as JSON would store them."""
+    names = sorted({*saved, *current})
+    return [name for name in names if _stored(saved.get(name, _ABSENT)) != _stored(current.get(name, _ABSENT))]
+
+
+def _stored(value: Any) -> Any:
+    return json.dumps(value, sort_keys=True, default=repr)

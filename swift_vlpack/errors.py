@@ -1,0 +1,57 @@
+"""Everything this package raises on purpose.
+
+VLPackError
+|-- ConfigError        an option is unknown, impossible, or contradicts another one
+|-- DataError          an item, a length file or a source cannot be what it claims to be
+|-- SourceError        a source of documents cannot be read (text/streams/reading.py)
+|-- PlanError          a plan cannot be given the shape that was asked for
+|-- StrategyError      a strategy of one's own broke the rules (plan/registry.py)
+|-- BoundaryError      positions or tokens disagree with where samples start
+|-- AttentionError     a model asks of attention what packing does not know, or the boundaries are another row's
+|-- StateMismatch      a saved state belongs to other data, another config or another version
+|-- SampleError        a row cannot be encoded (rows/samples.py); becomes a counted reason
+|-- TooManyFailures    so many rows in a row that the data must be broken (rows/samples.py)
+|-- IsolationError     samples of a pack see each other, or the proof cannot be made (proof/isolation.py)
+|-- RanksDiffer        the ranks would train on different data (host/ranks.py)
+|-- RankGone           something between the ranks died, as one of them has left (feed/waiting.py)
+|-- StateNotSaved      the state of the data cannot be written into a checkpoint (host/state.py)
+|-- WorkerDied         a dataloader worker was killed, or left (host/loader.py)
+|-- PhaseFailed        a process of `vlpack bench` ended without a result (cli/bench.py)
+`-- UnsupportedSwift   this ms-swift has moved something that packing holds on to (host/seam.py)
+"""
+
+
+class VLPackError(Exception):
+    """Root of the tree: catch this to catch everything above."""
+
+
+class ConfigError(VLPackError, ValueError):
+    """An option is unknown, impossible, or contradicts another one."""
+
+
+class DataError(VLPackError, ValueError):
+    """An item, a length file or a source cannot be what it claims to be."""
+
+
+class SourceError(VLPackError, OSError):
+    """A source of documents could not be read, however often it was tried."""
+
+
+class PlanError(VLPackError, ValueError):
+    """A plan cannot be given the shape that was asked for."""
+
+
+class StrategyError(VLPackError, ValueError):
+    """A strategy of one's own failed, or returned groups that cannot be packs."""
+
+
+class BoundaryError(VLPackError, ValueError):
+    """Positions or tokens disagree with where samples start."""
+
+
+class AttentionError(VLPackError):
+    """A model asks of attention what packing does not know how to give, or the boundaries are another row's."""
+
+
+class StateMismatch(VLPackError, ValueError):
+    """A saved state belongs to other data, another config or another version."""

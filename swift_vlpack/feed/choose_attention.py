@@ -1,0 +1,51 @@
+"""Choose the attention kernel for a model, its template and its packs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from swift_vlpack.attention import attention
+from swift_vlpack.attention.choose_kernel import AUTO, OfAll, alone, choose
+from swift_vlpack.attention.prepare import unwrapped
+from swift_vlpack.errors import ConfigError
+from swift_vlpack.feed.collate import NOT_FOR_THE_MODEL, on_device
+from swift_vlpack.feed.packs import Packs
+from swift_vlpack.feed.sequence import packed_sequence, placeholder
+from swift_vlpack.plan.typical import typical_row
+
+
+def choose_attention(
+    model: Any,
+    template: Any,
+    packs: Packs,
+    *,
+    results_of_all: OfAll = alone,
+    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> str:
+    """Choose the kernel that `packing_attention` of the packs asks for. Returns a line that says which one and why.
+
+    `auto` compares and times the kernels that this device has. The model may be wrapped. With several ranks all must
+    call this function, and `results_of_all` runs a function on each of them and returns all results to each.
+    `forward_context` makes the context in which the trainer runs a forward, such as autocast.
+    """
+    wanted, name = packs.config.packing_attention, attention.name_of(unwrapped(model).config)
+    if name != attention.NAME:
+        if wanted != AUTO:
+            raise ConfigError(
+                f"packing_attention={wanted} is for the attention vlpack, the model has {name}; set packing_attention="
+                "auto, or leave attn_impl unset"
+            )
+        return f"attention {name}, as asked for"
+
+    def forward() -> None:
+        multiple = packs.config.sequence_multiple
+        row = packed_sequence(template, [placeholder(template), placeholder(template)], multiple=multiple)
+        inputs = {name: value for name, value in row.items() if name not in ("labels", *NOT_FOR_THE_MODEL)}
+        with forward_context():
+            model(**on_device(inputs, next(model.parameters()).device))
+
+    plan = packs.epoch_plan
+    lengths = typical_row(() if plan is None else plan.lengths, packs.config.packing_length)
+    return choose(model, forward, lengths, wanted=wanted, results_of_all=results_of_all)

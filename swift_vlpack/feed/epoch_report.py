@@ -1,0 +1,184 @@
+"""Report what an epoch's plan holds and what it leaves out: counts for its account, numbers for commands and logs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swift_vlpack.config import PackingConfig
+from swift_vlpack.plan.advice import StepSize, step_size
+from swift_vlpack.plan.epoch import EpochPlan
+from swift_vlpack.plan.report import plan_report
+from swift_vlpack.plan.resume_schedule import num_steps
+from swift_vlpack.reasons import warning_of_left_out
+from swift_vlpack.rows.fusion import FusionCaptionDataset
+from swift_vlpack.rows.left_out import as_json, deleted_by_loader
+from swift_vlpack.rows.samples import Address, LeftOut
+from swift_vlpack.rows.source import RowSource
+from swift_vlpack.runlog.account import account_json
+from swift_vlpack.runlog.counts import Counts
+
+# -- what an epoch leaves out -----------------------------------------------------------------------------------------
+
+
+def left_out_by(plan: EpochPlan, rows: FusionCaptionDataset) -> list[LeftOut]:
+    """List the scheduled samples that are in no pack, with reasons."""
+
+    def address(position: int) -> Address:
+        return Address(*plan.sample(position))
+
+    left_out = [rows.failed(address(position)) for position in plan.unreadable.tolist()]
+    for reason, positions in plan.packs.dropped.items():
+        for position in positions.tolist():
+            said = f"{plan.lengths[position]} tokens, {plan.images[position]} images"
+            left_out.append(LeftOut(rows.sample_id(address(position)), reason, said))
+    return left_out
+
+
+def left_out_warning(plan: EpochPlan, left_out: Sequence[LeftOut], config: PackingConfig) -> str | None:
+    """Say what to do about what an epoch leaves out; None if that is little."""
+    reasons = Counter(one.reason for one in left_out)
+    return warning_of_left_out(reasons, num_of=len(plan.schedule), what=config.what_is_packed)
+
+
+def count_rows(counted: Counts, plan: EpochPlan, rows: FusionCaptionDataset) -> None:
+    """Count all samples of an epoch, and those of them that are in no pack."""
+    schedule, further = plan.schedule, plan.is_further_part
+    num_further = np.bincount(schedule.source[further], minlength=len(schedule.names)).tolist()
+    for name, num_samples, num in zip(schedule.names, schedule.num_rows_per_source, num_further, strict=True):
+        counted.read(name, num_samples, num_further=num)
+    for left_out in left_out_by(plan, rows):
+        left_out.count_in(counted)
+
+
+# -- what it holds ----------------------------------------------------------------------------------------------------
+
+
+def plan_facts(plan: EpochPlan, *, accumulation: int, seconds: float = 0.0) -> dict[str, Any]:
+    """Return numbers of an epoch's packs and steps, for the summary of a run and for `vlpack plan`."""
+    return {
+        **plan_report(plan.unshared, plan.packs, num_rows=plan.num_rows, seconds=seconds),
+        "packs_per_epoch": len(plan),
+        "steps_per_epoch": num_steps(plan.packs.num_packs_per_rank, accumulation),
+        "step": size_of_step(plan, accumulation=accumulation).as_json(),
+    }
+
+
+def data_report(epoch: EpochPlan, dataset: FusionCaptionDataset, merge_size: int | None = None) -> dict[str, Any]:
+    """Lengths, images and mix of an epoch, and how many rows of its sources cannot be encoded.
+
+    `merge_size`: a vision token stands for so many patches in height and in width; None where that is not known.
+    """
+    is_usable = epoch.lengths > 0
+    lengths = epoch.lengths[is_usable]
+    num_tokens = int(lengths.sum())
+    num_patches = int(epoch.patches[is_usable].sum())
+    unreadable = Counter(reason for source in dataset.sources for reason in _failures(source).values())
+    return {
+        "rows": sum(len(source.rows) for source in dataset.sources),
+        "lengths": _summary(lengths),
+        "share_of_rows_with_image": _share(int((epoch.images[is_usable] > 0).sum()), len(lengths)),
+        "share_of_vision_tokens": None if merge_size is None else _share(num_patches // merge_size**2, num_tokens),
+        "unreadable": dict(sorted(unreadable.items())),
+        "rows_with_surplus_tags": sum(len(source.sizes.surplus_tags) for source in dataset.sources if source.sizes),
+        "ratio_by": dataset.mix.ratio_by,
+        "sources": _mix(epoch, dataset),
+        **({"cut": _cut(epoch, dataset)} if epoch.packs.config.cuts_rows else {}),
+    }
+
+
+def size_of_step(epoch: EpochPlan, *, accumulation: int) -> StepSize:
+    """What an optimizer step of the epoch is made of."""
+    members = epoch.packs.members
+    return step_size(
+        num_packs=len(epoch),
+        num_samples=len(members),
+        num_supervised=int(epoch.supervised[members].sum()),
+        accumulation=accumulation,
+        num_ranks=epoch.num_ranks,
+    )
+
+
+def _cut(epoch: EpochPlan, dataset: FusionCaptionDataset) -> dict[str, Any]:
+    """What cutting makes of the rows of an epoch, and their account, as the report of the epoch will have it."""
+    num_samples = len(epoch.schedule)
+    is_part = np.zeros(num_samples, dtype=bool) if epoch.spans is None else epoch.spans.astype(bool).max(axis=0)
+    account = account_json(_account_of(epoch, dataset))
+    return {
+        "packing_overflow": epoch.packs.config.packing_overflow,
+        "num_rows_cut": int((is_part & ~epoch.is_further_part).sum()),
+        "num_parts": int(is_part.sum()),
+        "num_samples": num_samples,
+        "lost_by_cutting": account.get("lost_by_cutting", {}),
+        "rows": account.get("rows", {}),
+    }
+
+
+def _account_of(epoch: EpochPlan, dataset: FusionCaptionDataset) -> Counts:
+    """Of an epoch whose packs are all trained, counted as one."""
+    counted = Counts(packing_length=epoch.packs.config.packing_length)
+    count_rows(counted, epoch, dataset)
+    members, names = epoch.packs.members, epoch.schedule.names
+    source = epoch.schedule.source[members]
+    samples = ((names[number], length) for number, length in zip(source, epoch.lengths[members].tolist(), strict=True))
+    further = (names[number] for number in source[epoch.is_further_part[members]])
+    counted.packed(samples, further=further, single_long=True)
+    return counted
+
+
+def left_out_rows(epoch: EpochPlan, dataset: FusionCaptionDataset) -> Iterator[dict[str, Any]]:
+    """Every row that is in no pack, as a run lists them; those of no epoch can be encoded in none."""
+    origins = {source.name: source.origin or source.name for source in dataset.sources}
+    for number, source in enumerate(dataset.sources):
+        for left_out in deleted_by_loader(source):
+            yield as_json(left_out, None, origins)
+        for index in sorted(_failures(source)):
+            yield as_json(dataset.failed(Address(number, index)), None, origins)
+    for left_out in left_out_by(epoch, dataset):
+        if left_out.sample_id.part is not None or left_out.reason in epoch.packs.dropped:
+            yield as_json(left_out, epoch.epoch, origins)
+
+
+def _failures(source: RowSource) -> dict[int, str]:
+    return {} if source.sizes is None else dict(source.sizes.failures)
+
+
+def _summary(lengths: NDArray[Any]) -> dict[str, float]:
+    # The percentiles are lengths that occur, so that they are whole numbers of tokens.
+    median, p95, p99 = np.percentile(lengths, (50, 95, 99), method="higher").tolist()
+    least, most, mean = int(lengths.min()), int(lengths.max()), round(float(lengths.mean()), 1)
+    return {"min": least, "median": median, "p95": p95, "p99": p99, "max": most, "mean": mean}
+
+
+def _mix(epoch: EpochPlan, dataset: FusionCaptionDataset) -> dict[str, dict[str, Any]]:
+    """What each source was asked for, and what it has in the packs."""
+    packed = epoch.packs.members
+    num_sources = len(dataset.sources)
+    is_by_tokens = dataset.mix.ratio_by == "tokens"
+    asked = [source.ratio * (1 if is_by_tokens else source.num_used) for source in dataset.sources]
+    source_of_sample = epoch.schedule.source[packed]
+    num_samples = np.bincount(source_of_sample, minlength=num_sources).tolist()
+    tokens = np.bincount(source_of_sample, weights=epoch.lengths[packed], minlength=num_sources)
+    num_tokens = tokens.astype(np.int64).tolist()
+    return {
+        source.name: {
+            "rows": len(source.rows),
+            "num_unreadable": len(_failures(source)),
+            "num_deleted_by_loader": source.num_lost,
+            "asked_ratio": source.ratio,
+            "asked_share": _share(asked[number], sum(asked)),
+            "num_samples": num_samples[number],
+            "share_of_samples": _share(num_samples[number], sum(num_samples)),
+            "num_tokens": num_tokens[number],
+            "share_of_tokens": _share(num_tokens[number], sum(num_tokens)),
+        }
+        for number, source in enumerate(dataset.sources)
+    }
+
+
+def _share(part: float, whole: float) -> float:
+    return round(part / whole, 4) if whole else 0.0

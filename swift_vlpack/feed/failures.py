@@ -1,0 +1,99 @@
+"""Decide when rows that cannot be read are too many: a few are an accident, many are a disk that is gone."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Iterable
+
+from swift_vlpack.reasons import is_failure
+from swift_vlpack.rows.samples import LeftOut, SampleError, TooManyFailures
+from swift_vlpack.rows.source import RowSource
+from swift_vlpack.words import by_reason
+
+logger = logging.getLogger(__name__)
+
+NUM_ROWS = 1000
+"""Rows whose share of failures is watched: the last ones that this rank read."""
+FEWEST_ROWS = 100
+"""Rows below which a share says too little to stop a run; between two epochs `FEWEST_ROWS_OF_EPOCH` are enough."""
+FEWEST_ROWS_OF_EPOCH = 20
+SHARE_WARNED_OF = 0.05
+
+
+def counted_failure(error: SampleError, num_in_a_row: int, max_failures: int) -> LeftOut:
+    """Log a row that cannot be encoded. Raises `TooManyFailures` if so many fail in a row that it is no accident."""
+    logger.warning("%s: left out: %s: %s", error.sample_id, error.reason, error.detail)
+    if num_in_a_row > max_failures:
+        raise TooManyFailures(
+            f"{num_in_a_row} rows in a row could not be encoded, the last is {error}. "
+            "Mend the data, or raise packing_max_failures"
+        ) from error
+    return LeftOut(error.sample_id, *error.fault)
+
+
+class FailedShare:
+    """Watch the share of failures in the last 1,000 rows that this rank trained or lost."""
+
+    def __init__(self, most: float) -> None:
+        self.most = most
+        self._reasons: deque[str] = deque(maxlen=NUM_ROWS)  # empty for a row that was read
+        self._last: LeftOut | None = None
+        self._is_warned_of = False
+
+    def count(self, num_read: int, left_out: Iterable[LeftOut] = ()) -> None:
+        """Count the rows of a pack."""
+        self._reasons.extend([""] * num_read)
+        for one in left_out:
+            # A row that is left out for its length is no sign of a broken disk.
+            if is_failure(one.reason):
+                self._reasons.append(one.reason)
+                self._last = one
+
+    def check(self, fewest_rows: int = FEWEST_ROWS) -> None:
+        """Warn if the share is large; raise `TooManyFailures` if it is above what the options allow."""
+        failed = [reason for reason in self._reasons if reason]
+        if len(self._reasons) < fewest_rows or not failed:
+            return
+        share = len(failed) / len(self._reasons)
+        found = (
+            f"{len(failed)} of the last {len(self._reasons)} rows could not be read ({by_reason(_most_first(failed))})"
+        )
+        if share > self.most:
+            raise TooManyFailures(f"{found}; the last is {_shown(self._last)}. {_way_out(self.most)}")
+        if share > SHARE_WARNED_OF and not self._is_warned_of:
+            logger.warning("%s; the last is %s. Above %.0f%% the run stops", found, _shown(self._last), 100 * self.most)
+        # Warn once for as long as the share stays above, and again after it has been below.
+        self._is_warned_of = share > SHARE_WARNED_OF
+
+
+def check_measured(sources: Iterable[RowSource], most: float) -> None:
+    """Warn or stop before training, by the share of rows that the length pass could not read."""
+    failed: list[str] = []
+    num_rows = 0
+    for source in sources:
+        num_rows += len(source.rows)
+        failed += [] if source.sizes is None else filter(is_failure, source.sizes.failures.values())
+    if num_rows < FEWEST_ROWS or not failed:
+        return
+    found = f"{len(failed)} of {num_rows} rows cannot be read ({by_reason(_most_first(failed))})"
+    if len(failed) / num_rows > most:
+        raise TooManyFailures(f"{found}. {_way_out(most)}")
+    if len(failed) / num_rows > SHARE_WARNED_OF:
+        logger.warning("%s. Above %.0f%% the run would not start", found, 100 * most)
+
+
+def _most_first(reasons: Iterable[str]) -> dict[str, int]:
+    return dict(Counter(reasons).most_common())
+
+
+def _shown(left_out: LeftOut | None) -> str:
+    return "-" if left_out is None else f"{left_out.sample_id}: {left_out.reason}: {left_out.detail}"
+
+
+def _way_out(most: float) -> str:
+    return (
+        f"packing_max_failed_share allows {100 * most:g}%. Is a disk or a network mount gone? All rows are listed in "
+        "vlpack/left_out.jsonl in the output directory. Mend the data and resume from the last checkpoint, or raise "
+        "packing_max_failed_share"
+    )

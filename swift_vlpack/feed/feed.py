@@ -1,0 +1,216 @@
+"""Feed a trainer with packs: everything that a trainer, a proof or a command asks of the data of a run, in every mode.
+
+    begin(epoch) -> loader(...) -> consumed(records) ... state() -> checkpoint -> restore(state)
+
+`PlannedFeed` (planned_feed.py) trains packs that are planned ahead of time, `StreamedFeed` (streamed_feed.py) trains
+packs that are made as rows come. `build_feed` (host/pipeline.py) chooses one; nobody else asks which one it has.
+
+>>> from swift_vlpack import PackingConfig, PackingDataset
+>>> from swift_vlpack.feed.planned_feed import PlannedFeed
+>>> class Template:  # stands for one of ms-swift's
+...     def encode(self, row, return_length=False):
+...         return {"input_ids": row["ids"], "labels": row["ids"]}
+>>> rows = [{"ids": [1] * num_tokens} for num_tokens in (5, 4, 7, 6, 3, 5)]
+>>> packs = PackingDataset(rows, Template(), PackingConfig(packing_length=10, packing_strategy="exact"), num_epochs=2)
+>>> sorted(sorted(sample["length"] for sample in packs[number]) for number in range(len(packs)))
+[[3, 7], [4, 6], [5, 5]]
+>>> feed = PlannedFeed(packs)
+>>> feed.begin(0).left_out, feed.batches_left
+([], 3)
+>>> first = [packs[0].record, packs[1].record]
+>>> feed.consumed(first)  # their optimizer step was taken
+>>> feed.state()["cuts"]
+(Cut(num_ranks=1, num_packs=3, num_consumed=2),)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar
+
+from swift_vlpack.config import PackingConfig
+from swift_vlpack.feed.agreement import Voting
+from swift_vlpack.feed.collate import Batch
+from swift_vlpack.feed.packs import Packs
+from swift_vlpack.feed.saved_rows import RunRows
+from swift_vlpack.plan.cuts import Cut
+from swift_vlpack.plan.epoch import EpochPlan
+from swift_vlpack.rows.samples import Encoded, LeftOut, PackRecord, SampleError
+from swift_vlpack.rows.source import RowSource
+from swift_vlpack.runlog.counts import Counts
+
+MakeLoader = Callable[..., Any]
+"""Makes a dataloader. Also takes `feed`, and passes every batch through `feed.batches`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpochStart:
+    """Facts about an epoch that are known when it begins."""
+
+    must_agree: Mapping[str, Any] = field(default_factory=dict)
+    """Values that must be equal on all ranks, by name."""
+    left_out: Sequence[LeftOut] = ()
+    """Rows that are in no pack."""
+    warning: str | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Numbers for the run log."""
+
+
+class CannotReadAgain(Exception):
+    """The samples of a pack cannot be encoded a second time; the message says why."""
+
+
+class Feed(ABC):
+    """The packs of one rank, epoch after epoch, with what the trainer has trained of them."""
+
+    kind: ClassVar[str]
+    """Name of the kind of feed; a saved state carries it and can only be restored by the same kind."""
+    can_plan_again: ClassVar[bool]
+    """True if the packs of past steps can be computed again, so that no log of them has to be written."""
+    state_shape: ClassVar[Mapping[str, Any]]
+    """The shape of `state()`, by which a saved state is checked."""
+
+    def __init__(
+        self, packs: Packs, *, objective: Mapping[str, Any] | None = None, unpacked_batch_size: int | None = 1
+    ) -> None:
+        """`objective` has settings of training that are neither rows nor packing options; part of the fingerprint."""
+        self.packs = packs
+        self.objective = dict(objective or {})
+        self.unpacked_batch_size = unpacked_batch_size
+        """Samples in a batch without packing; the padding that packing saved is counted against such batches."""
+
+    # -- what it feeds from -----------------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> PackingConfig:
+        """Return the packing options."""
+        return self.packs.config
+
+    @property
+    def dataset(self) -> Any:
+        """Return the rows: a `FusionCaptionDataset` or `StreamedRows`."""
+        return self.packs.dataset
+
+    @property
+    def sources(self) -> tuple[RowSource, ...]:
+        """Return the sources of the rows; none of a stream."""
+        return self.packs.sources
+
+    @property
+    def seed(self) -> int:
+        """Return the seed of draws and orders."""
+        return self.packs.seed
+
+    @property
+    def num_ranks(self) -> int:
+        """Return how many ranks share the packs."""
+        return self.packs.num_ranks
+
+    @property
+    def epoch(self) -> int:
+        """Return the number of the epoch that was begun or resumed."""
+        return self.packs.epoch
+
+    @property
+    def epoch_plan(self) -> EpochPlan | None:
+        """Return the plan of the epoch that was begun or resumed; None if packs are made as rows come."""
+        return self.packs.epoch_plan
+
+    def plan_of(self, epoch: int, cuts: Sequence[Cut] = (), num_ranks: int | None = None) -> EpochPlan | None:
+        """Plan any epoch, as any number of ranks shared it from these cuts on; None if the feed plans nothing.
+
+        The feed stays in its epoch.
+        """
+        return None
+
+    def preview(self, num_samples: int) -> Iterator[Encoded]:
+        """Encode the first samples that are trained, one when it is asked for; rows that fail are passed over."""
+        return self.packs.preview(num_samples)
+
+    @abstractmethod
+    def samples_again(self, record: PackRecord, *, rank: int, num_workers: int) -> Iterator[Encoded | SampleError]:
+        """Encode the samples of a pack of the epoch again, here and with the same random draws, in any order.
+
+        Raises `CannotReadAgain` if that is not possible.
+        """
+
+    @cached_property
+    def saved_rows(self) -> RunRows:
+        """Return the rows in the form that checkpoints save; read when training begins, as a plan needs them not."""
+        return RunRows(self.sources)
+
+    # -- epochs -----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def begin(self, epoch: int) -> EpochStart:
+        """Begin an epoch; an epoch that was resumed continues where it was."""
+
+    @property
+    @abstractmethod
+    def is_finished(self) -> bool:
+        """Return whether the epoch has no packs left to train on."""
+
+    @abstractmethod
+    def batches_behind(self, accumulation: int) -> int:
+        """Return how many batches of the epoch the trainer should count as trained, in whole optimizer steps."""
+
+    @property
+    @abstractmethod
+    def batches_left(self) -> int | None:
+        """Return how many batches each rank has to train on in the epoch; None if the feed cannot know."""
+
+    # -- batches ----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def loader(self, rank: int, make: MakeLoader, *, ranks: Callable[[], Voting], **options: Any) -> Any:
+        """Make the dataloader of a rank, for all epochs. `ranks` makes the group that votes, if ranks have to."""
+
+    def batches(self, loaded: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield the batches to train on, from the loaded ones."""
+        return loaded
+
+    def fill_up(self, num_missing: int) -> list[Batch]:
+        """Return batches without loss to complete the last step of an epoch; none if the feed needs no filling."""
+        return []
+
+    @abstractmethod
+    def consumed(self, records: Sequence[PackRecord]) -> None:
+        """Note that these packs were trained: their optimizer step was taken."""
+
+    # -- the account of an epoch ------------------------------------------------------------------------------------
+
+    def left_out_after(self) -> list[LeftOut]:
+        """Return samples left out after the epoch's last pack, and forget them: no pack's record can carry them."""
+        return []
+
+    @abstractmethod
+    def count_rows(self, counted: Counts) -> None:
+        """Count the rows of the epoch, and those left out that no pack reports.
+
+        Called at the end of an epoch, once for all ranks.
+        """
+
+    def end(self, counted: Counts) -> str | None:
+        """Check the counts of an epoch that has ended. Returns a warning; raises `DataError` if nothing was packed."""
+        return None
+
+    # -- the state in a checkpoint ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def fingerprint(self) -> dict[str, Any]:
+        """Return everything that determines the packs of all epochs, large parts as digests."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """Return the progress that all ranks share, as JSON."""
+
+    def rank_state(self) -> dict[str, Any] | None:
+        """Return the progress of this rank alone, as JSON; None if `state` says it all."""
+        return None
+
+    @abstractmethod
+    def restore(self, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None) -> None:
+        """Resume after the last pack that was trained when the states were saved."""

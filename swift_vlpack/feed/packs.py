@@ -1,0 +1,108 @@
+"""Hold what planned and streamed packs have in common: rows, options, and the number of the epoch they are of.
+
+`PlannedPackingDataset` (planned.py) knows every pack of an epoch ahead of time, `StreamedPackingDataset` (streamed.py)
+makes packs as rows come. A trainer, a proof or a command that looks at packs asks only for what `Packs` has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from os import PathLike
+from typing import Any
+
+import torch
+
+from swift_vlpack.attention.prepare import check_ready
+from swift_vlpack.config import PackingConfig
+from swift_vlpack.errors import DataError
+from swift_vlpack.plan.epoch import EpochPlan
+from swift_vlpack.plan.oversize import is_single_long
+from swift_vlpack.rows.contents import size_of
+from swift_vlpack.rows.encoder import Template
+from swift_vlpack.rows.fusion import FusionCaptionDataset
+from swift_vlpack.rows.samples import Encoded, LeftOut, PackedSamples, PackRecord
+from swift_vlpack.rows.source import RowSource
+from swift_vlpack.rows.streams import StreamedRows
+
+
+class Packs:
+    """Packs of the samples of some rows, epoch after epoch. The number of the epoch has its one home here."""
+
+    def __init__(
+        self, dataset: Any, template: Template, config: PackingConfig, *, seed: int = 0, num_ranks: int = 1
+    ) -> None:
+        self.dataset: Any = rows_of(dataset, template)
+        """The rows: a `FusionCaptionDataset` or `StreamedRows`."""
+        make_packing(template, self.dataset, config)
+        self.template = template
+        self.config = config
+        self.seed = seed
+        self.num_ranks = num_ranks
+        # In shared memory, because persistent dataloader workers keep the data set as it was when they were started.
+        self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
+
+    @property
+    def epoch(self) -> int:
+        """Return the number of the epoch that was set last, also in a worker that was started before."""
+        return int(self._epoch[0])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Mix the sources anew and pack anew; dataloader workers that live on follow."""
+        self._epoch[0] = epoch
+
+    @property
+    def epoch_plan(self) -> EpochPlan | None:
+        """Return the plan of the epoch that was set; None if packs are made as rows come."""
+        return None
+
+    @property
+    def sources(self) -> tuple[RowSource, ...]:
+        """Return the sources of the rows; none of a stream."""
+        sources: tuple[RowSource, ...] = self.dataset.sources
+        return sources
+
+    def preview(self, num_samples: int) -> Iterator[Encoded]:
+        """Encode the first samples that are trained, one when it is asked for; rows that fail are passed over."""
+        raise NotImplementedError
+
+
+def rows_of(dataset: Any, template: Template) -> FusionCaptionDataset | StreamedRows:
+    """Return rows in one of the two forms that packs are made of; a plain list becomes a source of its own."""
+    if isinstance(dataset, (str, bytes, PathLike)):  # iterating a name would take its letters for rows
+        raise DataError(
+            f"PackingDataset takes rows, not the name of a file; read {str(dataset)!r} first: "
+            f"[json.loads(line) for line in open({str(dataset)!r})]"
+        )
+    if isinstance(dataset, (FusionCaptionDataset, StreamedRows)):
+        return dataset
+    if hasattr(dataset, "__len__"):
+        return FusionCaptionDataset([RowSource(name="data", rows=dataset)], template)
+    return StreamedRows(dataset, template)
+
+
+def make_packing(template: Template, rows: FusionCaptionDataset | StreamedRows, config: PackingConfig) -> None:
+    """Let rows be encoded as these options want them, and the template collate packs, if it is fit for that."""
+    # The rows may be read by another template, such as a copy that asks for URLs in another way.
+    for used in {id(one): one for one in (template, rows.template)}.values():
+        check_ready(used, needs_model=False)
+    rows.encode_for(config)
+    template.packing = True
+    template.padding_free = True
+
+
+def packed_samples(
+    samples: Sequence[Encoded], epoch: int, number: int, config: PackingConfig, left_out: Sequence[LeftOut]
+) -> PackedSamples:
+    """Put samples into one pack, with the record that travels beside its tensors and ends in the counters."""
+    sizes = [size_of(sample) for sample in samples]
+    record = PackRecord(
+        epoch=epoch,
+        number=number,
+        sample_ids=tuple(sample["sample_id"] for sample in samples),
+        lengths=tuple(size.length for size in sizes),
+        num_images=sum(size.images for size in sizes),
+        single_long=len(sizes) == 1 and is_single_long(*sizes[0][:3], config),
+        left_out=tuple(left_out),
+        sequence_multiple=config.sequence_multiple,
+    )
+    return PackedSamples(samples, record)

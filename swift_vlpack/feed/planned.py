@@ -1,0 +1,274 @@
+"""Plan the packs of an epoch before the first image is opened: `len()` packs, `[i]` encodes the samples of pack i.
+
+`PlannedPackingDataset` owns the epochs of a run: their plans, how far one was trained before a resume, and which one is
+set. A trainer of your own iterates it with a plain `DataLoader`; `PlannedFeed` is the side of ms-swift's trainer.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import uuid
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from swift_vlpack.config import PackingConfig
+from swift_vlpack.errors import DataError, PlanError, StateMismatch
+from swift_vlpack.feed.epochs import Epochs, Extent
+from swift_vlpack.feed.packs import Packs
+from swift_vlpack.feed.reader import PackReader
+from swift_vlpack.plan.cuts import Cut
+from swift_vlpack.plan.epoch import EpochPlan, NameOfRow, Recipe, plan_epoch, saved_digest
+from swift_vlpack.plan.packs import Plan
+from swift_vlpack.plan.parts import Span
+from swift_vlpack.rows.encoder import Template
+from swift_vlpack.rows.fusion import FusionCaptionDataset
+from swift_vlpack.rows.samples import Address, Encoded, PackAddress, PackedSamples, SampleError
+from swift_vlpack.rows.source import RowSource
+from swift_vlpack.words import counted
+
+
+class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
+    """The map-style form of `PackingDataset`."""
+
+    dataset: FusionCaptionDataset
+
+    def __init__(  # noqa: PLR0913 - what it packs, then how often and for whom
+        self,
+        dataset: Any,
+        template: Template,
+        config: PackingConfig,
+        *,
+        seed: int = 0,
+        num_ranks: int = 1,
+        num_epochs: int = 1,
+        num_packs: int | None = None,
+    ) -> None:
+        """Plan for `num_epochs`; if the run is bounded by steps instead, for as many as `num_packs` packs take."""
+        super().__init__(dataset, template, config, seed=seed, num_ranks=num_ranks)
+        if not isinstance(self.dataset, FusionCaptionDataset):
+            raise DataError("data without a length cannot be planned; use PackingDataset, which packs it as it comes")
+        self.dataset.measure()
+        self._plan_epochs(Extent(num_epochs, num_packs))
+        self._published = PublishedPacks()
+        self._plan: EpochPlan | None = self._epochs.plan(0)
+
+    def _plan_epochs(self, extent: Extent) -> None:
+        rows = self.dataset
+        self._epochs = Epochs(recipe_of(rows, self.config, seed=self.seed, num_ranks=self.num_ranks), extent,
+                              name_of=names_of(rows))  # fmt: skip
+        self.num_packs = self._epochs.num_packs
+        """Packs of every epoch, over all ranks. An epoch beyond those that were looked at can have more."""
+        self.reader = PackReader(rows, self.config, self.seed, self.num_packs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Give a spawned worker the addresses of the epoch's packs and neither plan nor sizes."""
+        if self._plan is not None:
+            self._published.publish(self._plan)
+        return {**self.__dict__, "_plan": None, "_epochs": None, "dataset": None}
+
+    def __repr__(self) -> str:
+        if self._plan is None:
+            return f"<PlannedPackingDataset of {counted(len(self), 'pack')}, a copy in another process>"
+        return f"<PlannedPackingDataset: epoch {self.epoch} of {self.dataset!r}, {self.plan!r}>"
+
+    # -- epochs -----------------------------------------------------------------------------------------------------
+
+    @property
+    def epoch_plan(self) -> EpochPlan:
+        """Return the plan of the epoch that was set."""
+        if self._plan is None:
+            raise DataError("a copy of the packs in another process knows addresses only; ask the original")
+        return self._plan
+
+    @property
+    def plan(self) -> Plan:
+        """Return the packs of the epoch; indices are positions in its schedule."""
+        return self.epoch_plan.packs
+
+    def plan_of(self, epoch: int, cuts: Sequence[Cut] = (), num_ranks: int | None = None) -> EpochPlan:
+        """Plan any epoch, as any number of ranks would share it; the epoch that is set stays set."""
+        epochs = self._epochs
+        if num_ranks not in (None, self.num_ranks):
+            epochs = Epochs(replace(epochs.recipe, num_ranks=num_ranks), epochs.extent)
+        return epochs.plan(epoch, cuts)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Mix the sources anew and pack anew; dataloader workers that live on follow."""
+        if epoch == self.epoch:
+            return
+        plan = self._epochs.plan(epoch)
+        # Before the number: a worker that sees the number finds the packs.
+        self._published.publish(plan)
+        self._go_to(plan)
+
+    def begin(self, epoch: int) -> EpochPlan:
+        """Set an epoch for loaders that hand out addresses (`PlannedFeed`), whose workers need no packs published.
+
+        An epoch that was resumed goes on where it was.
+        """
+        if epoch != self.epoch:
+            self._go_to(self._epochs.plan(epoch))
+        return self.epoch_plan
+
+    def make_ahead(self, epoch: int) -> None:
+        """Begin to plan an epoch that will be asked for, if the run has it, in a thread."""
+        self._epochs.make_ahead(epoch)
+
+    def resume(self, epoch: int, cuts: Sequence[Cut], digest: str) -> None:
+        """Set an epoch of which some packs are trained, by any number of ranks; `digest` is that of the saved plan."""
+        packed = self._epochs.packed(epoch)
+        try:
+            # Check the digest before the packs are shared anew: saved counts refer to the old layout.
+            found = saved_digest(packed, cuts)
+            plan = plan_epoch(self._epochs.recipe, epoch, cuts, packed=packed)
+        except PlanError as error:
+            raise StateMismatch(f"damaged: state.cuts are not of this plan: {error}") from error
+        if found != digest:
+            raise StateMismatch(
+                f"the same data and options give another plan of epoch {epoch} than then ({found}, then "
+                f"{digest}): swift_vlpack, numpy or binpacking is another version"
+            )
+        self._go_to(plan)
+
+    def take_sizes(self, sources: Sequence[RowSource]) -> None:
+        """Plan with the sizes of a saved run, which differ where a file is gone since, or came back."""
+        if tuple(sources) != self.dataset.sources:
+            self.dataset = self.dataset.with_sources(sources)
+            self._plan_epochs(self._epochs.extent)
+
+    def _go_to(self, plan: EpochPlan) -> None:
+        self._plan = plan
+        super().set_epoch(plan.epoch)
+
+    # -- packs ------------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        plan = self._known_plan()
+        return self._published.num_packs(self.epoch) if plan is None else len(plan)
+
+    def __getitem__(self, index: int | PackAddress) -> PackedSamples:
+        return self.reader[index if isinstance(index, PackAddress) else self.address(index)]
+
+    def address(self, number: int) -> PackAddress:
+        """Return what pack `number` of the epoch is made of."""
+        plan = self._known_plan()
+        return self._published.address(self.epoch, number) if plan is None else address_of(plan, number)
+
+    def _known_plan(self) -> EpochPlan | None:
+        """Return the plan; None in a worker whose copy is of an epoch that has ended."""
+        return self._plan if self._plan is not None and self._plan.epoch == self.epoch else None
+
+    def preview(self, num_samples: int) -> Iterator[Encoded]:
+        """Encode the first samples of the epoch, one when it is asked for; rows that fail are passed over."""
+        epoch = self.epoch_plan
+        for where in epoch.samples(epoch.packs.members[:num_samples].tolist()):
+            if not isinstance(sample := self.dataset.sample_or_error(Address(*where)), SampleError):
+                yield sample
+
+
+def recipe_of(rows: FusionCaptionDataset, config: PackingConfig, *, seed: int, num_ranks: int) -> Recipe:
+    """Collect everything that the plans of a run follow from: sizes, cuts of rows, the mix, options, ranks."""
+    sizes, cut = [], []
+    for source in rows.sources:
+        assert source.sizes is not None, f"{source.name} was not measured"
+        if config.packing_overflow != "keep" and source.sizes.cut is None:
+            raise DataError(
+                f"source {source.name!r} was measured for rows that stay whole, and packing_overflow="
+                f"{config.packing_overflow} cuts them; give it without sizes, and it is measured again"
+            )
+        sizes.append(source.sizes.columns)
+        cut.append(source.sizes.cut)
+    return Recipe(sizes=tuple(sizes), cut=tuple(cut), mix=rows.mix, config=config, seed=seed, num_ranks=num_ranks)
+
+
+def address_of(plan: EpochPlan, number: int) -> PackAddress:
+    """Return what a pack of a plan is made of: all that a worker needs to encode it."""
+    positions = plan.packs[number]
+    sizes = tuple(map(tuple, plan.sizes[:, positions].T.tolist()))
+    return PackAddress(plan.epoch, number % len(plan), tuple(Address(*at) for at in plan.samples(positions)), sizes)
+
+
+def names_of(rows: FusionCaptionDataset) -> NameOfRow:
+    """Return the function by which the log of planning names a sample."""
+    return lambda *where: str(rows.sample_id(Address(*where)))
+
+
+# -- for workers that live on -----------------------------------------------------------------------------------------
+
+SAMPLE = np.dtype([("source", "<i4"), ("row", "<i8"), ("size", "<i4", (4,)), ("span", "<i4", (len(Span._fields),))])
+
+
+class PublishedPacks:
+    """Files with the samples of every pack of an epoch: written by the training process, read by dataloader workers.
+
+    A plain `DataLoader` hands its workers numbers of packs, and a worker that lives on knows the plan of an old epoch
+    only, or, if it was spawned, none. It never plans: it maps the file of the epoch that is set.
+    """
+
+    def __init__(self) -> None:
+        # Named now, so that workers that are forked before anything is published know where to look.
+        self._folder = Path(tempfile.gettempdir()) / f"vlpack-epoch-{uuid.uuid4().hex}"
+        self._there: list[int] = []  # epochs that have files, the latest last
+        self._read: tuple[int, NDArray[np.int64], NDArray[np.void]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_folder": self._folder, "_there": [], "_read": None}
+
+    def publish(self, plan: EpochPlan) -> None:
+        """Write the files of an epoch, unless they are there."""
+        if plan.epoch in self._there:
+            self._there.sort(key=lambda epoch: epoch == plan.epoch)
+            return
+        if not self._there:
+            # For the owner only: temporary folders are shared by all users of a machine.
+            self._folder.mkdir(mode=0o700)
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        members = plan.packs.members
+        samples = np.zeros(len(members), SAMPLE)
+        samples["source"], samples["row"] = plan.schedule.source[members], plan.schedule.row[members]
+        samples["size"] = plan.sizes[:, members].T
+        if plan.spans is not None:
+            samples["span"] = plan.spans[:, members].T
+        np.save(self._file(plan.epoch, "samples"), samples)
+        np.save(self._file(plan.epoch, "offsets"), plan.packs.offsets)
+        self._there.append(plan.epoch)
+        for epoch in self._there[:-2]:  # workers may still read the epoch before this one
+            for name in ("samples", "offsets"):
+                self._file(epoch, name).unlink(missing_ok=True)
+        self._there = self._there[-2:]
+
+    def address(self, epoch: int, number: int) -> PackAddress:
+        """Return what a pack of the epoch is made of, in a worker."""
+        ends, samples = self._arrays(epoch)
+        num_packs = len(ends) - 1
+        if not -num_packs <= number < num_packs:
+            raise IndexError(f"pack {number} of {num_packs} packs")
+        number %= num_packs
+        inside = samples[ends[number] : ends[number + 1]]
+        spans = (Span(*span) if any(span) else None for span in inside["span"].tolist())
+        where = zip(inside["source"].tolist(), inside["row"].tolist(), spans, strict=True)
+        sizes = tuple(map(tuple, inside["size"].tolist()))
+        return PackAddress(epoch, number, tuple(Address(*one) for one in where), sizes)
+
+    def num_packs(self, epoch: int) -> int:
+        """Return the packs of an epoch, in a worker."""
+        return len(self._arrays(epoch)[0]) - 1
+
+    def _arrays(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.void]]:
+        """Map where packs begin, with the end of the last, and their samples."""
+        if self._read is None or self._read[0] != epoch:
+            # Mapped and not read: all workers of a machine share the pages.
+            offsets, samples = (np.load(self._file(epoch, name), mmap_mode="r") for name in ("offsets", "samples"))
+            self._read = epoch, offsets, samples
+        return self._read[1:]
+
+    def _file(self, epoch: int, name: str) -> Path:
+        return self._folder / f"{epoch}-{name}.npy"

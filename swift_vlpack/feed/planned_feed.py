@@ -1,0 +1,150 @@
+"""Feed a trainer with planned packs: each rank trains its part of an epoch, cuts say how far all ranks have come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from swift_vlpack.feed.agreement import Voting
+from swift_vlpack.feed.epoch_report import count_rows, left_out_by, left_out_warning
+from swift_vlpack.feed.feed import EpochStart, Feed, MakeLoader
+from swift_vlpack.feed.planned import PlannedPackingDataset, address_of
+from swift_vlpack.feed.reader import PackReader
+from swift_vlpack.feed.saved_rows import NUM_PLANNED_COLUMNS, digest_of
+from swift_vlpack.plan.cuts import CUTS, Cut, cuts_from, with_consumed
+from swift_vlpack.plan.epoch import EpochPlan
+from swift_vlpack.plan.resume_schedule import batches_behind
+from swift_vlpack.rows.samples import Encoded, PackAddress, PackRecord, SampleError
+from swift_vlpack.runlog.counts import Counts
+
+
+class PlannedFeed(Feed):
+    """Packs that are decided before the first image is opened."""
+
+    kind = "plan"
+    can_plan_again = True
+    state_shape: ClassVar[Mapping[str, Any]] = {"cuts": CUTS, "plan": str}
+    packs: PlannedPackingDataset
+
+    def __init__(self, packs: PlannedPackingDataset, **options: Any) -> None:
+        super().__init__(packs, **options)
+        self._num_trained = 0  # packs of this rank in the epoch, since it was begun or resumed
+
+    def __len__(self) -> int:
+        """Return the packs of every epoch, over all ranks."""
+        return self.packs.num_packs
+
+    @property
+    def epoch_plan(self) -> EpochPlan:
+        """Return the plan of the epoch that was begun or resumed."""
+        return self.packs.epoch_plan
+
+    def plan_of(self, epoch: int, cuts: Sequence[Cut] = (), num_ranks: int | None = None) -> EpochPlan:
+        """Plan any epoch, as any number of ranks shared it from these cuts on; the feed stays in its epoch."""
+        return self.packs.plan_of(epoch, cuts, num_ranks)
+
+    def samples_again(self, record: PackRecord, *, rank: int, num_workers: int) -> Iterator[Encoded | SampleError]:
+        """Encode the samples of a pack of the epoch again, here and with the same random draws."""
+        # A reader of its own: one that trains keeps the row that its last pack ended in.
+        reader = PackReader(self.dataset, self.config, self.seed, len(self))
+        return iter(reader.encoded(address_of(self.epoch_plan, record.number)))
+
+    # -- epochs -----------------------------------------------------------------------------------------------------
+
+    def begin(self, epoch: int) -> EpochStart:
+        """Begin an epoch; an epoch that was resumed continues where it was."""
+        if epoch != self.epoch:
+            self.packs.begin(epoch)
+            self._num_trained = 0
+        plan = self.epoch_plan
+        left_out = left_out_by(plan, self.dataset)
+        return EpochStart(
+            must_agree={"digest": plan.digest(), "packs": len(plan)},
+            left_out=left_out,
+            warning=left_out_warning(plan, left_out, self.config),
+            facts={"num_packs": len(plan), "balance": round(plan.packs.balance.slowest_to_mean, 4)},
+        )
+
+    @property
+    def is_finished(self) -> bool:
+        """Return whether the epoch has no packs left to train on."""
+        return self.epoch_plan.is_finished
+
+    def batches_behind(self, accumulation: int) -> int:
+        """Return what was consumed of the epoch, in whole steps of the present ranks."""
+        consumed = self.epoch_plan.num_consumed
+        return batches_behind(consumed, num_ranks=self.num_ranks, accumulation=accumulation)
+
+    @property
+    def batches_left(self) -> int:
+        """Return the packs that each rank trains on, from where the epoch was begun or resumed."""
+        return self.epoch_plan.num_left_per_rank
+
+    # -- batches ----------------------------------------------------------------------------------------------------
+
+    def loader(self, rank: int, make: MakeLoader, *, ranks: Callable[[], Voting], **options: Any) -> Any:
+        """Make a loader whose sampler hands out addresses, so that workers that live on need no plan; nobody votes."""
+        return make(self.packs.reader, feed=self, batch_sampler=PackSampler(self, rank), **options)
+
+    def consumed(self, records: Sequence[PackRecord]) -> None:
+        """Count trained packs, and let the next epoch be planned while this one trains.
+
+        Not before the first step: dataloader workers have been forked by then, none of them in the middle of a plan.
+        """
+        self._num_trained += len(records)
+        self.packs.make_ahead(self.epoch + 1)
+
+    def count_rows(self, counted: Counts) -> None:
+        """Count all scheduled rows, and those of them that are in no pack."""
+        count_rows(counted, self.epoch_plan, self.dataset)
+
+    # -- the state in a checkpoint ----------------------------------------------------------------------------------
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return everything that the plans of all epochs follow from; each plan's digest covers the order itself."""
+        sizes = [source.sizes for source in self.saved_rows.sources if source.sizes is not None]
+        columns = [of_source.columns[:NUM_PLANNED_COLUMNS] for of_source in sizes]
+        columns += [part for of_source in sizes if of_source.cut is not None for part in of_source.cut.arrays]
+        return {
+            "seed": self.seed,
+            **self.saved_rows.fingerprint(self.dataset.mix),
+            # Without the tokens with a label, which decide nothing.
+            "lengths": digest_of(*(column.astype("<i8").tobytes() for column in columns)),
+            **self.config.pack_options(),
+            **self.config.objective(),
+            **self.objective,
+            "packing_balance": self.config.packing_balance,
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Return how far all ranks have come, and the digest of the plan that this counts in."""
+        cuts = with_consumed(self.epoch_plan.cuts, self._num_trained * self.num_ranks)
+        return {"epoch": self.epoch, "cuts": cuts, "plan": self.epoch_plan.digest()}
+
+    def restore(self, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None) -> None:
+        """Resume an epoch of which some packs were trained, by any number of ranks."""
+        # Where a file is gone since, or came back, the plan is made of the sizes of the saved run.
+        self.packs.take_sizes(self.saved_rows.sources)
+        self.packs.resume(state["epoch"], cuts_from(state["cuts"]), state["plan"])
+        self._num_trained = 0
+
+
+class PackSampler:
+    """The packs of one rank in order, as addresses."""
+
+    def __init__(self, feed: PlannedFeed, rank: int) -> None:
+        self.feed = feed
+        self.rank = rank
+
+    @property
+    def epoch(self) -> int:
+        """Return the epoch that the packs are of; ms-swift reads it when it rebuilds a loader on resume."""
+        return self.feed.epoch
+
+    def __len__(self) -> int:
+        """Return the packs of a whole epoch, from which the trainer computes its steps; a resumed one yields fewer."""
+        return len(self.feed) // self.feed.num_ranks
+
+    def __iter__(self) -> Iterator[list[PackAddress]]:
+        plan = self.feed.epoch_plan
+        return ([address_of(plan, number)] for number in plan.numbers_left(self.rank))

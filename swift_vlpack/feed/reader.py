@@ -1,0 +1,140 @@
+"""What a dataloader worker does for a planned pack: it gets an address, encodes the rows and keeps what fits."""
+
+from __future__ import annotations
+
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.data import Dataset, get_worker_info
+
+from swift_vlpack.config import PackingConfig
+from swift_vlpack.feed.failures import counted_failure
+from swift_vlpack.feed.packs import packed_samples
+from swift_vlpack.plan.registry import WINDOW
+from swift_vlpack.reasons import Reason
+from swift_vlpack.rows.fusion import FusionCaptionDataset
+from swift_vlpack.rows.randomness import RandomStream
+from swift_vlpack.rows.samples import Address, Encoded, LeftOut, PackAddress, PackedSamples, SampleError
+from swift_vlpack.rows.sizes import RowSize
+
+logger = logging.getLogger(__name__)
+
+
+class PackReader(Dataset[PackedSamples]):
+    """Encodes packs by their addresses; has neither plan nor schedule, nor, in a spawned worker, the sizes of rows."""
+
+    def __init__(self, dataset: FusionCaptionDataset, config: PackingConfig, seed: int, num_packs: int) -> None:
+        self.dataset = dataset
+        self.config = config
+        self.seed = seed
+        self._num_packs = num_packs
+        self._num_failed_in_a_row = 0
+        self._failed_row: tuple[int, int] | None = None
+        self._draws_at_random = False
+        self._kept: dict[tuple[int, Address], Encoded] = {}  # by epoch, the row that the last pack ended inside of
+
+    def __len__(self) -> int:
+        """Packs of an epoch, over all ranks; a trainer shows the number."""
+        return self._num_packs
+
+    def __getstate__(self) -> dict[str, Any]:
+        unsized = self.dataset.with_sources([replace(source, sizes=None) for source in self.dataset.sources])
+        return {**self.__dict__, "dataset": unsized, "_kept": {}}
+
+    def __getitem__(self, address: PackAddress) -> PackedSamples:
+        """Encode the samples of a pack. The true length decides: what does not fit is left out, with a reason."""
+        found: list[tuple[Encoded, bool]] = []
+        left_out: list[LeftOut] = []
+        for where, size, sample in zip(address.samples, address.sizes, self.encoded(address), strict=True):
+            if isinstance(sample, SampleError):
+                # All parts of a row fail with it, and are one failure.
+                self._num_failed_in_a_row += where[:2] != self._failed_row
+                self._failed_row = where[:2]
+                left_out.append(counted_failure(sample, self._num_failed_in_a_row, self.config.packing_max_failures))
+                continue
+            self._num_failed_in_a_row = 0
+            planned = RowSize(*size)
+            self.dataset.correct(where, planned, sample)
+            found.append((sample, sample["length"] > planned.length))
+        kept, longer = self._fitting(found)
+        return packed_samples(kept, address.epoch, address.number, self.config, left_out + longer)
+
+    def _fitting(self, found: list[tuple[Encoded, bool]]) -> tuple[list[Encoded], list[LeftOut]]:
+        """Those that fit beside each other, in their order. Samples that grew give way to those that did not."""
+        keeps, left_out, num_tokens = [False] * len(found), [], 0
+        # A row that grew beyond a pack is to be cut, which the next run does.
+        may_be_longer = self.config.packing_allow_single_long and not self.config.cuts_rows
+        # Those that are as long as planned first, which fit beside each other by the plan.
+        for at in sorted(range(len(found)), key=lambda at: found[at][1]):
+            sample, has_grown = found[at]
+            is_alone = not any(keeps) and (may_be_longer or not has_grown)
+            if is_alone or num_tokens + sample["length"] <= self.config.packing_length:
+                keeps[at] = True
+                num_tokens += sample["length"]
+                continue
+            length, capacity = sample["length"], self.config.packing_length
+            said = f"{length} tokens do not fit beside the {num_tokens} of its pack (packing_length {capacity})"
+            left_out.append(LeftOut(sample["sample_id"], Reason.LONGER_THAN_PLANNED.value, said))
+            logger.warning("%s: left out: %s", sample["sample_id"], said)
+        return [sample for (sample, _), is_kept in zip(found, keeps, strict=True) if is_kept], left_out
+
+    def encoded(self, address: PackAddress) -> list[Encoded | SampleError]:
+        """The samples of a pack. A row that is cut is encoded once for all of its parts there.
+
+        Where documents are laid end to end the row that a pack ends inside of is kept: the next pack goes on with it.
+        """
+        whole = [where for where in address.samples if where.span is None]
+        cut = list(dict.fromkeys(_row_of(where) for where in address.samples if where.span is not None))
+        rows: dict[Address, Encoded | SampleError] = {
+            row: self._kept[address.epoch, row] for row in cut if (address.epoch, row) in self._kept
+        }
+        missing = [row for row in cut if row not in rows]
+        encoded = self._rows(address, missing, whole)
+        rows.update(zip(missing, encoded, strict=False))
+        samples = iter(encoded[len(missing) :])
+        self._kept = {}
+        if self.config.packing_strategy == WINDOW and cut and not isinstance(last := rows[cut[-1]], SampleError):
+            self._kept = {(address.epoch, cut[-1]): last}
+        return [
+            next(samples) if where.span is None else self.dataset.part_or_error(where, rows[_row_of(where)])
+            for where in address.samples
+        ]
+
+    def _rows(self, address: PackAddress, cut: list[Address], whole: list[Address]) -> list[Encoded | SampleError]:
+        """Encode in as many threads as this worker may use: images are decoded and resized outside of Python's lock.
+
+        Threads draw random numbers in no order, so a template that draws any encodes one row after the other.
+        """
+        name = (self.seed, address.epoch, address.number)
+        num_threads = min(len(cut) + len(whole), threads_per_worker())
+        if num_threads > 1 and not self._draws_at_random:
+            with RandomStream(*name) as stream, ThreadPoolExecutor(num_threads) as threads:
+                encoded = list(threads.map(self.dataset.sample_or_error, cut + whole))
+            self._draws_at_random = stream.has_drawn
+            if not self._draws_at_random:
+                return encoded
+        # Encoded anew where any was drawn: in threads the numbers went to whoever came first.
+        with RandomStream(*name):
+            of_cut = [self._row_to_cut(row, address.epoch) for row in cut]
+            return of_cut + [self.dataset.sample_or_error(row) for row in whole]
+
+    def _row_to_cut(self, row: Address, epoch: int) -> Encoded | SampleError:
+        """By its own numbers: all parts of it, in whichever packs, have to be of one and the same text."""
+        with RandomStream(self.seed, epoch, "parts", *row[:2]):
+            return self.dataset.sample_or_error(row)
+
+
+def _row_of(where: Address) -> Address:
+    return where._replace(span=None)
+
+
+def threads_per_worker() -> int:
+    """The cores of this machine, shared by its ranks and their dataloader workers."""
+    worker = get_worker_info()
+    num_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * (worker.num_workers if worker else 1)
+    # The cores that this process may use, which in a container are fewer than the machine has.
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, num_cores // num_sharing)

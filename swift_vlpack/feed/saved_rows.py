@@ -1,0 +1,302 @@
+"""What a checkpoint remembers of the rows: the sizes its plan was made of, and digests of what is in them.
+
+So a resumed run has the plan it had, although a file is gone meanwhile or has come back, and where the data is really
+another one the error can say which rows are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swift_vlpack.errors import StateMismatch
+from swift_vlpack.plan.cut_rows import CutRows
+from swift_vlpack.plan.mix import Mix
+from swift_vlpack.plan.shuffle import permutation
+from swift_vlpack.reasons import about
+from swift_vlpack.rows.media import looks_like_path, names_of_files
+from swift_vlpack.rows.sizes import NUM_COLUMNS, LengthIndex
+from swift_vlpack.rows.source import RowSource, row_bytes
+
+NUM_ROWS_READ = 10_000
+"""Rows of a source whose content has a digest; all rows have a size."""
+NUM_CHANGES_NAMED = 3
+"""Rows of each kind of change that the error of a resume names; a reader looks at one or two."""
+_CUT = ("cut", "cut_offsets", "cut_parts")
+"""Arrays of the parts of rows."""
+NUM_PLANNED_COLUMNS = 3
+"""Length, images and patches, which is all that a plan follows from."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SavedSource:
+    """One source: sizes of all rows, digests of some."""
+
+    name: str
+    sizes: LengthIndex
+    contents: NDArray[np.uint64]
+    """Digests of the rows `rows_read(num_rows)`."""
+    numbers: NDArray[np.int64]
+    """Numbers of these rows in their file, which the loader may have shuffled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Some:
+    """Some rows: how many, and the first of them in words."""
+
+    num_rows: int = 0
+    first: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.num_rows > 0
+
+    def __add__(self, other: Some) -> Some:
+        return Some(self.num_rows + other.num_rows, (*self.first, *other.first)[:NUM_CHANGES_NAMED])
+
+    def __str__(self) -> str:
+        more = self.num_rows - len(self.first)
+        return "; ".join(self.first) + (f"; and {more} more" if more else "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Changes:
+    """What became of the rows since."""
+
+    texts: Some = Some()
+    """Rows that are other ones."""
+    sizes: Some = Some()
+    """Rows that have another size, which is no matter of a file that is gone or came back."""
+    gone: Some = Some()
+    back: Some = Some()
+
+    def __add__(self, other: Changes) -> Changes:
+        both = {spec.name: getattr(self, spec.name) + getattr(other, spec.name) for spec in fields(self)}
+        return Changes(**both)
+
+
+def rows_read(num_rows: int) -> NDArray[np.int64]:
+    """The rows of a source whose content has a digest, in order."""
+    # A name of its own and no seed: which rows are compared must be the same in every run over the data.
+    return np.sort(permutation(num_rows, "content")[:NUM_ROWS_READ])
+
+
+def row_digests(source: RowSource) -> NDArray[np.uint64]:
+    """8 bytes for each of the `rows_read`."""
+    digests = [hashlib.blake2b(row_bytes(source.rows[at]), digest_size=8).digest() for at in _indices(source)]
+    return np.frombuffer(b"".join(digests), dtype="<u8").astype(np.uint64)
+
+
+def _indices(source: RowSource) -> list[int]:
+    indices: list[int] = rows_read(len(source.rows)).tolist()
+    return indices
+
+
+def saved_source(source: RowSource, contents: NDArray[np.uint64]) -> SavedSource:
+    """What is remembered of a source; one without lengths has sizes of 0."""
+    sizes = source.sizes or LengthIndex(np.zeros((NUM_COLUMNS, len(source.rows)), dtype=np.int64), {})
+    return SavedSource(name=source.name, sizes=sizes, contents=contents, numbers=_numbers(source))
+
+
+def _numbers(source: RowSource) -> NDArray[np.int64]:
+    return np.array([source.row_number(at) for at in _indices(source)], dtype=np.int64)
+
+
+# -- as a file --------------------------------------------------------------------------------------------------------
+
+
+def to_bytes(sources: Sequence[SavedSource]) -> bytes:
+    """As a compressed file of numpy."""
+    reasons = sorted({reason for source in sources for reason in source.sizes.failures.values()})
+    arrays: dict[str, NDArray[Any]] = {"names": _text([source.name for source in sources]), "reasons": _text(reasons)}
+    for number, source in enumerate(sources):
+        failed = sorted(source.sizes.failures)
+        # Fixed sizes in one byte order: a checkpoint may be resumed from on another kind of machine.
+        arrays[f"sizes{number}"] = source.sizes.columns.astype("<i4")
+        arrays[f"failed{number}"] = np.array(failed, dtype="<i8")
+        arrays[f"reason{number}"] = np.array([reasons.index(source.sizes.failures[at]) for at in failed], dtype="<i4")
+        arrays[f"contents{number}"] = source.contents.astype("<u8")
+        arrays[f"numbers{number}"] = source.numbers.astype("<i8")
+        if source.sizes.cut is not None:
+            arrays |= {f"{name}{number}": array.astype("<i8") for name, array in _cut_arrays(source.sizes.cut)}
+    file = io.BytesIO()
+    np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+    return file.getvalue()
+
+
+def from_bytes(content: bytes) -> list[SavedSource]:
+    """What was saved; anything else is refused."""
+    try:
+        # Without pickles, which can run code: a checkpoint may come from somebody else.
+        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+            reasons = arrays["reasons"].tolist()
+            return [_loaded(arrays, number, name, reasons) for number, name in enumerate(arrays["names"].tolist())]
+    except (ValueError, KeyError, IndexError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise StateMismatch(f"damaged: {type(error).__name__}: {error}") from error
+
+
+def _loaded(arrays: Mapping[str, NDArray[Any]], number: int, name: str, reasons: list[str]) -> SavedSource:
+    columns = arrays[f"sizes{number}"].astype(np.int64)
+    why = [reasons[at] for at in arrays[f"reason{number}"].tolist()]
+    failures = dict(zip(arrays[f"failed{number}"].tolist(), why, strict=True))
+    cut = None
+    if f"{_CUT[0]}{number}" in arrays:
+        cut = CutRows(*(arrays[f"{word}{number}"].astype(np.int64) for word in _CUT))
+    sizes = LengthIndex(columns, failures, cut=cut)
+    contents, numbers = arrays[f"contents{number}"], arrays[f"numbers{number}"]
+    return SavedSource(name=name, sizes=sizes, contents=contents, numbers=numbers)
+
+
+def _cut_arrays(cut: CutRows) -> Iterable[tuple[str, NDArray[np.int64]]]:
+    return zip(_CUT, cut.arrays, strict=True)
+
+
+def _text(words: list[str]) -> NDArray[Any]:
+    return np.array(words, dtype=str)
+
+
+# -- against what is there now ----------------------------------------------------------------------------------------
+
+
+def changes(saved: SavedSource, source: RowSource, contents: NDArray[np.uint64]) -> Changes:
+    """What became of the rows of a source; `contents` are the digests of now."""
+    num_now = len(source.rows)
+    if len(saved.sizes) != num_now:
+        return Changes(texts=Some(1, (_first_of_another_number(saved, source, contents),)))
+    others = rows_read(num_now)[saved.contents != contents]
+    texts = _some(others, lambda at: f"{_place(source, at)} is another row than then")
+    if source.sizes is None:
+        return Changes(texts=texts)
+    sizes = source.sizes
+    then, now = _planned(saved.sizes), _planned(sizes)
+    kinds: dict[str, list[int]] = {"sizes": [], "gone": [], "back": []}
+    for at in np.flatnonzero((then != now).any(axis=0)).tolist():
+        reasons = {saved.sizes.failures.get(at), sizes.failures.get(at)}
+        is_other = (then[0, at] and now[0, at]) or any(about(word).is_of_row for word in reasons if word)
+        kinds["sizes" if is_other else "back" if now[0, at] else "gone"].append(at)
+
+    def said(at: int) -> str:
+        return f"{_place(source, at)} has {_size(sizes, at)}, then {_size(saved.sizes, at)}"
+
+    return Changes(texts=texts, **{kind: _some(rows, said) for kind, rows in kinds.items()})
+
+
+def _some(rows: Sequence[int] | NDArray[np.int64], said: Callable[[int], str]) -> Some:
+    return Some(len(rows), tuple(said(int(at)) for at in rows[:NUM_CHANGES_NAMED]))
+
+
+def with_sizes(sources: Iterable[RowSource], saved: Iterable[SavedSource]) -> tuple[RowSource, ...]:
+    """The sources with the sizes that the plan of the saved run was made of; the same ones where those are theirs."""
+    return tuple(map(_with_sizes, sources, saved))
+
+
+def _with_sizes(source: RowSource, saved: SavedSource) -> RowSource:
+    if source.sizes is None:
+        return replace(source, sizes=saved.sizes)
+    if np.array_equal(_planned(source.sizes), _planned(saved.sizes)) and source.sizes.cut == saved.sizes.cut:
+        return source
+    # A checkpoint has the reasons only; what was said of rows is known where they fail now as then.
+    said = {at: fault for at, fault in source.sizes.faults.items() if saved.sizes.failures.get(at) == fault.reason}
+    return replace(source, sizes=replace(saved.sizes, faults=said))
+
+
+def _planned(sizes: LengthIndex) -> NDArray[np.int64]:
+    return sizes.columns[:NUM_PLANNED_COLUMNS]
+
+
+def _first_of_another_number(saved: SavedSource, source: RowSource, contents: NDArray[np.uint64]) -> str:
+    num_then, num_now = len(saved.sizes), len(source.rows)
+    said = f"{source.name} has {num_now} rows, then {num_then}"
+    if max(num_then, num_now) > NUM_ROWS_READ:  # the digests are of other rows
+        return said
+    then = dict(zip(saved.numbers.tolist(), saved.contents.tolist(), strict=True))
+    at_number = {source.row_number(at): at for at in range(num_now)}
+    now = {number: int(contents[at]) for number, at in at_number.items()}
+    differing = [number for number in sorted({*then, *now}) if then.get(number) != now.get(number)]
+    if not differing:
+        return said
+    number = differing[0]
+    where = (
+        _place(source, at_number[number]) if number in now else f"row {number + 1} of the saved run, which is missing,"
+    )
+    return f"{said}; they differ from {where} on"
+
+
+def _place(source: RowSource, at: int) -> str:
+    files = ", ".join(filter(looks_like_path, names_of_files(source.rows[at])))
+    return f"{source.sample_id(at)} ({source.where(at)}{f', files: {files}' if files else ''})"
+
+
+def _size(sizes: LengthIndex, at: int) -> str:
+    length, images, patches = sizes.columns[:NUM_PLANNED_COLUMNS, at].tolist()
+    if not length:
+        return sizes.failures.get(at, "no size")
+    return f"{length} tokens" + (f" ({images} images, {patches} patches)" if images else "")
+
+
+# -- the rows of a run ------------------------------------------------------------------------------------------------
+
+
+class RunRows:
+    """The sources of a run with digests of their rows; a stream has none."""
+
+    def __init__(self, sources: Sequence[RowSource]) -> None:
+        self.sources = tuple(sources)
+        self.contents = [row_digests(source) for source in self.sources]
+        self._written: bytes | None = None
+
+    def as_file(self) -> bytes:
+        """Return the content of `vlpack_rows.npz`, which is made once: every checkpoint of the run has the same."""
+        if self._written is None:
+            self._written = to_bytes([saved_source(*both) for both in zip(self.sources, self.contents, strict=True)])
+        return self._written
+
+    def compared(self, saved: Sequence[SavedSource]) -> Changes | None:
+        """Compare the rows with saved ones; None if the sources themselves are others."""
+        # The order of names counts too: schedules draw by name, and sizes are kept by place.
+        if [one.name for one in saved] != [source.name for source in self.sources]:
+            return None
+        return sum((changes(*each) for each in zip(saved, self.sources, self.contents, strict=True)), Changes())
+
+    def take_sizes(self, saved: Sequence[SavedSource]) -> None:
+        """Take over the sizes of the saved run."""
+        self.sources, self._written = with_sizes(self.sources, saved), None
+
+    def fingerprint(self, mix: Mix) -> dict[str, Any]:
+        """Return what the schedules of all epochs follow from."""
+        contents = zip(self.sources, self.contents, strict=True)
+        return {
+            "shuffle": mix.shuffle,
+            "sources": {source.name: [len(source.rows), source.ratio, source.sample_limit] for source in self.sources},
+            "data": digest_of(*(part for source, digests in contents for part in _content(source, digests))),
+            "ratio_by": mix.ratio_by,
+        }
+
+
+def _content(source: RowSource, digests: NDArray[np.uint64]) -> list[bytes]:
+    """List what a source is made of: how it takes part, which rows of its file it has, and what is in them."""
+    numbers = () if source.row_numbers is None else source.row_numbers
+    part = [source.name, source.system, source.max_pixels, source.seed]
+    return [
+        json.dumps(part).encode(),
+        np.asarray(numbers, dtype="<i8").tobytes(),
+        digests.astype("<u8").tobytes(),
+    ]
+
+
+def digest_of(*parts: bytes) -> str:
+    """Return a digest of 16 hexadecimal digits of some parts."""
+    total = hashlib.sha256()
+    for part in parts:
+        # Each part's length goes before it, or ("ab", "c") would be ("a", "bc").
+        total.update(len(part).to_bytes(8, "little"))
+        total.update(part)
+    return total.hexdigest()[:16]

@@ -1,0 +1,179 @@
+"""Make one sequence of the samples of a pack, by the template, and check that it is exactly those samples.
+
+    samples -> padding as a sample of its own -> fields completed -> the template's collator -> boundaries checked
+
+Everything that trains, proves or looks at packs makes its sequences here (`packed_sequence`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from swift_vlpack.errors import BoundaryError
+from swift_vlpack.plan.boundaries import Boundaries
+from swift_vlpack.rows.contents import NO_LABEL
+from swift_vlpack.rows.encoder import Template
+from swift_vlpack.rows.samples import Encoded
+
+TYPES = "mm_token_type_ids"
+"""Which tokens are media; a tensor of one number a token."""
+PIXELS = ("pixel_values", "pixel_values_videos")
+_PLACEHOLDER_ROW = {"messages": [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]}
+
+
+def packed_sequence(
+    template: Template, samples: list[Encoded], name: str = "the pack", *, multiple: int = 1
+) -> dict[str, Any]:
+    """Let the template make the sequence of these samples; without a sample, one that has no loss.
+
+    The sequence is padded to a multiple of `multiple` tokens by a segment of its own. `name` is what errors call it.
+    Raises `BoundaryError` if it is not exactly these samples.
+    """
+    samples = completed(padded(template, samples or [placeholder(template)], multiple))
+    lengths = tuple(int(sample["length"]) for sample in samples)
+    with layout(template, packed=True):
+        sequence = template.data_collator([samples])
+    check_sequence(sequence, Boundaries(lengths), name)
+    return sequence if "cu_seq_lens_q" in sequence else sequence | boundary_tensors(lengths)
+
+
+@contextmanager
+def layout(template: Template, *, packed: bool) -> Iterator[None]:
+    """Let the template make packed sequences, or padded batches, and leave it as it was."""
+    before = template.packing, template.padding_free
+    template.packing = template.padding_free = packed
+    try:
+        yield
+    finally:
+        template.packing, template.padding_free = before
+
+
+def check_sequence(sequence: dict[str, Any], boundaries: Boundaries, name: str) -> None:
+    """Raise `BoundaryError` unless the sequence has exactly these samples: tokens, positions and boundaries."""
+    # TODO(sequence-parallel): asked of a whole sequence; a rank that holds a slice of one has to be told which.
+    num_sequences, num_tokens = sequence["input_ids"].shape
+    if num_sequences != 1 or num_tokens != boundaries.num_tokens:
+        raise BoundaryError(
+            f"{name}: the template made {num_sequences} sequences of {num_tokens} tokens, not one of "
+            f"{boundaries.num_tokens}"
+        )
+    positions = sequence.get("text_position_ids")
+    if positions is None:
+        positions = sequence["position_ids"]
+    try:
+        boundaries.check_positions(positions.reshape(-1, num_tokens)[0].tolist())
+    except BoundaryError as error:
+        raise BoundaryError(f"{name}: {error}") from None
+    made = sequence.get("cu_seq_lens_q")
+    if made is not None and tuple(made.tolist()) != boundaries.cu_seqlens:
+        raise BoundaryError(f"{name}: cu_seq_lens_q is {made.tolist()}, expected {list(boundaries.cu_seqlens)}")
+
+
+def boundary_tensors(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Return what variable-length attention reads, for templates that do not add it themselves."""
+    ends = torch.tensor(Boundaries(lengths).cu_seqlens, dtype=torch.int32)
+    longest = torch.tensor(max(lengths))
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+
+
+# -- padding ----------------------------------------------------------------------------------------------------------
+
+
+def placeholder(template: Template) -> Encoded:
+    """Encode a sample of a few tokens, none of them with a label: it stands in for a pack that has no sample."""
+    sample: Encoded = template.encode(_PLACEHOLDER_ROW, return_length=True)
+    sample["labels"] = [NO_LABEL] * len(sample["input_ids"])
+    return sample
+
+
+def padded(template: Template, samples: list[Encoded], multiple: int) -> list[Encoded]:
+    """Append a sample of padding, unless the samples come to a multiple of `multiple` tokens by themselves."""
+    missing = -sum(int(sample["length"]) for sample in samples) % multiple
+    if not missing:
+        return samples
+    segment = padding(template, missing)
+    # ms-swift logs a loss for each channel, and all ranks have to log the same channels: so no new one for padding.
+    if "channel" in samples[0]:
+        segment["channel"] = samples[0]["channel"]
+    return [*samples, segment]
+
+
+def padding(template: Template, num_tokens: int) -> Encoded:
+    """Make a sample of pad tokens alone, without labels, with every field that the template gives a text."""
+    like = placeholder(template)
+    num_there = len(like["input_ids"])
+    sample = {name: _resized(value, num_there, num_tokens) for name, value in like.items()}
+    token = template.tokenizer.pad_token_id  # which ms-swift's templates cannot be without
+    return {**sample, "input_ids": [token] * num_tokens, "labels": [NO_LABEL] * num_tokens, "length": num_tokens}
+
+
+def _resized(value: Any, num_there: int, num_tokens: int) -> Any:
+    """Resize a per-token field to `num_tokens`; return other values unchanged."""
+    if isinstance(value, list) and len(value) == num_there:
+        return value[:1] * num_tokens
+    if isinstance(value, torch.Tensor) and value.ndim and value.shape[-1] == num_there:
+        return value[..., :1].expand(*value.shape[:-1], num_tokens).clone()
+    return value
+
+
+# -- fields that only some samples have -------------------------------------------------------------------------------
+
+
+def completed(samples: list[Encoded]) -> list[Encoded]:
+    """Give every sample the per-token fields that any of them has, and all pictures one shape.
+
+    Templates join the fields of samples end to end, and would lose what only some of them have.
+    """
+    if any(sample.get("loss_scale") is not None for sample in samples):
+        for sample in samples:
+            if sample.get("loss_scale") is None:
+                sample["loss_scale"] = [1.0] * len(sample["input_ids"])
+    _complete_types(samples)
+    for name in PIXELS:
+        _fill_up(samples, name)
+    return samples
+
+
+def _complete_types(samples: list[Encoded]) -> None:
+    """Give text its token types, which say that no token of it is media.
+
+    The types are dropped if they do not count all tokens: GLM-4.5V's template gives them for the media alone.
+    """
+    types = [sample[TYPES] for sample in samples if isinstance(sample.get(TYPES), torch.Tensor)]
+    if not types:
+        return
+    fits = all(sample.get(TYPES) is None or sample[TYPES].shape[-1] == len(sample["input_ids"]) for sample in samples)
+    for sample in samples:
+        if not fits:
+            sample.pop(TYPES, None)
+        elif sample.get(TYPES) is None:
+            sample[TYPES] = types[0].new_zeros((*types[0].shape[:-1], len(sample["input_ids"])))
+
+
+def _fill_up(samples: list[Encoded], name: str) -> None:
+    """Put the tiles or pictures of all samples into one tensor, as the family's processor does for one sample.
+
+    Processors of tiles (images, tiles, 3, height, width), and of pictures of any size beside `image_sizes`, append
+    zeros, which their models pass over. Templates only join tensors of one shape.
+    """
+    with_media = [sample for sample in samples if isinstance(sample.get(name), torch.Tensor)]
+    if len(with_media) < 2 or not all(_is_filled_up(sample, name) for sample in with_media):
+        return
+    shapes = [sample[name].shape[1:] for sample in with_media]
+    largest = tuple(map(max, zip(*shapes, strict=True)))
+    joined = torch.cat([_filled(sample.pop(name), largest) for sample in with_media])
+    with_media[0][name] = joined
+
+
+def _is_filled_up(sample: Encoded, name: str) -> bool:
+    return sample[name].dim() == 5 or (sample[name].dim() == 4 and sample.get("image_sizes") is not None)
+
+
+def _filled(pixels: torch.Tensor, shape: tuple[int, ...]) -> Any:
+    """Append zeros in every dimension but the first, up to a shape."""
+    missing = [(0, most - size) for size, most in zip(pixels.shape[1:], shape, strict=True)]
+    return torch.nn.functional.pad(pixels, [size for pair in reversed(missing) for size in pair])

@@ -1,0 +1,336 @@
+"""Packs as samples come: the iterable form of `PackingDataset`.
+
+Every dataloader worker of every rank reads its own share of the rows (`plan/shares.py`), encodes and packs it; no
+sample ever travels between processes. With each pack goes a small JSON of where its worker stands after it: rows read,
+what is still held. The training process keeps the latest of them (`ReaderProgress`), which a checkpoint saves.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import chain, islice
+from typing import Any
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from swift_vlpack.config import PackingConfig
+from swift_vlpack.envelope import Named, Whole, check_shape
+from swift_vlpack.errors import StateMismatch
+from swift_vlpack.feed.failures import counted_failure
+from swift_vlpack.feed.packs import Packs, packed_samples
+from swift_vlpack.plan.packer import Packer
+from swift_vlpack.plan.parts import Span
+from swift_vlpack.plan.records import Item, ItemId
+from swift_vlpack.plan.shares import Share, share_of
+from swift_vlpack.reasons import Reason
+from swift_vlpack.rows.contents import size_of
+from swift_vlpack.rows.cutting import RowCutter, in_parts
+from swift_vlpack.rows.encoder import Template
+from swift_vlpack.rows.samples import Encoded, LeftOut, PackedSamples, PackRecord, SampleError, SampleId
+from swift_vlpack.rows.streams import StreamedRows
+
+WorkerState = dict[str, Any]
+PROGRESS = {
+    **dict.fromkeys(("epoch", "turn", "num_trained"), Whole()),
+    "num_workers": Whole(1),
+    "workers": [
+        {
+            **dict.fromkeys(("worker", "num_read", "num_packs", "num_failed_in_a_row"), Whole()),
+            "is_at_end": bool,
+            "ready": [[(None, Whole(1), Whole(), Whole())]],
+            "packer": Named(None),
+        }
+    ],
+}
+"""The shape of a rank's saved state; the packer checks its own."""
+
+
+class StreamedPackingDataset(Packs, IterableDataset[PackedSamples]):
+    """The iterable form: a buffer of encoded samples, the packer over their lengths, packs as they fill.
+
+    `rank` of `num_ranks` and the dataloader worker that iterates decide which share of the rows is read.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        template: Template,
+        config: PackingConfig,
+        *,
+        seed: int = 0,
+        rank: int = 0,
+        num_ranks: int = 1,
+    ) -> None:
+        super().__init__(dataset, template, config, seed=seed, num_ranks=num_ranks)
+        if isinstance(self.dataset, StreamedRows):
+            self.dataset.seed = seed
+        elif self.dataset.mix.ratio_by != "rows":
+            self.dataset.mix.schedule(0)  # refuses tokens without lengths: here, and not in a worker
+        self.rank = rank
+        self._restored: ReaderProgress | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"<StreamedPackingDataset: epoch {self.epoch} of {self.dataset!r}, packs of {self.config.packing_length} "
+            f"tokens, rank {self.rank} of {self.num_ranks}>"
+        )
+
+    def preview(self, num_samples: int) -> Iterator[Encoded]:
+        """Encode the first samples of epoch 0, one when it is asked for; rows that fail are passed over.
+
+        Samples and not packs: to see the first pack, a whole buffer would be read and thrown away before step 1.
+        """
+        cutter = self.dataset.encoder.cutter
+        read = chain.from_iterable(in_parts(row, cutter) for row in self.dataset.samples(0))
+        return islice((sample for _, sample in read if isinstance(sample, dict)), num_samples)
+
+    def restore(self, progress: ReaderProgress) -> None:
+        """Iterate the saved epoch from where it was left: the next pack is the one after the last trained one."""
+        self._restored = progress
+        self.set_epoch(progress.epoch)
+
+    def __iter__(self) -> Iterator[PackedSamples]:
+        info = get_worker_info()
+        worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
+        saved = None
+        if self._restored is not None and self._restored.epoch == self.epoch:
+            # A dataloader asks its worker 0 first; the saved run would have asked worker `turn` next.
+            worker = (worker + self._restored.turn) % num_workers
+            saved = self._restored.workers.get(worker)
+        cutter = self.dataset.encoder.cutter
+        buffer = _Buffer(self.config, self.epoch, worker, seed=self.seed + self.epoch, cutter=cutter)
+        if saved is not None:
+            buffer.load(saved)
+        return buffer.packs(self.dataset, share_of(self.rank, self.num_ranks, worker, num_workers))
+
+
+class ReaderProgress:
+    """How far a rank has trained: the epoch, whose turn it is, and where each of its workers stands."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = max(1, num_workers)
+        self.epoch = 0
+        self.turn = 0
+        self.num_trained = 0
+        """Batches of the epoch, rows without loss included: on all ranks equally many."""
+        self.workers: dict[int, WorkerState] = {}
+
+    def trained(self, record: PackRecord) -> None:
+        """Note a pack that has been trained. One of another epoch starts anew."""
+        # The pack says which epoch it is of, as readers are ahead of what is trained.
+        if record.epoch != self.epoch:
+            self.epoch, self.turn, self.num_trained, self.workers = record.epoch, 0, 0, {}
+        self.num_trained += 1
+        for state in record.progress:
+            self.workers[state["worker"]] = state
+            # Dataloaders take turns, and pass over workers that are at their end.
+            self.turn = (state["worker"] + 1) % self.num_workers
+
+    def state(self) -> dict[str, Any]:
+        """As JSON: cursors, and ids and lengths of what is held."""
+        return {
+            "num_workers": self.num_workers,
+            "epoch": self.epoch,
+            "turn": self.turn,
+            "num_trained": self.num_trained,
+            "workers": [self.workers[worker] for worker in sorted(self.workers)],
+        }
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> ReaderProgress:
+        """What `state` was taken from; one that cannot be is refused."""
+        check_shape(state, PROGRESS, "state")
+        if state["turn"] >= state["num_workers"]:
+            raise StateMismatch(f"damaged: state.turn is {state['turn']} of {state['num_workers']} workers")
+        progress = cls(state["num_workers"])
+        progress.epoch, progress.turn, progress.num_trained = state["epoch"], state["turn"], state["num_trained"]
+        progress.workers = {saved["worker"]: saved for saved in state["workers"]}
+        return progress
+
+
+class _Buffer:
+    """Encoded samples that wait for a pack: the core's packer decides, this holds the tensors.
+
+    A sample's id is the number of its row in the share, 0, 1, 2 and so on; that of a part is [number of row, part], and
+    of a part of a window [number of row, *span].
+    """
+
+    def __init__(
+        self, config: PackingConfig, epoch: int, worker: int, *, seed: int, cutter: RowCutter | None = None
+    ) -> None:
+        self._config = config
+        self._cutter = cutter
+        self._epoch = epoch
+        self._worker = worker
+        self._packer = Packer(config, seed=seed, on_drop=self._dropped, label=self._name)
+        self._waiting: dict[ItemId, Encoded | SampleError] = {}
+        self._ready: deque[tuple[Item, ...]] = deque()
+        self._left_out: list[LeftOut] = []
+        self._num_read = 0
+        self._num_failed_in_a_row = 0
+        self._num_packs = 0
+        self._is_at_end = False
+
+    def packs(self, dataset: Any, share: Share) -> Iterator[PackedSamples]:
+        """Pack a share. One pack is kept back, so that what the end leaves out has a record to travel in."""
+        samples = dataset.samples(self._epoch, share, start=self._num_read, held=set(self._held_rows()))
+        # Before the rows that follow, as the one iterator gives both.
+        self._encode_held_again(samples)
+        if not self._is_at_end:
+            for sample in samples:
+                self._take(sample)
+                while len(self._ready) > 1:
+                    yield self._next()
+            self._ready += [pack.items for pack in self._packer.flush()]
+            self._is_at_end = True
+        while self._ready:
+            yield self._next()
+        if self._left_out:
+            # A pack without samples: what was left out needs a record to travel in.
+            yield self._pack([])
+
+    def state(self) -> WorkerState:
+        """What a fresh buffer needs after a pack to have the same future, as JSON without a sample in it.
+
+        What was left out so far is not part of it: the pack's record has told of it.
+        """
+        return {
+            "worker": self._worker,
+            "num_read": self._num_read,
+            "num_packs": self._num_packs,
+            "num_failed_in_a_row": self._num_failed_in_a_row,
+            "is_at_end": self._is_at_end,
+            "ready": [[list(item) for item in items] for items in self._ready],
+            "packer": self._packer.state(),
+        }
+
+    def load(self, state: WorkerState) -> None:
+        """Continue where `state` was taken; the held samples are encoded when `packs` begins."""
+        self._num_read = state["num_read"]
+        self._num_packs = state["num_packs"]
+        self._num_failed_in_a_row = state["num_failed_in_a_row"]
+        self._is_at_end = state["is_at_end"]
+        self._ready = deque(tuple(_item_from(item) for item in items) for items in state["ready"])
+        self._packer.load(state["packer"])
+
+    def _held_rows(self) -> dict[int, list[Item]]:
+        """What is held, by the number of its row: in the order in which rows come when they are read again."""
+        rows: dict[int, list[Item]] = {}
+        for item in (*self._packer.held, *(item for items in self._ready for item in items)):
+            rows.setdefault(_row_of(item.id), []).append(item)
+        return dict(sorted(rows.items()))
+
+    def _encode_held_again(self, rows: Iterator[Encoded | SampleError]) -> None:
+        for number, items in self._held_rows().items():
+            row = next(rows, None)
+            if row is None:
+                raise StateMismatch(
+                    f"the saved state holds row {number} of a share of the data, and the share now ends before it: "
+                    "the data has changed. Give the data of the saved run, or start without --resume_from_checkpoint"
+                )
+            if isinstance(row, SampleError):
+                self._waiting |= {item.id: row.of_part(_part_of(item)) for item in items}
+                continue
+            samples = self._cut_again(number, row, items)
+            for item in items:
+                self._waiting[item.id] = _unchanged(samples.get(item.id), row, item)
+
+    def _take(self, row: Encoded | SampleError) -> None:
+        number = self._num_read
+        self._num_read += 1
+        if isinstance(row, SampleError):
+            self._num_failed_in_a_row += 1
+            limit = self._config.packing_max_failures
+            self._left_out.append(counted_failure(row, self._num_failed_in_a_row, limit))
+            return
+        self._num_failed_in_a_row = 0
+        for span, sample in in_parts(row, self._cutter, self._packer.taken):
+            if isinstance(sample, LeftOut):
+                self._left_out.append(sample)
+            elif not isinstance(sample, SampleError):
+                self._waiting[_id(number, span)] = sample
+                self._ready += [pack.items for pack in self._packer.push(_item(_id(number, span), sample))]
+
+    def _cut_again(
+        self, number: int, row: Encoded, items: Sequence[Item]
+    ) -> Mapping[ItemId, Encoded | SampleError | LeftOut]:
+        """The samples of a row that is held: of windows, whose cuts no row knows, by the spans in their ids."""
+        if self._cutter is None or not self._cutter.lays_end_to_end:
+            return {_id(number, span): sample for span, sample in in_parts(row, self._cutter)}
+        found: dict[ItemId, Encoded | SampleError | LeftOut] = {}
+        for item in items:
+            with suppress(SampleError):  # it is not there then, which is said of the state
+                spans = item.id[1:] if isinstance(item.id, tuple) else None
+                found[item.id] = row if spans is None else self._cutter.planned(row, Span(*spans))
+        return found
+
+    def _next(self) -> PackedSamples:
+        samples = []
+        for item in self._ready.popleft():
+            sample = self._waiting.pop(item.id)
+            if isinstance(sample, SampleError):  # it could be read before the run was interrupted
+                self._left_out.append(counted_failure(sample, 1, self._config.packing_max_failures))
+            else:
+                samples.append(sample)
+        return self._pack(samples)
+
+    def _pack(self, samples: list[Encoded]) -> PackedSamples:
+        left_out, self._left_out = self._left_out, []
+        self._num_packs += 1
+        pack = packed_samples(samples, self._epoch, self._num_packs - 1, self._config, left_out)
+        # Behind the pack, whose own samples are no longer held: the state is that after it.
+        pack.record = replace(pack.record, progress=(self.state(),))
+        return pack
+
+    def _name(self, number: ItemId) -> str:
+        return str(_id_of(self._waiting[number]))
+
+    def _dropped(self, item: Item, reason: Reason) -> None:
+        said = f"{item.length} tokens, {item.images} images"
+        self._left_out.append(LeftOut(_id_of(self._waiting.pop(item.id)), reason.value, said))
+
+
+def _id(number: int, span: Span | None) -> ItemId:
+    if span is None:
+        return number
+    return (number, *span) if span.row_length else (number, span.number)
+
+
+def _item_from(saved: Sequence[Any]) -> Item:
+    key, *numbers = saved
+    return Item(tuple(key) if isinstance(key, list) else key, *numbers)  # JSON knows no tuples
+
+
+def _row_of(key: ItemId) -> int:
+    number = key[0] if isinstance(key, (tuple, list)) else key
+    assert isinstance(number, int)
+    return number
+
+
+def _part_of(item: Item) -> int | None:
+    return item.id[1] if isinstance(item.id, tuple) else None
+
+
+def _unchanged(sample: Encoded | SampleError | LeftOut | None, row: Encoded, item: Item) -> Encoded:
+    """A sample that is held, encoded again; refused where it is another one."""
+    if isinstance(sample, dict) and sample["length"] == item.length:
+        return sample
+    now = f"{sample['length']} tokens" if isinstance(sample, dict) else "another number of parts"
+    name = sample["sample_id"] if isinstance(sample, dict) else row["sample_id"]
+    raise StateMismatch(
+        f"{name} has {now} and had {item.length} when the state was saved: data or template have changed. Give those "
+        "of the saved run, or start without --resume_from_checkpoint"
+    )
+
+
+def _item(key: ItemId, sample: Encoded) -> Item:
+    size = size_of(sample)
+    return Item(key, size.length, size.images, size.patches)
+
+
+def _id_of(sample: Encoded | SampleError) -> SampleId:
+    sample_id: SampleId = sample.sample_id if isinstance(sample, SampleError) else sample["sample_id"]
+    return sample_id

@@ -1,0 +1,225 @@
+"""Feed a trainer with packs that readers make as rows come; the ranks keep in step, one pack at a time."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any, ClassVar
+
+import numpy as np
+
+from swift_vlpack.errors import DataError
+from swift_vlpack.feed.agreement import Voting, in_step
+from swift_vlpack.feed.collate import Batch, batch_of
+from swift_vlpack.feed.feed import CannotReadAgain, EpochStart, Feed, MakeLoader
+from swift_vlpack.feed.packs import packed_samples
+from swift_vlpack.feed.saved_rows import digest_of
+from swift_vlpack.feed.streamed import ReaderProgress, StreamedPackingDataset
+from swift_vlpack.plan.advice import long_row_warning
+from swift_vlpack.plan.registry import WINDOW
+from swift_vlpack.plan.shares import Share, share_of
+from swift_vlpack.reasons import warning_of_left_out
+from swift_vlpack.rows.cutting import in_parts
+from swift_vlpack.rows.samples import Address, Encoded, LeftOut, PackRecord, SampleError
+from swift_vlpack.rows.source import row_bytes
+from swift_vlpack.rows.streams import StreamedRows
+from swift_vlpack.runlog.counts import Counts
+from swift_vlpack.words import by_reason
+
+logger = logging.getLogger(__name__)
+
+NUM_ROWS_COMPARED = 16
+"""Rows by which a stream's data is recognized: to read more would cost what streams are there to save."""
+FARTHEST_ROW = 20_000
+"""Highest row of a stream whose samples are encoded again: the stream has to be read again from its start."""
+
+
+class StreamedFeed(Feed):
+    """Packs as their readers make them."""
+
+    kind = "buffer"
+    can_plan_again = False
+    state_shape: ClassVar[Mapping[str, Any]] = {}
+    batches_left = None
+    is_finished = False
+    packs: StreamedPackingDataset
+
+    def __init__(self, packs: StreamedPackingDataset, num_workers: int, **options: Any) -> None:
+        super().__init__(packs, **options)
+        self.progress = ReaderProgress(num_workers)
+        self._left_out_after: list[LeftOut] = []
+        self._has_warned_of_length = False
+
+    def samples_again(self, record: PackRecord, *, rank: int, num_workers: int) -> Iterator[Encoded | SampleError]:
+        """Encode the samples of a pack of the epoch again, from the shares of this rank's readers."""
+        if self.config.packing_strategy == WINDOW:
+            raise CannotReadAgain("where a stream cuts its rows depends on all that came before")
+        if isinstance(self.dataset, StreamedRows):
+            if isinstance(self.dataset.rows, Iterator):
+                raise CannotReadAgain("the stream cannot be read again")
+            if (farthest := max(key.row for key in record.sample_ids)) > FARTHEST_ROW:
+                raise CannotReadAgain(f"the stream would have to be read again to row {farthest}")
+        num_workers = max(1, num_workers)
+        shares = [share_of(rank, self.num_ranks, worker, num_workers) for worker in range(num_workers)]
+        return _of_shares(self.dataset, record, shares)
+
+    # -- epochs -----------------------------------------------------------------------------------------------------
+
+    def begin(self, epoch: int) -> EpochStart:
+        """Begin an epoch: readers that live on see its number when they are asked for the next packs."""
+        self.packs.set_epoch(epoch)
+        return EpochStart()
+
+    def batches_behind(self, accumulation: int) -> int:
+        """Return all that were trained: readers go on by themselves, and steps end where they would have ended."""
+        return self.progress.num_trained
+
+    # -- batches ----------------------------------------------------------------------------------------------------
+
+    def loader(self, rank: int, make: MakeLoader, *, ranks: Callable[[], Voting], **options: Any) -> Any:
+        """Make a loader whose workers read shares of their own."""
+        # Now, and not at the first vote: making a group is a point that all ranks have to come to.
+        self._ranks = ranks()
+        self._collate = options["collate_fn"]
+        self._device = options.get("device")
+        loader = make(self.packs, feed=self, batch_size=1, **options)
+        self._warn_of_shared_rows(self.num_ranks * max(1, loader.num_workers), is_first=rank == 0)
+        return loader
+
+    def batches(self, loaded: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield as many batches as every other rank does."""
+        return in_step(self._trainable(loaded), self._without_loss, self._ranks)
+
+    def fill_up(self, num_missing: int) -> list[Batch]:
+        """Return batches without loss, so that the last step of an epoch is whole.
+
+        Hugging Face's Trainer does not know how long the epoch is: it would leave the gradients of an incomplete step
+        to the first step of the next epoch, divided by that step's number of tokens.
+        """
+        return [self._without_loss() for _ in range(num_missing)]
+
+    def _without_loss(self) -> Batch:
+        batch: Batch = self._collate([packed_samples([], self.epoch, -1, self.config, ())])
+        return batch if self._device is None else batch.to(self._device)
+
+    def _trainable(self, loaded: Iterator[Batch]) -> Iterator[Batch]:
+        """Pass over packs without a sample; what their records tell goes with the next pack, or is told at the end."""
+        empty: list[PackRecord] = []
+        for batch in loaded:
+            assert batch.record is not None
+            record = batch.record
+            if not record.sample_ids:
+                empty.append(record)
+                continue
+            record = replace(
+                record,
+                left_out=(*_left_out(empty), *record.left_out),
+                progress=tuple(state for one in (*empty, record) for state in one.progress),
+            )
+            empty = []
+            yield batch_of(batch, record, batch.beside)
+        self._left_out_after = _left_out(empty)
+
+    def consumed(self, records: Sequence[PackRecord]) -> None:
+        """Note where the readers of these trained packs stand."""
+        for record in records:
+            self.progress.trained(record)
+        if not self._has_warned_of_length:
+            num_tokens = np.array([sum(record.lengths) for record in records], dtype=np.int64)
+            if warning := long_row_warning(num_tokens, self.config):
+                self._has_warned_of_length = True
+                logger.warning("%s", warning)
+
+    # -- the account of an epoch ------------------------------------------------------------------------------------
+
+    def left_out_after(self) -> list[LeftOut]:
+        """Return what the readers of this rank left out after their last packs, and forget it."""
+        left_out, self._left_out_after = self._left_out_after, []
+        return left_out
+
+    def count_rows(self, counted: Counts) -> None:
+        """Count as read what was packed or left out: a stream's rows are unknown before they are read."""
+        counted.read_what_came()
+
+    def end(self, counted: Counts) -> str | None:
+        """Raise `DataError` for an epoch without a pack: the next one would have none either, for ever."""
+        if not counted.num_packs:
+            raise DataError(
+                f"epoch {self.epoch} has no pack; of its rows were left out: {by_reason(counted.num_dropped)}"
+            )
+        return warning_of_left_out(counted.num_dropped, num_of=counted.num_read, what=self.config.what_is_packed)
+
+    # -- the state in a checkpoint ----------------------------------------------------------------------------------
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return everything that the packs of every reader follow from."""
+        rows = self.dataset
+        return {
+            "num_ranks": self.num_ranks,
+            "num_workers": self.progress.num_workers,
+            "seed": self.seed,
+            **(_of_stream(rows) if isinstance(rows, StreamedRows) else self.saved_rows.fingerprint(rows.mix)),
+            **self.config.pack_options(),
+            **self.config.objective(),
+            **self.objective,
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Return the epoch; where the readers are is a matter of each rank."""
+        return {"epoch": self.epoch}
+
+    def rank_state(self) -> dict[str, Any] | None:
+        """Return where the readers of this rank are."""
+        return self.progress.state()
+
+    def restore(self, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None) -> None:
+        """Let the readers go on where they were when the states were saved."""
+        assert rank_state is not None
+        self.progress = ReaderProgress.of(rank_state)
+        self.packs.restore(self.progress)
+
+    def _warn_of_shared_rows(self, num_shares: int, *, is_first: bool) -> None:
+        rows = self.dataset
+        if is_first and num_shares > 1 and isinstance(rows, StreamedRows) and not rows.has_shards_for(num_shares):
+            logger.warning(
+                "the stream has %d shards for %d readers (ranks x workers): each reads all rows and encodes every "
+                "%dth. Split the data into at least %d files to spare the reading",
+                getattr(rows.rows, "num_shards", 1), num_shares, num_shares, num_shares,
+            )  # fmt: skip
+
+
+def _of_shares(rows: Any, record: PackRecord, shares: Sequence[Share]) -> Iterator[Encoded | SampleError]:
+    """Yield the samples of a pack's rows, or the parts they are cut into, from the shares of the readers of a rank."""
+    wanted = {key._replace(part=None) for key in record.sample_ids}
+    for share in shares:
+        if isinstance(rows, StreamedRows):
+            rows_of = {key.row for key in wanted if key.row % share.num_shares == share.number}
+            held = {row // share.num_shares for row in rows_of}
+        else:
+            schedule = rows.mix.schedule(record.epoch)
+            positions = range(share.number, len(schedule), share.num_shares)
+            held, missing = set(), set(wanted)
+            for index, position in enumerate(positions):
+                if not missing:
+                    break
+                if (key := rows.sample_id(Address(*schedule[position]))) in missing:
+                    missing.remove(key)
+                    held.add(index)
+        for row in islice(rows.samples(record.epoch, share, start=sys.maxsize // 2**20, held=held), len(held)):
+            for _, sample in in_parts(row, rows.encoder.cutter):
+                if not isinstance(sample, LeftOut):
+                    yield sample
+
+
+def _of_stream(stream: StreamedRows) -> dict[str, Any]:
+    return {
+        "num_shards": getattr(stream.rows, "num_shards", 1),
+        "data": digest_of(*map(row_bytes, stream.first_rows(NUM_ROWS_COMPARED))),
+    }
+
+
+def _left_out(records: list[PackRecord]) -> list[LeftOut]:
+    return [left_out for record in records for left_out in record.left_out]

@@ -1,0 +1,158 @@
+"""Measure the sources of a run: hand ms-swift's template and arguments to `lengths.measure`, and log what comes out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Container, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from swift.utils import get_logger, is_master
+
+import swift_vlpack
+from swift_vlpack.host import ranks
+from swift_vlpack.host.headers import pixel_free, reading_urls
+from swift_vlpack.lengths.cache import LengthCache, fingerprint
+from swift_vlpack.lengths.cache_folder import UNREACHABLE_URLS, About, lengths_folder, lengths_path, write_about
+from swift_vlpack.lengths.context import dependencies_of, digest_of, is_of_length
+from swift_vlpack.lengths.environment import Reads
+from swift_vlpack.lengths.failures import log_failures, log_surplus_tags, retry_key
+from swift_vlpack.lengths.measure import Progress, measure
+from swift_vlpack.lengths.measured_sizes import LengthCaches
+from swift_vlpack.lengths.observed import Observed, ObservedFile, dependencies_in, late_imports, observe
+from swift_vlpack.lengths.rank_rows import rows_at
+from swift_vlpack.lengths.rows_work import Encoders
+from swift_vlpack.lengths.source_code import is_installed
+from swift_vlpack.lengths.trust import Trust
+from swift_vlpack.rows.encoder import RowEncoder
+from swift_vlpack.rows.source import RowSource
+from swift_vlpack.rows.urls import Urls
+
+logger = get_logger()
+
+NUM_ROWS_EQUAL_ON_RANKS = 1024
+"""Rows, spread over a source, that must be the same on all ranks. Files that differ do so in more than one row of a
+thousand, and a million rows need not be read to see it."""
+
+
+def with_all_lengths(
+    sources: Sequence[RowSource], encoder: RowEncoder, args: Any, cache_dir: str | None = None
+) -> list[RowSource]:
+    """Measure the rows of all sources with one progress bar, which the first rank shows."""
+    num_rows = sum(-(-len(source.rows) // ranks.num_ranks()) for source in sources)
+    with Progress(num_rows, is_shown=is_master()) as progress:
+        return [with_lengths(source, encoder, args, cache_dir, progress) for source in sources]
+
+
+def with_lengths(
+    source: RowSource, encoder: RowEncoder, args: Any, cache_dir: str | None = None, progress: Progress | None = None
+) -> RowSource:
+    """Measure the rows of a source. Each rank of the run measures some of them in `dataset_num_proc` processes."""
+    encoder = encoder.for_source(source)
+    template = encoder.template
+    folder = lengths_folder(cache_dir, os.environ)
+    # Under `strict` a failing URL ends the run, so failures are not remembered and every URL is requested again.
+    urls = Urls(None if args.strict else folder / UNREACHABLE_URLS)
+    encoders = Encoders(
+        by_header=encoder.using(pixel_free(template, urls)),
+        in_full=encoder.using(reading_urls(template, urls)),
+        urls=urls,
+        is_strict=args.strict,
+        num_processes=args.dataset_num_proc or 1,
+    )
+    dependencies = dependencies_of(template, getattr(args, "external_plugins", None) or [])
+    dependencies["targets"] = encoder.targets  # they are counted too, and no part of the template
+    observed_file = ObservedFile(folder / f"{digest_of(dependencies, 16)}.observed", source.name)
+    observed = _observed(source, encoders, observed_file)
+    dependencies |= _observed_dependencies(observed, but=dependencies["variables"])
+    cache = _cache(source, encoder, dependencies, folder)
+    # A resumed run goes on with the plan it had; the notes wait for the next new one.
+    if not getattr(args, "resume_from_checkpoint", None):
+        cache.take_over_notes()
+    caches = LengthCaches(cache=cache, trust=Trust(folder / f"{digest_of(dependencies, 16)}.trust"))
+    with late_imports():
+        sizes = measure(source, caches, encoders, ranks.RanksOfRun(), progress)
+    _save_reads(source, observed_file, observed.variables.union(dependencies["variables"]), caches.reads)
+    # A text-only model trains every tag as words, so no tag is surplus.
+    sizes = sizes if template.model_meta.is_multimodal else replace(sizes, surplus_tags=())
+    if is_master():
+        log_surplus_tags(source, sizes)
+        log_failures(source, sizes, folder / UNREACHABLE_URLS)
+    return replace(source, sizes=sizes, remember_size=cache.remember)
+
+
+def _cache(source: RowSource, encoder: RowEncoder, dependencies: dict[str, Any], folder: Path) -> LengthCache:
+    """Open the cache for this source and template, after a check that all ranks mean the same one."""
+    context = digest_of(dependencies, 16)
+    cutting = "" if encoder.cutter is None else encoder.cutter.digest()
+    cache = LengthCache(lengths_path(folder, source.name, context), context, retry_key(), cutting)
+    if ranks.num_ranks() > 1:
+        _check_same_rows(source, {name: digest_of(part, 4) for name, part in dependencies.items()})
+    if is_master():
+        template = encoder.template
+        of_model = (str(template.template_meta.template_type), str(template.model_meta.model_type))
+        write_about(cache.path, About(source.name, source.origin, *of_model, swift_vlpack.__version__))
+    return cache
+
+
+def _check_same_rows(source: RowSource, settings: dict[str, str]) -> None:
+    """Stop if ranks have other rows or settings, because every rank measures some rows for all."""
+    last = max(0, len(source.rows) - 1)
+    spread = np.unique(np.linspace(0, last, NUM_ROWS_EQUAL_ON_RANKS).astype(np.int64)).tolist()
+    rows = (row for index in spread for row in rows_at(source.rows, [index]))
+    ranks.check_equal(
+        f"rows of source {source.name!r} and the settings that lengths depend on",
+        {"rows": len(source.rows), "content": fingerprint(rows), **settings},
+    )
+
+
+# -- what encoding was observed to depend on --------------------------------------------------------------------------
+
+
+def _observed(source: RowSource, encoders: Encoders, file: ObservedFile) -> Observed:
+    """Return what earlier starts observed, united over ranks. Without any, the first rank encodes rows to observe."""
+
+    def of_this_rank() -> Observed:
+        if (known := file.load()) is not None or ranks.rank() > 0:
+            return known or Observed()
+        with late_imports():
+            found, reads = observe(source, encoders)
+        file.add(found)
+        _warn_of_whole_environment(source, reads)
+        return found
+
+    return Observed.united(ranks.results_of_all(of_this_rank))
+
+
+def _observed_dependencies(observed: Observed, but: Container[str]) -> dict[str, Any]:
+    """Return the values of what was observed as one more dependency; empty if nothing was."""
+    found = dependencies_in(observed, but)
+    # Values that modules keep may be of one rank only, such as its number: the key has those of the first.
+    of_first = ranks.results_of_all(partial(found.pop, "modules", None))[0]
+    if of_first is not None:
+        found["modules"] = of_first
+    return {"observed": found} if found else {}
+
+
+def _save_reads(source: RowSource, file: ObservedFile, known: frozenset[str], reads: Reads) -> None:
+    """Remember the variables that only some rows read, and warn of what cannot be followed."""
+    if more := set(filter(is_of_length, reads.names)) - known:
+        file.add(Observed(variables=frozenset(more)))
+        logger.info(
+            f"source {source.name}: some of its rows read {', '.join(sorted(more))}, "
+            "which lengths are remembered under from the next start on"
+        )
+    _warn_of_whole_environment(source, reads)
+
+
+def _warn_of_whole_environment(source: RowSource, reads: Reads) -> None:
+    own = sorted(place for place in reads.whole if not is_installed(place.rpartition(":")[0]))
+    if own and is_master():
+        logger.warning(
+            f"source {source.name}: {', '.join(own)} reads the whole environment, so it is not known which variables "
+            "lengths depend on, and no row is measured again when one changes. Read them by name (os.environ.get), or "
+            "run `vlpack cache clear` after a change"
+        )

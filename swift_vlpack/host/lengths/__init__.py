@@ -1,1 +1,0 @@
-"""The length pass with ms-swift's template."""

@@ -1,0 +1,266 @@
+"""The loss of a step is the mean over its tokens, in however many rows they come.
+
+A batch of four becomes four rows of an accumulation, and ms-swift sums the losses of the rows. That is right for a loss
+that is a sum over tokens divided by `num_items_in_batch`, the tokens of the whole step. A loss that is a mean over the
+tokens of its row is weighted here; any other is refused. Which one a loss is, is measured before step 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from peft import PeftModel
+from swift.utils import get_logger, to_device
+
+from swift_vlpack.errors import ConfigError, VLPackError
+from swift_vlpack.feed.packs import packed_samples
+from swift_vlpack.feed.sequence import layout
+from swift_vlpack.feed.sequence_loss import SCALE, TOLERANCE, Losses, MeanOfStep, num_targets, with_fewer_targets
+from swift_vlpack.feed.waiting import is_of_collective
+from swift_vlpack.host.sample_losses import LossOfSample
+from swift_vlpack.proof.changes import replaced
+from swift_vlpack.proof.choose_samples import short_samples
+from swift_vlpack.proof.isolation import IsolationError
+from swift_vlpack.proof.prove import is_ordinary_token
+from swift_vlpack.proof.reference import untouched
+from swift_vlpack.rows.contents import NO_LABEL, num_supervised
+from swift_vlpack.rows.samples import Encoded
+
+logger = get_logger()
+
+CAUSAL_LM = "cross_entropy"
+"""The only one of ms-swift's own loss types that is for causal_lm."""
+
+
+class LossNotAdditive(ConfigError):
+    """Losses of rows cannot be added up to that of a step."""
+
+
+def add_up(trainer: Any) -> None:
+    """Make sure that the losses of rows add up to that of their step, or stop before step 1."""
+    coefficient = trainer.args.router_aux_loss_coef
+    trainer.args.router_aux_loss_coef = 0.0  # balances experts over a row, and adds up to nothing
+    try:
+        with untouched(trainer.model):
+            losses = measured(trainer)
+            _refuse_what_sees_others(trainer, losses)
+    except VLPackError:
+        raise
+    except Exception as error:
+        if is_of_collective(error):
+            raise
+        raise LossNotAdditive(
+            f"whether the losses of rows add up to that of a step could not be checked ({type(error).__name__}: "
+            f"{error}); mend that, or set packing_verify=false to train the model's own loss without a check"
+        ) from error
+    finally:
+        trainer.args.router_aux_loss_coef = coefficient
+        trainer.custom_metrics["eval"].clear()  # the accuracy of what was no evaluation
+    tolerance = TOLERANCE[_precision(trainer)]
+    if losses is None:
+        return
+    if losses.is_sum(tolerance):
+        check_weights(trainer)
+        return
+    if trainer.compute_loss_func is None or not losses.is_mean(tolerance):
+        raise LossNotAdditive(_refusal(trainer, losses))
+    trainer.compute_loss_func = MeanOfStep(trainer.compute_loss_func)
+    logger.info(
+        f"packing: --loss_type {trainer.args.loss_type} is a mean over the tokens of a row; the rows of a step are "
+        "weighted by their tokens"
+    )
+
+
+def _refuse_what_sees_others(trainer: Any, losses: Losses | None) -> None:
+    """Stop if losses do not add up because one sample sees another: a different loss function would not help.
+
+    The first sample gets no labels, so replacing its words must not move the loss, whatever the loss divides by.
+    """
+    tolerance = TOLERANCE[_precision(trainer)]
+    if losses is None or losses.is_sum(tolerance) or losses.is_mean(tolerance):
+        return
+    first, second = two_samples(trainer)
+    silent = {**first, "labels": [NO_LABEL] * len(first["labels"])}
+    num_items = num_supervised(second)
+    before, after = (
+        loss_of(trainer, [one, second], num_items)
+        for one in (silent, replaced(silent, is_ordinary_token(trainer.template.tokenizer)))
+    )
+    if abs(before - after) <= tolerance / 10 * max(abs(before), 1e-6):
+        return
+    cause = (
+        "on the way that training takes, samples of a row see each other: what stands between the collator and the "
+        "model (the trainer, a hook, a plugin) loses the boundaries or the positions of the row"
+    )
+    raise IsolationError(
+        f"{cause}. (other words in the first of two samples, which has no label, move the loss of the second from "
+        f"{before:.6g} to {after:.6g})",
+        cause=cause,
+    )
+
+
+def check_weights(trainer: Any) -> None:
+    """Check, with the code that weighs samples in training, that two samples get the weights of `packing_loss`."""
+    if (kind := trainer.feed.config.packing_loss) == "token":
+        return
+    samples = two_samples(trainer)
+    row = trainer.data_collator.sequence(packed_samples(samples, 0, 0, trainer.feed.config, ()))
+    scale = row.get(SCALE)
+    before = torch.ones(row["labels"].shape) if scale is None else scale.clone()
+    (weighed,), _ = trainer.weighed_batches(iter([row]), 1, trainer.accelerator.device)
+    nums = list(map(num_supervised, samples))
+    weights = [num**0.5 if kind == "sqrt" else 1.0 for num in nums]
+    start = 0
+    for number, (sample, num, weight) in enumerate(zip(samples, nums, weights, strict=True), start=1):
+        own = slice(start, start + int(sample["length"]))
+        start = own.stop
+        counts = weighed["labels"][0, own] != NO_LABEL
+        expected = before[0, own][counts.cpu()] * weight / num * sum(nums) / sum(weights)
+        found = weighed[SCALE][0, own][counts].cpu()
+        if not torch.allclose(found, expected, rtol=1e-4):
+            raise LossNotAdditive(
+                f"packing_loss={kind}: sample {number} of a row of two, with {num} of {sum(nums)} targets, should "
+                f"weigh {float(expected.mean()):.6g} a token and weighs {float(found.mean()):.6g}; something changes "
+                "the weights on their way (a plugin that replaces the trainer's or the collator's methods)"
+            )
+
+
+def two_samples(trainer: Any) -> list[Encoded]:
+    """Return two short real samples, the second with fewer targets; an empty list if the data has none with targets."""
+    with_targets = [sample for sample in short_samples(trainer.feed) if num_supervised(sample) > 2]
+    return [with_targets[0], with_fewer_targets(with_targets[-1])] if with_targets else []
+
+
+def measured(trainer: Any) -> Losses | None:
+    """The losses of two real samples with targets; None where the data has no such sample to measure with."""
+    samples = two_samples(trainer)
+    if not samples:
+        return None
+    first, second = samples
+    in_first, in_second = num_supervised(first), num_supervised(second)
+    num_items = in_first + in_second
+    return Losses(
+        first=loss_of(trainer, [first], num_items),
+        second=loss_of(trainer, [second], num_items),
+        together=loss_of(trainer, [first, second], num_items),
+        together_in_twice_the_step=loss_of(trainer, [first, second], 2 * num_items),
+        share_of_first=in_first / num_items,
+    )
+
+
+def loss_of(trainer: Any, samples: Sequence[Encoded], num_items: int) -> float:
+    """The loss of one row of a step with so many tokens, the way that training takes."""
+    device = trainer.accelerator.device
+    pack = packed_samples(samples, 0, 0, trainer.feed.config, ())
+    inputs = to_device(trainer.data_collator.sequence(pack), device)
+    model = getattr(trainer, "model_wrapped", None) or trainer.model
+    with layout(trainer.template, packed=True), trainer.template.forward_context(trainer.model, inputs):
+        inputs = trainer._prepare_inputs(inputs)
+        with trainer.compute_loss_context_manager():
+            loss = trainer.compute_loss(model, inputs, num_items_in_batch=torch.tensor(num_items, device=device))
+    return float(loss)
+
+
+def is_mean(trainer: Any) -> bool:
+    """Tell whether the loss of a batch is a mean over its own tokens, not over those of the whole step."""
+    if trainer.compute_loss_func is not None:
+        return isinstance(trainer.compute_loss_func, MeanOfStep)
+    return trainer.label_smoother is not None
+
+
+def loss_of_sample(trainer: Any) -> LossOfSample:
+    """Return a function that sums the loss over the tokens of one sample, whichever way the trainer computes it."""
+    own, smoother = trainer.compute_loss_func, trainer.label_smoother
+
+    def total(outputs: Any, labels: torch.Tensor, loss_scale: torch.Tensor | None) -> torch.Tensor:
+        if isinstance(own, MeanOfStep):
+            num = num_targets(labels)
+            mean = own.mean_of_sequence(outputs, labels, num_items_in_batch=num, loss_scale=loss_scale, trainer=trainer)
+            return mean * num
+        if own is not None:
+            one = torch.ones((), device=labels.device)
+            result: torch.Tensor = own(outputs, labels, num_items_in_batch=one, loss_scale=loss_scale, trainer=trainer)
+            return result
+        if smoother is not None:
+            shift = {"shift_labels": True} if shifts_smoothed_labels(trainer) else {}
+            return smoother.mean_of_sequence(outputs, labels, **shift) * num_targets(labels)
+        return outputs.loss.sum()
+
+    return total
+
+
+def refuse_experts_of_packs(trainer: Any) -> None:
+    """Refuse a packed evaluation with a loss that balances experts over a batch of rows, which a pack is not."""
+    coefficient = trainer.args.router_aux_loss_coef
+    if trainer.feed.config.eval_packing and trainer.model_info.is_moe_model and coefficient:
+        raise ConfigError(
+            f"eval_packing cannot be used with --router_aux_loss_coef {coefficient}: it balances the experts over a "
+            "batch of rows, which packs are not; leave one of them out"
+        )
+
+
+def warn_of_what_differs(trainer: Any) -> None:
+    """Say what of the loss is not what its name promises."""
+    args = trainer.args
+    if trainer.model_info.is_moe_model and args.router_aux_loss_coef:
+        logger.warning(
+            f"packing: --router_aux_loss_coef {args.router_aux_loss_coef} balances the experts over one row, which is "
+            "a pack, where it would be a padded batch; rows are weighted by their tokens"
+        )
+    if trainer.label_smoother is not None and not shifts_smoothed_labels(trainer):
+        logger.warning(
+            f"--label_smoothing_factor {args.label_smoothing_factor}: for {_model_name(trainer)} ms-swift smooths the "
+            "loss of predicting each token at its own position, not at the one before; so it does without packing, "
+            "too. Leave it out unless that is what you want"
+        )
+
+
+def refuse_loss_type(loss_type: str | None) -> None:
+    """Refuse a loss that the installed ms-swift does not know, or that is for other tasks than causal_lm."""
+    from swift.loss import loss_map
+
+    if loss_type is None or loss_type == CAUSAL_LM:
+        return
+    if loss_type not in loss_map:
+        raise ConfigError(f"--loss_type {loss_type} is not known; known are {', '.join(sorted(loss_map))}")
+    if not loss_map[loss_type].__module__.startswith("swift."):
+        return
+    raise ConfigError(
+        f"--loss_type {loss_type} cannot be used with packing: it compares samples, options or sentences, and is not a "
+        f"loss over tokens; leave it out, or take {CAUSAL_LM}, or a loss of your own that divides by num_items_in_batch"
+    )
+
+
+def shifts_smoothed_labels(trainer: Any) -> bool:
+    """As ms-swift decides it: by the name of the model's class."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return _model_name(trainer) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def _model_name(trainer: Any) -> str:
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return str((model.model if isinstance(model, PeftModel) else model)._get_name())
+
+
+def _refusal(trainer: Any, losses: Losses) -> str:
+    whose = (
+        f"--loss_type {trainer.args.loss_type}" if trainer.compute_loss_func else f"the loss of {_model_name(trainer)}"
+    )
+    return (
+        f"{whose} cannot be used with packing: it is neither a sum over tokens divided by num_items_in_batch, nor a "
+        f"mean over the tokens of its row, so rows do not add up to a step (two rows of a step: {losses.first:.6g} and "
+        f"{losses.second:.6g}, both samples in one row: {losses.together:.6g}). Divide the sum by num_items_in_batch, "
+        "or train without packing"
+    )
+
+
+def _precision(trainer: Any) -> torch.dtype:
+    """That of the weights, or of autocast: the proof sees it at the logits, which fused losses never make."""
+    if trainer.args.bf16 and not trainer.args.use_cpu:
+        return torch.bfloat16
+    if trainer.args.fp16 and torch.cuda.is_available():
+        return torch.float16
+    return next(parameter.dtype for parameter in trainer.model.parameters() if parameter.is_floating_point())

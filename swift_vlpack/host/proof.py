@@ -1,0 +1,125 @@
+"""Run the isolation proof on ms-swift's trainer: on the model before training, and on the first batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from swift.utils import to_device
+
+from swift_vlpack.attention import attention
+from swift_vlpack.attention.prepare import unwrapped
+from swift_vlpack.feed.collate import Batch, batch_of
+from swift_vlpack.feed.sequence import layout
+from swift_vlpack.feed.waiting import waiting
+from swift_vlpack.host.ranks import results_of_all
+from swift_vlpack.proof.first_batch import difference, encoded_again, wrong_by_itself
+from swift_vlpack.proof.in_training import FirstRow, measured, prove_in_training
+from swift_vlpack.proof.isolation import IsolationError, Proof
+from swift_vlpack.proof.passes import CannotSee, Passes
+from swift_vlpack.proof.prove import is_ordinary_token, proof_of
+
+
+def prove_isolation(trainer: Any) -> Proof:
+    """Run the proof on the model as it will train; all ranks run the same forwards."""
+    context = trainer.compute_loss_context_manager
+    with waiting("the isolation proof"):  # wrapped models exchange data in it
+        return proof_of(model_of(trainer), trainer.template, trainer.feed.packs, forward_context=context)
+
+
+def prove_first_batch(trainer: Any, batches: Sequence[Batch], num_items: Any) -> str:
+    """Prove isolation on a batch of the first step as it will train. Returns the line for the log. All ranks call it.
+
+    The trainer stays as it was: no batch is used up, no random number drawn, no gradient and no metric left behind.
+    """
+    batch = max(batches, key=_size)  # with the most boundaries
+    rows: list[FirstRow] = []
+    results_of_all(lambda: rows.append(_checked_row(trainer, batch)), "the first batch")
+    try:
+        with _unseen(trainer):
+            loss, has_engine = partial(_loss, trainer, batch, num_items), trainer.is_deepspeed_enabled
+            passes = Passes(unwrapped(model_of(trainer)), loss, _scale_of(trainer), has_engine=has_engine)
+            found = measured(passes, rows[0], lambda work: results_of_all(work, "the first batch in training"))
+    except CannotSee as error:  # raised on all ranks, because they have the same model
+        return f"isolation in training: of the first batch only tokens, labels and boundaries are verified ({error})"
+    except Exception as error:
+        error.add_note("This was the proof on the first batch, before step 1: packing_verify=false trains without it.")
+        raise
+    results_of_all(lambda: prove_in_training(found), "the first batch in training")
+    if trainer.model_info.is_moe_model and trainer.args.router_aux_loss_coef:
+        found = replace(found, not_looked_at=(*found.not_looked_at, "the loss that balances experts over the row"))
+    return found.line()
+
+
+def _size(batch: Batch) -> tuple[int, int]:
+    lengths = batch.record.lengths if batch.record is not None else ()
+    return len(lengths), sum(lengths)
+
+
+def _checked_row(trainer: Any, batch: Batch) -> FirstRow:
+    """Compare the batch with its samples, encoded again in this process. Raises `IsolationError` if they differ."""
+    feed, record, template = trainer.feed, batch.record, trainer.template
+    assert record is not None
+    workers = trainer.args.dataloader_num_workers
+    samples = encoded_again(feed, record, rank=trainer.args.process_index, num_workers=workers)
+    if not record.sample_ids:  # of a rank that is dry, or of rows that cannot be read: a sequence without a target
+        wrong = None
+    elif isinstance(samples, str):
+        wrong = wrong_by_itself(batch, record)
+    else:
+        wrong = difference(batch, samples, template, record, weighs_samples=feed.config.packing_loss != "token")
+    if wrong:
+        cause = "the collator, or a dataloader worker, makes another batch than its samples are"
+        raise IsolationError(
+            f"isolation does not hold in the first batch of the trainer: {cause}. ({record}: {wrong})", cause=cause
+        )
+    return FirstRow(batch, record, samples, template, is_ordinary_token(template.tokenizer))
+
+
+@contextmanager
+def _unseen(trainer: Any) -> Iterator[None]:
+    """Restore what computing a loss changes on the trainer: metrics, and the lengths that scale noise."""
+    args = trainer.args
+    before = trainer.custom_metrics, trainer.lengths_in_sequence, args.router_aux_loss_coef
+    trainer.custom_metrics = {mode: type(one)(one.default_factory) for mode, one in before[0].items()}
+    args.router_aux_loss_coef = 0.0  # balances experts over the sequence: no sum over samples
+    try:
+        yield
+    finally:
+        trainer.custom_metrics, trainer.lengths_in_sequence, args.router_aux_loss_coef = before
+
+
+def _loss(trainer: Any, batch: Batch, num_items: Any, inputs: Mapping[str, Any], packed: bool) -> torch.Tensor:
+    """Return the trainer's loss of the batch with other inputs, or of an un-packed batch, as a part of the step."""
+    assert batch.record is not None
+    row = to_device(batch_of(inputs, batch.record, batch.beside) if packed else dict(inputs), trainer.args.device)
+    trainer.lengths_in_sequence = batch.record.lengths_in_sequence if packed else ()
+    try:
+        with layout(trainer.template, packed=packed), trainer.template.forward_context(trainer.model, row):
+            row = trainer._prepare_inputs(row)
+            with trainer.compute_loss_context_manager():
+                # Unwrapped, because with wrappers a rank would wait for the gradients of others.
+                model = unwrapped(model_of(trainer))
+                loss: torch.Tensor = trainer.compute_loss(model, row, num_items_in_batch=num_items)
+    finally:
+        trainer.lengths_in_sequence = ()
+    return loss
+
+
+def _scale_of(trainer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    scaler = trainer.accelerator.scaler
+    return scaler.scale if scaler is not None else lambda loss: loss
+
+
+def attention_of(trainer: Any) -> str:
+    """The name of the attention that the model has."""
+    return attention.name_of(unwrapped(model_of(trainer)).config)
+
+
+def model_of(trainer: Any) -> Any:
+    """The model as it will train, in its wrappers."""
+    return getattr(trainer, "model_wrapped", None) or trainer.model

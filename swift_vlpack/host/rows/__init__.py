@@ -1,1 +1,0 @@
-"""Rows by ms-swift's own loader."""

@@ -1,0 +1,139 @@
+"""A training run without its training: arguments, processor, template and data, by the methods of `swift sft`.
+
+For commands that say something of a run; the environment of the run has to be in place before ms-swift is imported.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn
+
+from swift.arguments import PretrainArguments
+from swift.pipelines.train.sft import SwiftSft
+
+from swift_vlpack.config import is_planned
+from swift_vlpack.errors import ConfigError
+from swift_vlpack.feed.planned_feed import PlannedFeed
+from swift_vlpack.host.args import is_ours, packing_config
+from swift_vlpack.host.callback import PackingCallback
+from swift_vlpack.host.messages import said_by_swift
+from swift_vlpack.host.pipeline import measured_rows, planned_feed, prepare_dataset
+from swift_vlpack.host.ranks import counted_as
+from swift_vlpack.host.run_checks import given_options
+from swift_vlpack.host.sources import load_sources
+
+LEFT_OUT = ("ddp_backend", "deepspeed", "fsdp")
+"""Options of a run that decide nothing about packs, and need processes that a command does not start."""
+NO_TRACE = ("--report_to", "none", "--add_version", "false")
+
+NOT_PACKED = "--packing false has no packs; leave it out"
+
+
+class Run(SwiftSft):
+    """The arguments, processor and template of a training run, by the methods of the run."""
+
+    left_out: tuple[str, ...] = (*LEFT_OUT, "use_liger_kernel")
+    overridden: tuple[str, ...] = (*NO_TRACE, "--use_cpu", "true")
+    """Without `use_cpu` ms-swift refuses bfloat16 on a machine that has no GPU."""
+    has_weights = False
+    """As the length pass of training: it has no model either."""
+
+    def __init__(self, argv: Sequence[str], command: str) -> None:
+        if command == "pt":
+            self.args_class = PretrainArguments  # which is all that its pipeline changes
+        names = [str(given_options(argv).get("model"))]
+        with said_by_swift("refuses the options", names):
+            super(SwiftSft, self).__init__(list(argv))
+        self.train_msg: dict[str, Any] = {}
+        with said_by_swift(f"cannot load the {'model' if self.has_weights else 'processor'}", names):
+            self._prepare_model_tokenizer(load_model=self.has_weights)
+            self._prepare_template()
+
+
+class TrainableRun(Run):
+    """A run with its weights, on its own device; `run()` is ms-swift's own: data, tuner, trainer, `at_training`."""
+
+    left_out = (*LEFT_OUT, "resume_from_checkpoint")
+    overridden: tuple[str, ...] = NO_TRACE
+    has_weights = True
+    at_training: Callable[[Any], None]
+    """Called with the trainer where ms-swift would let it train."""
+
+    def train(self, trainer: Any) -> None:
+        """Take the place of ms-swift's own method, which trains and saves."""
+        self.at_training(trainer)
+
+    def _prepare_dataset(self) -> list[Any]:
+        if not is_ours(self.args):
+            raise ConfigError(NOT_PACKED)
+        with said_by_swift("cannot load the data"):
+            return prepare_dataset(self)
+
+
+class _Prepared(Exception):
+    """The model is prepared, and not a step is to be taken."""
+
+
+def prepare_to_train(trainer: Any, look: Callable[[], None]) -> None:
+    """Let the trainer prepare its model as for training, and call `look` in place of step 1.
+
+    `look` is called where training would choose the attention and prove its model.
+    """
+
+    def stop(*args: Any, **kwargs: Any) -> NoReturn:
+        look()
+        raise _Prepared
+
+    instead_of_proof(trainer, stop)
+    with suppress(_Prepared):
+        trainer.train()
+
+
+def instead_of_proof(trainer: Any, act: Callable[..., None]) -> None:
+    """Replace what this package does between the prepared model and step 1: attention, proof, a run's first notes."""
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, PackingCallback):
+            callback.on_train_begin = act
+
+
+@contextmanager
+def run_of(argv: Sequence[str], *, num_ranks: int, command: str = "sft", kind: type[Run] = Run) -> Iterator[Any]:
+    """The run that ms-swift's command with these options would be on so many ranks; no output folder."""
+    with tempfile.TemporaryDirectory(prefix="vlpack-") as folder, counted_as(num_ranks):
+        # ms-swift makes the output folder when it reads its arguments; this leaves none behind.
+        yield kind([*_without(argv, kind.left_out), *kind.overridden, "--output_dir", folder], command)
+
+
+def feed_of(run: Run) -> tuple[PlannedFeed, dict[str, float]]:
+    """The feed that training would have, and how long lengths and packs took."""
+    args, template = run.args, run.template
+    if not is_ours(args):
+        raise ConfigError(NOT_PACKED)
+    config = packing_config(args)
+    if not is_planned(config, is_sized=not args.streaming):
+        raise ConfigError(
+            f"{'--streaming true' if args.streaming else 'packing_mode=buffer'} packs rows as they come and cannot be "
+            "planned; plan without it, or train with --max_steps"
+        )
+    sources, _ = load_sources(args, config)
+    start = time.perf_counter()
+    rows = measured_rows(sources, template, args, config)
+    measured = time.perf_counter()
+    feed = planned_feed(rows, template, args, config)
+    seconds = {"seconds_lengths": measured - start, "seconds_plan": time.perf_counter() - measured}
+    return feed, {name: round(value, 4) for name, value in seconds.items()}
+
+
+def _without(argv: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The flags but for those of these names, with their values."""
+    kept: list[str] = []
+    is_left_out = False
+    for part in argv:
+        if part.startswith("--"):
+            is_left_out = part[2:].partition("=")[0].replace("-", "_") in names
+        if not is_left_out:
+            kept.append(part)
+    return kept

@@ -1,0 +1,196 @@
+"""`vlpack_state.json` in every checkpoint: where the run is in its data, and what that depends on.
+
+`vlpack_rows.npz` beside it has the sizes of all rows as they were planned, and digests of what is in them. The state
+is the last file of a checkpoint to be written, whole or not at all, so a checkpoint that has it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from swift.utils import get_logger, is_master
+from transformers.trainer import TRAINER_STATE_NAME
+
+from swift_vlpack.config import RESTART, RESUME_DATA
+from swift_vlpack.envelope import Whole, check_fingerprint, check_shape, opened, seal, signed
+from swift_vlpack.errors import ConfigError, StateMismatch, VLPackError
+from swift_vlpack.feed.planned_feed import PlannedFeed
+from swift_vlpack.feed.saved_rows import Changes, RunRows, SavedSource, digest_of, from_bytes
+from swift_vlpack.feed.streamed import PROGRESS, ReaderProgress
+from swift_vlpack.feed.streamed_feed import StreamedFeed
+from swift_vlpack.files import write_json, write_whole
+from swift_vlpack.host.checkpoint_files import RECORDS
+from swift_vlpack.host.objective import refused_values, warning_of_changes
+from swift_vlpack.runlog import counts
+from swift_vlpack.runlog.folder import ROWS, STATE
+
+logger = get_logger()
+
+FILE = STATE
+RANK_FILE = "vlpack_state_rank{}.json"
+ROWS_FILE = ROWS
+WAY_OUT = f"Resume with what the checkpoint was written with, or set {RESUME_DATA}={RESTART} to start the data anew"
+_STATE = {"epoch": Whole(), "counted": counts.STATE, "rows": str}
+STATES = {feed.kind: {**_STATE, **feed.state_shape} for feed in (PlannedFeed, StreamedFeed)}
+"""The shape of a saved state, by the kind of its feed."""
+
+
+class StateNotSaved(VLPackError):
+    """A checkpoint has no account of its data; an earlier one has to be resumed from."""
+
+
+def save_rank_state(checkpoint: Path, rank: int, global_step: int, state: Mapping[str, Any]) -> None:
+    """Write where a rank is, before the state that marks the checkpoint as complete."""
+    fingerprint = {"rank": rank, "global_step": global_step}
+    _write_state(checkpoint / RANK_FILE.format(rank), seal("progress", fingerprint, state))
+
+
+def load_rank_state(checkpoint: Path, rank: int, global_step: int) -> dict[str, Any]:
+    """Where a rank was when the checkpoint was written."""
+    path = checkpoint / RANK_FILE.format(rank)
+    with refused(path, "every rank writes one, so collect them where nodes share no disk"):
+        then, state = opened(json.loads(path.read_text(encoding="utf-8")), "progress", shape=PROGRESS, is_signed=True)
+        check_fingerprint("progress", then, {"rank": rank, "global_step": global_step})
+        return ReaderProgress.of(state).state()
+
+
+def save_state(
+    checkpoint: Path, kind: str, fingerprint: Mapping[str, Any], state: Mapping[str, Any], rows: RunRows | None = None
+) -> None:
+    """Write the state of the data into a checkpoint that is otherwise complete."""
+    content = b"" if rows is None else rows.as_file()
+    # The rows first: the state is the mark that everything else is there, and has their digest.
+    if rows is not None:
+        with _named(checkpoint / ROWS_FILE):
+            write_whole(checkpoint / ROWS_FILE, content)
+    _write_state(checkpoint / FILE, seal(kind, fingerprint, {**state, "rows": digest_of(content)}))
+
+
+def _write_state(path: Path, sealed: Mapping[str, Any]) -> None:
+    with _named(path):
+        write_json(path, signed(sealed))
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Say of a file that cannot be written what that means."""
+    try:
+        yield
+    except OSError as error:
+        raise StateNotSaved(
+            f"{path} cannot be written: {error}. This checkpoint cannot be resumed from; mend the output "
+            "directory (is the disk full?) and resume from an earlier one"
+        ) from error
+
+
+@contextmanager
+def refused(path: Path, why_missing: str = "") -> Iterator[None]:
+    """Make one error of all that can be wrong with a saved file, which names it and the way out."""
+    try:
+        yield
+    except FileNotFoundError:
+        problem = f"{path.parent} has no {path.name}: {why_missing}"
+    except (OSError, ValueError, RecursionError) as error:
+        problem = f"{path}: {error}"
+    else:
+        return
+    raise StateMismatch(f"{problem}. {WAY_OUT}")
+
+
+def load_state(
+    checkpoint: Path, kind: str, fingerprint: Mapping[str, Any], rows: RunRows | None = None
+) -> dict[str, Any] | None:
+    """The state that was saved under this fingerprint; None where the data shall start anew.
+
+    A plan goes on with the sizes that it was made of, which `rows` then have: a file that is gone since is left out
+    when it is loaded, one that came back stays out.
+    """
+    if wants_restart(os.environ):
+        logger.warning(f"{RESUME_DATA}={RESTART}: the data starts anew, at the first pack of epoch 0")
+        return None
+    path = checkpoint / FILE
+    then, state = read_state(checkpoint, kind)
+    saved = load_rows(checkpoint, state) if rows else []
+    changed = rows.compared(saved) if rows else None
+    is_planned_alike = kind == PlannedFeed.kind and changed is not None and not changed.texts and not changed.sizes
+    # Where only sizes are others, and for a reason that is known, it goes on with those of then.
+    current = {**fingerprint, "lengths": then.get("lengths")} if is_planned_alike else fingerprint
+    words = {} if changed is None else {"data": changed.texts, "lengths": changed.sizes}
+    with refused(path):
+        check_fingerprint(
+            kind, *refused_values(then, current), {name: str(said) for name, said in words.items() if said}
+        )
+    if is_master() and (warning := warning_of_changes(then, current)):
+        logger.warning(f"{path}: {warning}")
+    if rows is not None and changed is not None and is_planned_alike:
+        _tell(changed)
+        rows.take_sizes(saved)
+    return state
+
+
+def read_state(checkpoint: Path, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fingerprint and state as they were saved, whatever they are compared with."""
+    path = checkpoint / FILE
+    with refused(path, "it is incomplete, or was written without packing"):
+        envelope = json.loads(path.read_text(encoding="utf-8"))
+        return opened(envelope, kind, shape=STATES.get(kind), is_signed=True)
+
+
+def read_envelope(checkpoint: Path) -> dict[str, Any]:
+    """Return digest, kind, fingerprint and state from `vlpack_state.json`, for every kind of feed."""
+    path = checkpoint / FILE
+    with refused(path, "it is incomplete, or was written without packing"):
+        envelope = json.loads(path.read_text(encoding="utf-8"))
+        kind = str(envelope.get("kind")) if isinstance(envelope, dict) else "packing"
+        fingerprint, state = opened(envelope, kind, shape=STATES.get(kind), is_signed=True)
+        if "files" in state:  # earlier versions wrote no records of files
+            check_shape(state["files"], RECORDS, "state.files")
+        return {"digest": envelope["digest"], "kind": kind, "fingerprint": fingerprint, "state": state}
+
+
+def read_trainer_state(checkpoint: Path) -> dict[str, Any]:
+    """Return the trainer's own state; empty if the checkpoint has none."""
+    path = checkpoint / TRAINER_STATE_NAME
+    try:
+        state = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return {**state, **({"global_step": int(state["global_step"])} if state else {})}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StateMismatch(
+            f"{path}: damaged: {type(error).__name__}: {error}. Resume from an earlier checkpoint"
+        ) from error
+
+
+def load_rows(checkpoint: Path, state: Mapping[str, Any]) -> list[SavedSource]:
+    """The rows as they were planned, of the checkpoint that has this state."""
+    path, digest = checkpoint / ROWS_FILE, state["rows"]
+    with refused(path, "every checkpoint has one, so copy it with the rest"):
+        content = path.read_bytes()
+        if digest_of(content) != digest:
+            raise StateMismatch("damaged: it is not the file that was written with the state beside it")
+        return from_bytes(content)
+
+
+def _tell(changed: Changes) -> None:
+    if changed.gone and is_master():
+        logger.warning(
+            f"{changed.gone.num_rows} rows that were planned cannot be read any more; their packs go on without them: "
+            f"{changed.gone}"
+        )
+    if changed.back and is_master():
+        logger.warning(
+            f"{changed.back.num_rows} rows that could not be read stay out until the next run: {changed.back}"
+        )
+
+
+def wants_restart(environ: Mapping[str, str]) -> bool:
+    """Whether the data shall start anew although a checkpoint is resumed."""
+    given = environ.get(RESUME_DATA, "")
+    wish = given.strip().lower()  # as forgiving as options are
+    if wish not in ("", RESTART):
+        raise ConfigError(f"{RESUME_DATA} can only be {RESTART}, got {given!r}; without it the data goes on")
+    return wish == RESTART

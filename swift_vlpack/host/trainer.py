@@ -1,0 +1,467 @@
+"""ms-swift's trainer for packed runs: what its data does is said by the feed, here it is told to the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from swift.trainers import Seq2SeqTrainer
+from swift.utils import get_logger, is_master, is_mp
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import seed_worker
+
+from swift_vlpack.errors import ConfigError, StateMismatch
+from swift_vlpack.feed.collate import Batch, Collator
+from swift_vlpack.feed.feed import Feed
+from swift_vlpack.feed.packs import Packs
+from swift_vlpack.feed.sequence import layout
+from swift_vlpack.feed.sequence_loss import num_targets, weigh_samples
+from swift_vlpack.feed.waiting import waiting
+from swift_vlpack.files import sync_folder
+from swift_vlpack.host.checkpoint_files import recorded
+from swift_vlpack.host.checkpoints import nothing_deleted, rotate, save_training_args, sync
+from swift_vlpack.host.loader import PackLoader, collator_of
+from swift_vlpack.host.losses import (
+    MeanOfStep,
+    is_mean,
+    loss_of_sample,
+    refuse_experts_of_packs,
+    shifts_smoothed_labels,
+    warn_of_what_differs,
+)
+from swift_vlpack.host.proof import prove_first_batch
+from swift_vlpack.host.ranks import (
+    RanksOfRun,
+    check_equal,
+    check_same_parameters,
+    gathered,
+    num_ranks,
+    refuse_differences,
+    results_of_all,
+    tolerate_packs_without_images,
+    versions,
+)
+from swift_vlpack.host.run_events import RunEvents
+from swift_vlpack.host.sample_losses import LossesOfRow, RowsOfEvaluation, SampleLoss
+from swift_vlpack.host.state import (
+    FILE,
+    ROWS_FILE,
+    WAY_OUT,
+    load_rank_state,
+    load_state,
+    read_trainer_state,
+    save_rank_state,
+    save_state,
+)
+from swift_vlpack.host.voting import Ranks, leave_at_exit
+from swift_vlpack.plan.resume_schedule import Bounds, RestOfRun, num_steps
+from swift_vlpack.rows.contents import NO_LABEL
+from swift_vlpack.rows.randomness import RandomStream
+from swift_vlpack.rows.samples import PackRecord
+from swift_vlpack.runlog.counts import Counts
+
+logger = get_logger()
+
+
+class PackingTrainer(Seq2SeqTrainer):
+    """Trains packs, evaluates padded batches, with one template. `train_dataset` is a feed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        training_args = kwargs["args"]
+        self.feed: Feed = _checked(kwargs["train_dataset"])
+        self.events = RunEvents(self.feed, training_args.output_dir, training_args.process_index)
+        self.checkpoint_resumed: Path | None = None
+        self._fingerprint: dict[str, Any] = {}
+        self._global_step_before: int | None = None  # of the checkpoint, where one is resumed
+        self._is_saving = False  # a checkpoint, which is not complete yet
+        self.is_first_batch_proved = not self.feed.config.packing_verify
+        num_workers = training_args.dataloader_num_workers
+        tolerate_packs_without_images(kwargs["model"], training_args)
+        self.is_evaluating = False
+        self._pack_evaluated: PackRecord | None = None
+        self._supervised: list[torch.Tensor] = []  # tokens of each step of this rank since the last log line
+        self._losses_evaluated: dict[int, SampleLoss] = {}  # by row, since a packed evaluation began
+        self.lengths_in_sequence: tuple[int, ...] = ()  # of the segments that are trained now
+        super().__init__(*args, **kwargs)
+        refuse_experts_of_packs(self)
+        warn_of_what_differs(self)
+        if self.label_smoother is not None:
+            self.label_smoother = MeanOfStep(self.label_smoother)
+        # ms-swift allows data without a length one worker, which would read for all; ours share the rows.
+        training_args.dataloader_num_workers = num_workers
+
+    # -- batches ----------------------------------------------------------------------------------------------------
+
+    def _get_data_collator(self, args: Any, template: Any) -> Collator:
+        return collator_of(args, template, self.feed.seed)
+
+    def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:
+        """The packs of this rank. What was trained before a resume is no part of them, whatever `skip_batches` says."""
+        if skip_batches:
+            return self.callback_handler.train_dataloader  # one loader for all epochs, as without a resume
+        args = self.args
+        options = {
+            "collate_fn": self.data_collator,
+            "num_workers": args.dataloader_num_workers,
+            "pin_memory": args.dataloader_pin_memory,
+            "persistent_workers": args.dataloader_persistent_workers and args.dataloader_num_workers > 0,
+            "prefetch_factor": args.dataloader_prefetch_factor if args.dataloader_num_workers > 0 else None,
+            "worker_init_fn": partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
+            **self._maybe_multiprocessing_context(args),
+        }
+        shared_by, there_are = self.feed.num_ranks, num_ranks()
+        assert shared_by == there_are, f"packs are shared by {shared_by} ranks, and there are {there_are}"
+        ranks = partial(Ranks, timedelta(seconds=args.ddp_timeout))
+        return self.feed.loader(args.process_index, PackLoader, ranks=ranks, device=self.accelerator.device, **options)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """Return the batches of one optimizer step. Before the first step, one of its batches is proved."""
+        batches, num_items = self.weighed_batches(epoch_iterator, num_batches, device)
+        if not batches:
+            return batches, num_items
+        # Kept on the device: reading the number would wait for the device, and only the next log line needs it.
+        self._supervised.append(torch.stack([num_targets(batch["labels"]) for batch in batches]).sum())
+        if not self.is_first_batch_proved:
+            self.is_first_batch_proved = True
+            said = prove_first_batch(self, batches, num_items)
+            if is_master():
+                logger.info(said)
+        return batches, num_items
+
+    def weighed_batches(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """Return the weighed batches of one optimizer step; at the end of an epoch the feed may fill the step up."""
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if not batches:
+            return batches, num_items
+        batches = batches + self.feed.fill_up(num_batches - len(batches))
+        if (kind := self.feed.config.packing_loss) != "token":
+            weigh_samples(batches, kind, self._over_ranks)
+        return batches, num_items
+
+    def _over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = self.accelerator.reduce(numbers.to(self.accelerator.device), reduction="sum")
+        return total
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    def training_step(self, model: Any, inputs: Batch, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Train one pack; it is counted when its optimizer step is taken."""
+        record = inputs.record
+        assert record is not None
+        self.lengths_in_sequence = record.lengths_in_sequence
+        with layout(self.template, packed=True):
+            loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
+        self.events.trained(record)
+        return loss
+
+    def count_step(self) -> None:
+        """Count the packs whose optimizer step has just been taken."""
+        records, counts = self.events.take_step(self.state.global_step + 1)
+        self.feed.consumed(records)
+        for record in records:
+            self._show(record)
+        self._show_share("pack/padding_saved", counts.num_padding_saved, counts.num_tokens_unpacked)
+        self._show_share("pack/vision_share", counts.num_vision_tokens, counts.num_tokens)
+
+    def _show(self, record: PackRecord) -> None:
+        if not record.sample_ids:
+            return
+        metrics = self.custom_metrics["train"]
+        metrics["pack/fill"].update(sum(record.lengths) / self.feed.config.packing_length)
+        metrics["pack/samples"].update(float(len(record.sample_ids)))
+        metrics["pack/images"].update(float(record.num_images))
+
+    def _show_share(self, name: str, part: int, whole: int) -> None:
+        """Of all tokens since the last log line: a mean of the shares of packs would weigh short ones as long ones."""
+        metric = self.custom_metrics["train"][name]
+        metric.state += part
+        metric.count += whole
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """ms-swift's loss; a row without a label has the loss 0, where a mean over nothing would be NaN."""
+        if self._pack_evaluated is not None:
+            return self._losses_of_samples(model, inputs, return_outputs)
+        if self.is_evaluating and is_mean(self):
+            num_items_in_batch = None  # else ms-swift would multiply this rank's mean by the number of ranks
+        if self.label_smoother is not None:  # ms-swift does not tell it
+            self.label_smoother.num_items = num_items_in_batch
+        labels = inputs.get("labels")
+        if not self.model.training or labels is None or bool((labels != NO_LABEL).any()):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        unused = ("labels", "loss_scale", "channel", "text_position_ids", "compute_loss_func", "logits_to_keep")
+        outputs = model(**{key: value for key, value in inputs.items() if key not in unused})
+        loss = outputs.logits.float().sum() * 0.0
+        return (loss, outputs) if return_outputs else loss
+
+    def prepare_logits_to_keep(self, inputs: dict[str, Any]) -> None:
+        """Drop the logits without a target, but for a loss that wants them.
+
+        Where ms-swift smooths each token at its own position, the last target of a sample would meet the logits of the
+        next sample's first; in a padded batch it does not.
+        """
+        if self._pack_evaluated is not None and is_mp():
+            return  # ms-swift would keep the last logits of the row, from some sample's middle on
+        is_batch = self.is_evaluating and self._pack_evaluated is None
+        if is_batch or self.label_smoother is None or shifts_smoothed_labels(self):
+            super().prepare_logits_to_keep(inputs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """ms-swift's log line; the last one of training gives the speed in rows, which is packs, and gets samples."""
+        counts = self.events.note_steps(self.state.global_step)
+        if "loss" in logs and counts is not None:
+            supervised = self._over_ranks(torch.stack(self._supervised).sum())
+            logs["pack/tokens_per_second"] = round(counts.num_tokens / max(counts.seconds, 1e-3), 1)
+            logs["pack/supervised_tokens"] = round(float(supervised) / len(self._supervised), 1)
+            self._supervised = []
+        if "train_samples_per_second" in logs:
+            logs["train_samples_per_second"] = round(self.events.of_run.num_packed / logs["train_runtime"], 3)
+        super().log(logs, *args, **kwargs)
+
+    # -- evaluation -------------------------------------------------------------------------------------------------
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate with random numbers apart from those of training: a persistent loader draws only once in a run."""
+        with self.events.paused(), RandomStream(self.args.seed, "evaluation", self.state.global_step):
+            return super().evaluate(*args, **kwargs)
+
+    def _get_dataloader(self, dataset: Any, description: str, batch_size: int, **kwargs: Any) -> Any:
+        """Return ms-swift's loader of evaluation rows; packs are loaded one at a time, and none is dropped."""
+        if not isinstance(dataset, Packs):
+            return super()._get_dataloader(dataset, description, batch_size, **kwargs)
+        drop_last, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False
+        try:
+            return super()._get_dataloader(dataset, description, 1, **kwargs)
+        finally:
+            self.args.dataloader_drop_last = drop_last
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate batches of rows. Packed rows are evaluated as packs first; their losses then form the batches."""
+        if not isinstance(dataloader.dataset, Packs):
+            return super().evaluation_loop(dataloader, *args, **kwargs)
+        self._losses_evaluated = {}
+        gather = self.gather_function
+        super().evaluation_loop(dataloader, *args, **kwargs)
+        self.gather_function = gather  # the loop clears it at its end
+        rows = RowsOfEvaluation(gathered(self._losses_evaluated, "the losses of an evaluation"))
+        # The trainer then distributes, repeats and cuts off batches exactly as it does for rows without packing.
+        batches = DataLoader(rows, self.args.eval_batch_size, drop_last=self.args.dataloader_drop_last)
+        return super().evaluation_loop(self.accelerator.prepare(batches), *args, **kwargs)
+
+    def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a padded batch, a pack (under `eval_packing`), or a batch of the losses that packs gave."""
+        if set(inputs) == set(SampleLoss._fields):
+            return self._loss_of_batch(**inputs), None, None
+        record = self._pack_evaluated = getattr(inputs, "record", None)
+        if record is not None:  # nothing predicts the first token of a sample, even if the template labels it
+            inputs["labels"][:, record.boundaries.cu_seqlens[:-1]] = NO_LABEL
+        self.is_evaluating = True
+        try:
+            with layout(self.template, packed=record is not None):
+                return super().prediction_step(model, inputs, *args, **kwargs)
+        finally:
+            self.is_evaluating, self._pack_evaluated = False, None
+
+    def _losses_of_samples(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        """Note the loss of every sample of a pack, computed by ms-swift's own code for losses of tokens."""
+        record = self._pack_evaluated
+        assert record is not None
+        losses = LossesOfRow(record.lengths, loss_of_sample(self), inputs.get("logits_to_keep"))
+        scale = inputs.get("loss_scale")
+        if scale is None:  # given weights, ms-swift computes a loss per token; otherwise the model takes the mean
+            scale = torch.ones_like(inputs["labels"], dtype=torch.float32)
+        inputs = {**inputs, "loss_scale": scale, "compute_loss_func": losses}
+        inputs.pop("skip_logits", None)
+        result = super().compute_loss(model, inputs, return_outputs)
+        rows = (sample_id.row for sample_id in record.sample_ids)
+        self._losses_evaluated.update(zip(rows, losses.samples, strict=True))
+        return result
+
+    def _loss_of_batch(self, total: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
+        """Return this rank's loss of a batch of rows; the mean over ranks is the loss of plain evaluation."""
+        num, num_shared = num_tokens.sum(), 1
+        if self.args.average_tokens_across_devices and not is_mean(self):
+            num, num_shared = self.accelerator.reduce(num, reduction="sum"), self.accelerator.num_processes
+        return num_shared * total.sum().float() / num
+
+    # -- epochs -----------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train, if all ranks have the same data; from a checkpoint on, the data goes on where it was."""
+        self._fingerprint = self.feed.fingerprint()
+        check_equal("data and versions", {**versions(), **self._fingerprint})
+        check_same_parameters(self.model, RanksOfRun())
+        self.events.list_deleted_rows()
+        if resume_from_checkpoint:
+            self.checkpoint_resumed = Path(resume_from_checkpoint)
+            self._resume(self.checkpoint_resumed)
+        with waiting("training"):  # so that a failing rank tells the others why
+            trained = super().train(resume_from_checkpoint, *args, **kwargs)
+        leave_at_exit()
+        return trained
+
+    def _run_epoch(
+        self, *args: Any, epoch: int, steps_in_epoch: int, num_update_steps_per_epoch: int, **kwargs: Any
+    ) -> None:
+        """Train an epoch on the same data on all ranks; a resumed one can have more or fewer steps than the others."""
+        start = self.feed.begin(epoch)
+        self.events.list_left_out(epoch, start.left_out)
+        check_equal(f"plan of epoch {epoch}", start.must_agree)
+        self.events.begin_epoch(max(self.state.global_step, self._global_step_before or 0), start.facts)
+        _warn(start.warning)
+        if (left := self.feed.batches_left) is not None:
+            accumulation = self.args.gradient_accumulation_steps
+            steps_in_epoch = self.feed.batches_behind(accumulation) + left
+            num_update_steps_per_epoch = num_steps(steps_in_epoch, accumulation)
+        super()._run_epoch(
+            *args,
+            epoch=epoch,
+            steps_in_epoch=steps_in_epoch,
+            num_update_steps_per_epoch=num_update_steps_per_epoch,
+            **kwargs,
+        )
+        self.events.forget_epoch()
+
+    def close_epoch(self) -> None:
+        """Add up what became of the rows of the epoch, over all ranks, and say it."""
+        self.events.note_steps(self.state.global_step)  # so that each event is of one epoch
+        self.events.leave_out(self.feed.epoch, self.feed.left_out_after())
+        self._report(self.events.over_all_ranks())
+
+    def _report(self, counted: Counts) -> None:
+        self.feed.count_rows(counted)
+        if is_master():
+            self.events.report_epoch(counted, max(self.state.global_step, self._global_step_before or 0))
+        _warn(self.feed.end(counted))
+
+    # -- resuming ---------------------------------------------------------------------------------------------------
+
+    def _resume(self, checkpoint: Path) -> None:
+        """Continue behind the last pack that the checkpoint was trained on."""
+        step = self._global_step_before = int(read_trainer_state(checkpoint).get("global_step", 0))
+        if self.args.ignore_data_skip:  # the trainer's own way to say that the data shall start anew
+            return
+        everyone = results_of_all(
+            lambda: load_state(checkpoint, self.feed.kind, self._fingerprint, self.feed.saved_rows)
+        )
+        refuse_differences("saved state of the data", [state or {} for state in everyone])
+        if (saved := everyone[0]) is None:
+            return
+        rank = self.args.process_index
+        is_of_rank = self.feed.rank_state() is not None
+        rank_state = results_of_all(lambda: load_rank_state(checkpoint, rank, step) if is_of_rank else None)[rank]
+        try:
+            self.feed.restore(saved, rank_state)
+        except StateMismatch as error:
+            raise StateMismatch(f"{checkpoint / FILE}: {error}. {WAY_OUT}") from error
+        self._fingerprint = self.feed.fingerprint()
+        counted = Counts.from_state(saved["counted"])
+        if self.feed.is_finished:  # the run may have ended before it could report that
+            self._report(counted)
+            self.feed.begin(self.feed.epoch + 1)
+        elif is_master():
+            self.events.of_epoch = counted
+
+    def set_initial_training_values(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """The trainer's epochs and steps; of a resumed run those of the checkpoint and those that are left."""
+        values: tuple[Any, ...] = super().set_initial_training_values(*args, **kwargs)
+        if self._global_step_before is None:
+            return values
+        num_epochs, steps_per_epoch, *others, max_steps = values
+        accumulation = self.args.gradient_accumulation_steps
+        rest = RestOfRun(
+            epoch=self.feed.epoch,
+            global_step=self._global_step_before,
+            batches_behind=self.feed.batches_behind(accumulation),
+            batches_left=self.feed.batches_left,
+            accumulation=accumulation,
+        )
+        bounds = rest.bounds(
+            Bounds(num_epochs, max_steps),
+            steps_per_epoch=steps_per_epoch,
+            num_train_epochs=self.args.num_train_epochs,
+            are_steps_given=self.args.max_steps > 0,
+        )
+        return bounds.num_epochs, steps_per_epoch, *others, bounds.max_steps
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """The epoch to go on in, and how many of its batches are trained."""
+        trained: tuple[int, int] = super()._init_training_state(*args, **kwargs)
+        if self._global_step_before is None:
+            return trained
+        # transformers would save, evaluate and log as often as the run that wrote the checkpoint.
+        self.state.compute_steps(self.args, self.state.max_steps)
+        return self.feed.epoch, self.feed.batches_behind(self.args.gradient_accumulation_steps)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """ms-swift's checkpoint, then the state of the data, which marks it as complete; then an older one may go."""
+        self.events.note_steps(self.state.global_step)  # so that what is lost begins exactly after the checkpoint
+        with self.events.paused():
+            result = self._save_whole_checkpoint(*args, **kwargs)
+        self.events.checkpoint(self.state.global_step, self._checkpoint)
+        return result
+
+    def _save_whole_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        if self.args.should_save:
+            (self._checkpoint / FILE).unlink(missing_ok=True)  # of an earlier run into the same directory
+        self._is_saving = True
+        with nothing_deleted(self.args):
+            result = super()._save_checkpoint(*args, **kwargs)
+        self._is_saving = False
+        results_of_all(self._save_rank_state, "where the readers stand, for a checkpoint")
+        counted = self.events.over_all_ranks()  # by now all ranks have written what is theirs
+        files = self._recorded_on_disk()
+        results_of_all(lambda: self._complete_checkpoint(counted, files), "the state of a checkpoint")
+        self._update_last_checkpoint_symlink(barrier=False)
+        return result
+
+    def _save_rank_state(self) -> None:
+        if (state := self.feed.rank_state()) is not None:
+            save_rank_state(self._checkpoint, self.args.process_index, self.state.global_step, state)
+        if self.args.should_save:
+            save_training_args(self._checkpoint, self.args)
+
+    def _recorded_on_disk(self) -> dict[str, Any]:
+        """Return sizes and digests of all files; reads them while one rank of each machine flushes them to disk."""
+        with ThreadPoolExecutor(1) as beside:
+            is_first = self.args.local_process_index == 0
+            written = beside.submit(sync, self._checkpoint) if is_first else None
+            files = recorded(self._checkpoint, RanksOfRun(), without=(FILE, ROWS_FILE))
+        results_of_all(lambda: written and written.result(), "a checkpoint that is brought to the disk")
+        return files
+
+    def _complete_checkpoint(self, counted: Counts, files: Mapping[str, Any]) -> None:
+        if not self.args.should_save:
+            return
+        state = {**self.feed.state(), "counted": counted.state(), "files": files}
+        save_state(self._checkpoint, self.feed.kind, self._fingerprint, state, self.feed.saved_rows)
+        sync_folder(self._checkpoint)
+        rotate(self._checkpoint, self.args.save_total_limit, self.state.best_model_checkpoint)
+
+    def _update_last_checkpoint_symlink(self, barrier: bool = True) -> None:
+        """The name `last-checkpoint` is there to be resumed from, so it waits for the state."""
+        if not self._is_saving:
+            super()._update_last_checkpoint_symlink(barrier=barrier)
+
+    @property
+    def _checkpoint(self) -> Path:
+        return Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+
+
+def _checked(feed: Any) -> Feed:
+    if not isinstance(feed, Feed):
+        raise ConfigError(f"PackingTrainer trains a feed, which `build_feed` makes, got {type(feed).__name__}")
+    return feed
+
+
+def _warn(warning: str | None) -> None:
+    if warning and is_master():
+        logger.warning(f"packing: {warning}")

@@ -1,1 +1,0 @@
-"""ms-swift's trainer, and what is around it."""

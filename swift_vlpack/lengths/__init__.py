@@ -1,0 +1,1 @@
+"""Measure the size of every row before training, and remember it."""

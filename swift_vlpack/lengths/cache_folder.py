@@ -1,0 +1,154 @@
+"""The folder of remembered lengths: where it is, which files it has for each source, and which of them may go.
+
+For every source and context (template and settings) there are files named SOURCE-DIGEST: `.lengths`, `.failures`,
+`.CUTTING.parts` and `.notes` (`cache.py`), `.about`, which says what they belong to, and `.damaged-PID`, a file that
+was set aside. Sources share CONTEXT.trust (`trust.py`), CONTEXT.observed (`observed.py`) and unreachable.urls.
+A file is ours by its name and by what it begins with; anything else in the folder is neither listed nor removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from swift_vlpack.files import write_json
+from swift_vlpack.lengths.length_file import MAGIC, read_records
+
+UNREACHABLE_URLS = "unreachable.urls"
+_OF_SOURCE = re.compile(
+    r"(?P<stem>.+?-[0-9a-f]{12})\."
+    r"(?P<kind>lengths|notes|failures|about|damaged-\d+|[0-9a-f]{12}\.(?:notes\.)?parts)"
+)
+_SHARED = re.compile(rf"[0-9a-f]{{32}}\.(?:trust|observed|damaged-\d+)|{re.escape(UNREACHABLE_URLS)}")
+_BINARY = ("lengths", "notes")
+_ABOUT = ".about"
+
+
+def lengths_folder(given: str | None, environ: Mapping[str, str]) -> Path:
+    """Return the folder: the option `packing_cache_dir`, or a folder in ms-swift's own cache of models."""
+    if given:
+        return Path(given).expanduser()
+    of_models = environ.get("MODELSCOPE_CACHE", str(Path.home() / ".cache" / "modelscope" / "hub"))
+    return (Path(of_models) / "vlpack" / "lengths").expanduser()
+
+
+def lengths_path(folder: Path, source: str, context: str) -> Path:
+    """Return the file of the sizes of a source.
+
+    The context is in the name, so that sizes found under other settings are kept beside these.
+    """
+    name = re.sub(r"[^\w.-]+", "_", source)[-60:]
+    digest = hashlib.blake2b(f"{source}\n{context}".encode(), digest_size=6).hexdigest()
+    return folder / f"{name}-{digest}.lengths"
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What the lengths of a file belong to."""
+
+    source: str
+    origin: str | None
+    """The file or data set that the rows are from."""
+    template: str
+    model_type: str
+    version: str
+    """The version of this package."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """The files of one source under one context."""
+
+    files: tuple[Path, ...]
+    num_bytes: int
+    num_rows: int
+    used: float
+    """When it was last used, in seconds since 1970."""
+    name: str
+    """The name of the source as far as file names have it."""
+    about: About | None
+    """None if the `.about` file is missing or damaged."""
+
+    @property
+    def source(self) -> str:
+        """The name of the source, whole if it is known."""
+        return self.about.source if self.about else self.name
+
+
+def write_about(lengths: Path, about: About) -> None:
+    """Write beside a file of lengths what it belongs to; the time of this file is when it was last used."""
+    with suppress(OSError):  # the file of lengths, in the same folder, reports it
+        write_json(lengths.with_suffix(_ABOUT), asdict(about))
+
+
+def remembered_in(folder: Path) -> list[Remembered]:
+    """List what is remembered in a folder, the latest used first."""
+    stems: dict[str, list[Path]] = {}
+    for path in _files(folder):
+        if (match := _OF_SOURCE.fullmatch(path.name)) and _is_ours(path, match["kind"]):
+            stems.setdefault(match["stem"], []).append(path)
+    groups = [_remembered(stem, sorted(paths)) for stem, paths in stems.items()]
+    return sorted(groups, key=lambda group: -group.used)
+
+
+def shared_files(folder: Path) -> list[Path]:
+    """List the files that belong to no single source."""
+    shared = (path for path in _files(folder) if _SHARED.fullmatch(path.name))
+    return sorted(path for path in shared if _is_ours(path, path.suffix.removeprefix(".")))
+
+
+def removed(files: Sequence[Path]) -> int:
+    """Remove files. Returns the number of bytes that are free now."""
+    num_bytes = 0
+    for path in files:
+        with suppress(FileNotFoundError):  # another process removed it
+            size = path.stat().st_size
+            path.unlink()
+            num_bytes += size
+    return num_bytes
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Yield the regular files in a folder; links are skipped, because they lead to files that are not ours."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        yield from (path for path in folder.iterdir() if path.is_file() and not path.is_symlink())
+
+
+def _is_ours(path: Path, kind: str) -> bool:
+    # A file that was set aside is damaged, perhaps in its first bytes. Its name has a digest and a process id.
+    if kind.startswith("damaged-"):
+        return True
+    with path.open("rb") as file:
+        if kind in _BINARY:
+            return file.read(len(MAGIC)) in (MAGIC, b"")
+        return file.read(1) in (b"{", b"[", b'"', b"")  # as JSON begins
+
+
+def _remembered(stem: str, files: Sequence[Path]) -> Remembered:
+    states = [path.stat() for path in files]
+    lengths = next((path for path in files if path.suffix == ".lengths"), None)
+    return Remembered(
+        files=tuple(files),
+        num_bytes=sum(state.st_size for state in states),
+        num_rows=0 if lengths is None else len(np.unique(read_records(lengths)["key"])),
+        used=max(state.st_mtime for state in states),
+        name=stem[:-13],
+        about=_about(next((path for path in files if path.suffix == _ABOUT), None)),
+    )
+
+
+def _about(path: Path | None) -> About | None:
+    if path is None:
+        return None
+    with suppress(OSError, ValueError, TypeError):
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return About(**content)
+    return None

@@ -1,0 +1,125 @@
+"""Rows that cannot be encoded: name them in the log, and retry them when something changed that may cure them.
+
+The `retry_key` is part of the key of a saved failure. It changes when Pillow knows another format, a limit is lifted,
+or a codec or package is installed. None of it changes the length of a good row, so good rows are not measured again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from PIL import Image, ImageFile, PngImagePlugin, features
+
+from swift_vlpack.reasons import Reason
+from swift_vlpack.rows.sizes import LengthIndex
+from swift_vlpack.rows.source import RowSource
+from swift_vlpack.rows.urls import NUM_FAILURES, SECONDS_REMEMBERED
+from swift_vlpack.words import by_reason, counted
+
+logger = logging.getLogger(__name__)
+
+NUM_FAILURES_NAMED = 20
+"""Failing rows that the log names. It counts all of them, and `left_out.jsonl` lists all."""
+NUM_WITH_TAGS_NAMED = 5
+
+
+def retry_key() -> bytes:
+    """Digest what may make a row readable that could not be read, though neither the row nor its files changed."""
+    state = [
+        sorted(_readers()),
+        sorted(_limits()),
+        sorted(_codecs()),
+        sorted(_installed()),
+        shutil.which("ffmpeg"),
+    ]
+    return hashlib.blake2b(repr(state).encode(), digest_size=16).digest()
+
+
+def _readers() -> Iterator[tuple[str, ...]]:
+    """Yield image formats that other packages registered with Pillow.
+
+    Pillow's own are skipped: they are registered when they are first needed, and its version stands for them.
+    """
+    for name, (opener, _) in Image.OPEN.items():
+        module = getattr(opener, "__module__", None) or ""
+        if not module.startswith("PIL."):
+            yield name, module, getattr(opener, "__qualname__", ""), _source_of(module)
+
+
+def _source_of(module: str) -> str:
+    with suppress(OSError, TypeError):
+        return hashlib.blake2b(Path(sys.modules[module].__file__ or "").read_bytes()).hexdigest()
+    return ""
+
+
+def _limits() -> Iterator[tuple[str, str]]:
+    """Yield Pillow's settings: `MAX_IMAGE_PIXELS`, `LOAD_TRUNCATED_IMAGES` and the like."""
+    modules: tuple[ModuleType, ...] = (Image, ImageFile, PngImagePlugin)
+    for module in modules:
+        values: dict[str, Any] = vars(module)
+        for name, value in values.items():
+            if name.isupper() and (value is None or isinstance(value, (bool, int, float))):
+                yield f"{module.__name__}.{name}", repr(value)
+
+
+def _codecs() -> Iterator[str]:
+    """Yield what Pillow was built with, because its version does not tell."""
+    yield from (name for name in features.modules if name != "tkinter" and features.check_module(name))
+    yield from (name for name in features.codecs if features.check_codec(name))
+
+
+def _installed() -> Iterator[str]:
+    """Yield every installed package with its version, by the name of its record."""
+    for folder in sys.path:
+        with suppress(OSError):
+            yield from (name for name in os.listdir(folder or ".") if name.endswith((".dist-info", ".egg-info")))
+
+
+# -- log --------------------------------------------------------------------------------------------------------------
+
+
+def log_failures(source: RowSource, sizes: LengthIndex, unreachable_urls: Path) -> None:
+    """Name the first rows that cannot be encoded, and count all by reason.
+
+    `unreachable_urls` is the file that remembers which URLs failed.
+    """
+    for index in sorted(sizes.failures)[:NUM_FAILURES_NAMED]:
+        fault = sizes.fault(index)
+        logger.warning("%s: left out: %s: %s", source.sample_id(index), fault.reason, fault.error)
+    counts = Counter(sizes.failures.values())
+    if counts:
+        logger.warning(
+            "source %s: %d of %d rows cannot be encoded: %s",
+            source.name, counts.total(), len(sizes), by_reason(counts),
+        )  # fmt: skip
+    if counts[Reason.URL_UNREACHABLE]:
+        logger.warning(
+            "source %s: %s left out, because an image behind a URL could not be fetched. Each URL was tried once, and "
+            "a host no more after it failed %d times in a row; SWIFT_TIMEOUT gives them more seconds. Runs that start "
+            "%d minutes later try them again, and so does the next one if %s is deleted",
+            source.name, counted(counts[Reason.URL_UNREACHABLE], "row"), NUM_FAILURES, SECONDS_REMEMBERED // 60,
+            unreachable_urls,
+        )  # fmt: skip
+
+
+def log_surplus_tags(source: RowSource, sizes: LengthIndex) -> None:
+    """Name the first rows with more tags than media, and count all."""
+    if sizes.surplus_tags:
+        first = [str(source.sample_id(index)) for index in sizes.surplus_tags[:NUM_WITH_TAGS_NAMED]]
+        logger.warning(
+            "source %s: %d of %d rows have more tags (<image>) in their texts than media (images): %s. ms-swift puts "
+            "media in place of the first tags and trains the others as these words; so does this run. Give every tag "
+            "its medium, or take it out of the text",
+            source.name, len(sizes.surplus_tags), len(sizes),
+            ", ".join(first) + (", ..." if len(sizes.surplus_tags) > len(first) else ""),
+        )  # fmt: skip

@@ -1,0 +1,274 @@
+"""Measure every row of a source: from the cache, from image headers where these prove exact, else by encoding it.
+
+>>> from pathlib import Path
+>>> from tempfile import TemporaryDirectory
+>>> from types import SimpleNamespace
+>>> from swift_vlpack.lengths import cache, trust
+>>> from swift_vlpack.rows.encoder import RowEncoder
+>>> template = SimpleNamespace(encode=lambda row, return_length: {"input_ids": row["caption"].split()})
+>>> encoder = RowEncoder(template)  # of ms-swift, `length_pass.py` makes one that reads headers and one that encodes
+>>> source = RowSource(name="captions", rows=[{"caption": "a cat on a mat"}, {"caption": "a dog"}])
+>>> with TemporaryDirectory() as folder:
+...     saved = cache.LengthCache(Path(folder, "captions.lengths"), context="settings")
+...     caches = LengthCaches(cache=saved, trust=trust.Trust())
+...     measure(source, caches, Encoders(by_header=encoder, in_full=encoder)).lengths.tolist()
+[5, 2]
+
+Decoding every image takes hours; its header takes a millisecond. So `Encoders` has two ways to encode a row, and trust
+in the quick one is earned (`trust.py`): rows of every kind, some drawn rows and the extremes are encoded both ways. One
+difference, and every row of the source is encoded in full, now and at later starts. Each rank measures its share of the
+rows (`rank_rows.py`) in some processes (`rows_work.py`, `forked.py`), and saves sizes as they come (`cache.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from swift_vlpack.comm import ALONE, Comm
+from swift_vlpack.lengths import forked, trust
+from swift_vlpack.lengths.length_file import AGREED, BY_HEADER, VOUCHED, Sizes
+from swift_vlpack.lengths.measured_sizes import Findings, LengthCaches, MeasuredSizes, joined
+from swift_vlpack.lengths.rank_rows import Chunk, Positions, RankRows
+from swift_vlpack.lengths.rows_work import Encoders, RowsWork, Task, TaskKind
+from swift_vlpack.lengths.trust import Checks, Unconfirmed, extremes
+from swift_vlpack.plan.cut_rows import CutRows
+from swift_vlpack.reasons import REASONS, Reason
+from swift_vlpack.rows.sizes import LengthIndex, RowSize
+from swift_vlpack.rows.source import RowSource
+
+logger = logging.getLogger(__name__)
+
+_CHUNK_BY_HEADER = 128
+"""Rows of a task, which may hold the bytes of their images. A row takes 0.3 to 0.8 ms by its header, so results come
+every tenth of a second at least."""
+_CHUNK_IN_FULL = 8
+"""An image takes 10 ms and more to encode. Small tasks lose little by a kill, and all processes end together."""
+_LEAST_BY_HEADER = 16
+"""Where several processes share few rows: some milliseconds of work, so that passing the task on is cheap beside it."""
+_NUM_KEYS_WORTH_A_PROCESS = 2000
+"""A key takes 0.05 ms for a text and 0.3 ms for an image; to start and end a process takes about 50 ms."""
+
+
+def measure(
+    source: RowSource,
+    caches: LengthCaches,
+    encoders: Encoders,
+    comm: Comm = ALONE,
+    progress: Progress | None = None,
+) -> LengthIndex:
+    """Return the size of every row of a source, or why it has none. All ranks call this and get the same result.
+
+    Without `progress` no bar is shown.
+    """
+    mine = _RankPass(source, caches, encoders, comm, progress)
+    # As many rows as one rank alone would draw, over all ranks together.
+    num_drawn = -(-trust.NUM_ROWS_DRAWN // comm.num_ranks)
+    difference = _first(comm.results_of_all(lambda: mine.look_up() or mine.measure(num_drawn)))
+    if difference is None:
+        sizes = joined(comm.results_of_all(lambda: mine.sizes.sizes))
+        # The extremes of the whole source, not those of every rank's share.
+        ends = extremes(sizes)
+        my_ends = ends[ends % comm.num_ranks == comm.rank] // comm.num_ranks
+        difference = _first(comm.results_of_all(lambda: mine.compare(my_ends)))
+    if difference is not None:
+        if comm.rank == 0:
+            logger.warning(
+                "source %s: lengths are not taken from image headers, every row is encoded: %s", source.name, difference
+            )
+        mine.distrust_headers()
+        comm.results_of_all(mine.measure)
+        sizes = joined(comm.results_of_all(lambda: mine.sizes.sizes))
+    findings = comm.results_of_all(mine.sizes.findings)
+    return _index_of(
+        sizes, findings, difference or _silence_of_headers(sizes), is_cut=encoders.in_full.cutter is not None
+    )
+
+
+class _RankPass:
+    """One rank's share of the pass. Each step returns the first difference between headers and full encoding, if any.
+
+    The steps have to run in this order: look up, measure, compare.
+    """
+
+    def __init__(
+        self, source: RowSource, caches: LengthCaches, encoders: Encoders, comm: Comm, progress: Progress | None
+    ) -> None:
+        rows = RankRows.of(source, comm)
+        self.sizes = MeasuredSizes(rows, caches)
+        self._num_rows = len(rows)
+        self._name = source.name
+        self._caches = caches
+        self._work = RowsWork(rows, caches.cache, encoders)
+        self._progress = progress or Progress()
+
+    @property
+    def _encoders(self) -> Encoders:
+        return self._work.encoders
+
+    def look_up(self) -> str | None:
+        """Load what the cache knows."""
+        everything = np.arange(self._num_rows)
+        num_processes = min(self._encoders.num_processes, -(-self._num_rows // _NUM_KEYS_WORTH_A_PROCESS))
+        tasks = _tasks(TaskKind.KEYS, everything, _CHUNK_BY_HEADER)
+        with self._bar("Looking up lengths", self._num_rows) as bar:
+            for found in self._results(tasks, num_processes):
+                self.sizes.take_keys(found)
+                bar.update(len(found.positions))
+        if self.sizes.look_up(is_strict=self._encoders.is_strict, cutter=self._encoders.in_full.cutter):
+            return f"they were found to differ at an earlier start, which {self._caches.cache.path} remembers"
+        return None
+
+    def measure(self, num_drawn: int = 0) -> str | None:
+        """Measure all rows that are not known, and compare some while their headers are fresh.
+
+        Compared are the first row of every kind that is not trusted yet, and, as long as their pixels are a small share
+        of all, the next row of each kind and `num_drawn` rows drawn by a seed, of which the first one at any cost.
+        """
+        unknown = self.sizes.unknown()
+        checks = Checks(self.sizes.drawn(num_drawn), self._caches.trust.remembered())
+        unconfirmed = Unconfirmed()
+        tasks = _tasks(TaskKind.MEASURE, unknown, self._rows_of_a_task(len(unknown)))
+        with self._bar("Lengths", len(unknown)) as bar:
+            for chunk in self._results(tasks):
+                self.sizes.take(chunk)
+                if chunk.difference is not None:
+                    self.sizes.save_difference(chunk, unconfirmed.all())
+                    return str(chunk.difference)
+                if chunk.facts is None:
+                    instead = self._believe(chunk, checks)
+                    # At the front of the queue, because sizes wait for their checks before they are saved.
+                    tasks.extendleft(self._comparing(instead))
+                    self.sizes.save(unconfirmed.confirm(chunk, instead))
+                else:
+                    chosen = checks.choose(chunk) if self._encoders.by_header is not None else []
+                    tasks.extendleft(self._comparing(chosen))
+                    self.sizes.save(unconfirmed.add(chunk, chosen))
+                    bar.update(len(chunk.positions))
+                    _show_unreachable(bar, self.sizes.num_failed(Reason.URL_UNREACHABLE))
+        return None
+
+    def compare(self, positions: Positions) -> str | None:
+        """Encode rows both ways, without those that were found equal before."""
+        todo = self.sizes.unproven(positions)
+        with self._bar("Checking lengths", len(todo)) as bar:
+            for chunk in self._results(self._comparing(todo.tolist())):
+                self.sizes.take(chunk)
+                if chunk.difference is not None:
+                    self.sizes.save_difference(chunk, [])
+                    return str(chunk.difference)
+                self.sizes.save([chunk])
+                bar.update(len(chunk.positions))
+        return None
+
+    def distrust_headers(self) -> None:
+        """Forget what headers said; `measure` encodes these rows in full from now on."""
+        self.sizes.forget_headers()
+        self._work.distrust_headers()
+
+    def _believe(self, chunk: Chunk, checks: Checks) -> list[int]:
+        """Trust the kinds of rows that were found equal. Returns other rows to compare in place of broken ones."""
+        instead: list[int] = []
+        for position, proof in zip(chunk.positions.tolist(), chunk.sizes["proof"].tolist(), strict=True):
+            if proof == AGREED:
+                self._caches.trust.add(checks.kinds[position])
+            else:
+                instead += checks.replace(position)
+        return instead
+
+    def _results(self, tasks: deque[Task], num_processes: int | None = None) -> Iterator[Any]:
+        return forked.results(self._work, tasks, min(num_processes or self._encoders.num_processes, len(tasks)))
+
+    def _comparing(self, positions: list[int]) -> deque[Task]:
+        """Make tasks that compare rows: one for each row if other processes can share them."""
+        size = len(positions) if self._encoders.num_processes < 2 else 1
+        return _tasks(TaskKind.COMPARE, np.array(positions, dtype=np.int64), max(1, size))
+
+    def _rows_of_a_task(self, num_rows: int) -> int:
+        """Return how many rows to measure in a task: at least two tasks for each process, so that none is idle."""
+        if self._encoders.by_header is None:
+            return _CHUNK_IN_FULL
+        num_processes = self._encoders.num_processes
+        share = -(-num_rows // (2 * num_processes)) if num_processes > 1 else num_rows
+        return min(_CHUNK_BY_HEADER, max(_LEAST_BY_HEADER, share))
+
+    def _bar(self, text: str, num_rows: int) -> AbstractContextManager[tqdm[Any]]:
+        return self._progress.stage(f"{text} of {self._name}", num_rows)
+
+
+def _tasks(kind: TaskKind, positions: Positions, size: int) -> deque[Task]:
+    return deque(Task(kind, positions[start : start + size]) for start in range(0, len(positions), size))
+
+
+def _first(differences: Iterable[str | None]) -> str | None:
+    return next((difference for difference in differences if difference is not None), None)
+
+
+def _silence_of_headers(sizes: Sizes) -> str | None:
+    """Say so if every row had to be encoded in full, although no row differs."""
+    proofs = sizes["proof"][sizes["length"] > 0]
+    is_silent = len(proofs) > 0 and not np.isin(proofs, (BY_HEADER, AGREED, VOUCHED)).any()
+    return "no row could be measured without encoding it" if is_silent else None
+
+
+def _index_of(sizes: Sizes, findings: list[Findings], without_headers: str | None, *, is_cut: bool) -> LengthIndex:
+    """Put the results of all ranks into the form that the plan wants."""
+    failures = {int(at): REASONS[sizes["reason"][at]] for at in np.flatnonzero(sizes["reason"])}
+    faults = {at: fault for of_rank in findings for at, fault in of_rank.faults.items()}
+    parts = {at: of_row for of_rank in findings for at, of_row in of_rank.parts.items()}
+    surplus_tags = {at for of_rank in findings for at in of_rank.with_surplus_tags}
+    return LengthIndex(
+        columns=np.stack([sizes[name].astype(np.int64) for name in RowSize._fields]),
+        failures=failures,
+        # A row may have failed at first and for another reason, or not at all, when it was compared.
+        faults={at: fault for at, fault in faults.items() if failures.get(at) == fault.reason},
+        without_headers=without_headers,
+        num_remembered=sum(of_rank.num_remembered for of_rank in findings),
+        surplus_tags=sorted(surplus_tags - set(failures)),
+        cut=CutRows.of(parts) if is_cut else None,
+    )
+
+
+# -- progress ---------------------------------------------------------------------------------------------------------
+
+
+class Progress:
+    """One progress bar for the passes over some sources. It counts rows, and counts them again if they are checked.
+
+    >>> with Progress(100) as progress, progress.stage("Lengths of captions", 100) as bar:  # shown if `is_shown`
+    ...     _ = bar.update(100)
+    """
+
+    def __init__(self, num_rows: int = 0, *, is_shown: bool = False) -> None:
+        """`num_rows` are the rows of all sources that this rank measures."""
+        is_hidden = not (is_shown and num_rows)
+        self._line: tqdm[Any] = tqdm(total=num_rows, unit="row", dynamic_ncols=True, disable=is_hidden)
+        self._num_expected = num_rows
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._line.total = self._line.n  # a stage ends early if a row shows that it is in vain
+        self._line.close()
+
+    @contextmanager
+    def stage(self, text: str, num_rows: int) -> Iterator[tqdm[Any]]:
+        """Go on in the bar with a stage over this many rows; the bar grows by those that it does not count yet."""
+        expected = min(num_rows, self._num_expected)
+        self._num_expected -= expected
+        self._line.total += num_rows - expected
+        if num_rows:
+            self._line.set_description(text)
+        yield self._line
+
+
+def _show_unreachable(bar: tqdm[Any], num_rows: int) -> None:
+    if num_rows:
+        bar.set_postfix_str(f"{num_rows} with URLs that cannot be reached", refresh=False)

@@ -1,0 +1,172 @@
+"""The rows of a source that one rank measures, and the results of measuring some of them.
+
+The ranks of a run share the work: of n ranks, rank r measures the rows r, r + n, r + 2n, ... A *position* counts the
+rows of one rank; an *index* counts the rows of the source.
+
+>>> class SecondOfFour:
+...     rank, num_ranks = 1, 4
+>>> RankRows.of(RowSource(name="captions", rows=[{}] * 10), SecondOfFour).indices.tolist()
+[1, 5, 9]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swift_vlpack.comm import Comm
+from swift_vlpack.lengths.environment import Reads
+from swift_vlpack.lengths.length_file import SIZE, Sizes
+from swift_vlpack.plan.cut_rows import PartSize
+from swift_vlpack.rows.faults import Fault
+from swift_vlpack.rows.media import content_of
+from swift_vlpack.rows.samples import SampleError, SampleId
+from swift_vlpack.rows.source import Row, RowSource, with_system
+
+_MANY_IMAGES = 3
+"""Rows with this many images or more are one kind: a template may treat one or two images in a special way."""
+
+Positions = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankRows:
+    """Every n-th row of a source. Neighbours are often alike in size, so each rank gets its share of the large ones."""
+
+    source: RowSource
+    indices: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, source: RowSource, comm: Comm) -> RankRows:
+        """Select the rows this rank measures."""
+        return cls(source, np.arange(comm.rank, len(source.rows), comm.num_ranks))
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def at(self, positions: Positions) -> list[Row]:
+        """Read rows, each with the system prompt of the source."""
+        rows = rows_at(self.source.rows, self.indices[positions].tolist())
+        return [with_system(row, self.source.system) for row in rows]
+
+    def index(self, position: int) -> int:
+        """Return the index in the source."""
+        return int(self.indices[position])
+
+    def sample_id(self, position: int) -> SampleId:
+        """Return the name that logs and reports use for a row."""
+        return self.source.sample_id(self.index(position))
+
+
+def rows_at(rows: Any, indices: list[int]) -> list[Row]:
+    """Read rows by index."""
+    if not hasattr(rows, "column_names"):
+        return [rows[index] for index in indices]
+    # One read of many rows from `datasets`, which returns them as columns, is much quicker than a read for each row.
+    columns = rows[indices]
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+# -- results ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderFacts:
+    """What the headers of a row's images say besides its size; `trust.py` chooses the rows to check by it."""
+
+    kinds: tuple[str, ...] = ()
+    pixels: int = 0
+    """Sum over all images, at the size they have in their files: what it would cost to decode them."""
+    is_silent: bool = False
+    """True if the headers give no size, now and at later starts, so that the row was encoded in full."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The size of one row, or the reason why it has none."""
+
+    size: Any  # one record of `SIZE`
+    error: SampleError | None = None
+    facts: HeaderFacts = HeaderFacts()
+    parts: tuple[PartSize, ...] = ()
+    """Parts of a row that is cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Results for some rows, as a worker process returns them."""
+
+    positions: Positions
+    sizes: Sizes
+    is_saved: NDArray[np.bool_]
+    """Which results go to the cache. Failures that may pass do not, so the next start tries these rows again."""
+    faults: dict[int, Fault] = field(default_factory=dict)
+    """Why rows cannot be encoded, by index in the source."""
+    parts: dict[int, tuple[PartSize, ...]] = field(default_factory=dict)
+    """Parts of the rows that are cut, by position."""
+    facts: tuple[HeaderFacts, ...] | None = None
+    """One for each row that was measured; None if the rows were compared."""
+    difference: str | None = None
+    """Why headers cannot be trusted: the last row of the chunk, and both its sizes. None if all rows agree."""
+    reads: Reads = field(default_factory=Reads)
+    """Environment variables that were read while these rows were encoded."""
+
+    @classmethod
+    def empty(cls, positions: Positions) -> Chunk:
+        """Make a chunk to be filled by `put`."""
+        return cls(positions, np.zeros(len(positions), SIZE), np.ones(len(positions), dtype=bool))
+
+    def put(self, at: int, row: Measured, index: int) -> None:
+        """Store the result for the row at place `at` of this chunk, which has this index in the source."""
+        self.sizes[at] = row.size
+        if row.parts:
+            self.parts[int(self.positions[at])] = row.parts
+        if row.error is not None:
+            self.faults[index] = row.error.fault
+            self.is_saved[at] = row.error.is_lasting
+
+    def up_to(self, at: int, difference: str) -> Chunk:
+        """End the chunk at the row whose header is wrong."""
+        done = slice(at + 1)
+        return Chunk(
+            self.positions[done], self.sizes[done], self.is_saved[done], self.faults, self.parts, difference=difference
+        )
+
+
+# -- kinds ------------------------------------------------------------------------------------------------------------
+
+
+def kinds_of(row: Mapping[str, Any], length: int, image_kinds: Iterable[str]) -> tuple[str, ...]:
+    """Return the kinds of a row: properties that a template may treat in a special way.
+
+    These are its columns, the number of its images and their form (path, URL, bytes), and the kinds of its images:
+    format, mode, size class and aspect class. The size from headers is trusted if rows of all these kinds agreed.
+
+    >>> kinds_of({"messages": [{}], "images": ["a.jpg"], "tools": None}, 400, ["JPEG RGB 2^19 1:1"])
+    ('columns images,messages', '1 images as path', 'JPEG RGB 2^19 1:1')
+    >>> kinds_of({"messages": [{}], "images": []}, 400, [])
+    ('columns messages', 'text 2^9')
+    """
+    columns = ",".join(sorted(str(name) for name, value in row.items() if _is_given(value)))
+    images = row.get("images")
+    listed = list(images) if isinstance(images, (list, tuple)) else []
+    image_kinds = sorted(set(image_kinds))
+    if not image_kinds and not listed:
+        return f"columns {columns}", f"text 2^{length.bit_length()}"
+    forms = ",".join(sorted({_form(image) for image in listed}))
+    return f"columns {columns}", f"{min(len(listed), _MANY_IMAGES)} images as {forms}", *image_kinds
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
+
+
+def _form(image: Any) -> str:
+    image = content_of(image)
+    if isinstance(image, str):
+        return "url" if image.startswith("http") else "data" if image.startswith("data:") else "path"
+    return type(image).__name__

@@ -1,0 +1,208 @@
+"""What a worker process does with some rows: look up their keys, measure them, or encode them both ways and compare."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swift_vlpack.errors import DataError, VLPackError
+from swift_vlpack.lengths.cache import LengthCache
+from swift_vlpack.lengths.environment import noted_reads
+from swift_vlpack.lengths.length_file import AGREED, BY_HEADER, DIFFERS, IN_FULL, KEY, NO_KEY, SIZE, Keys, Stamps
+from swift_vlpack.lengths.rank_rows import Chunk, HeaderFacts, Measured, Positions, RankRows, kinds_of
+from swift_vlpack.reasons import REASONS, Reason, about
+from swift_vlpack.rows.contents import contents_of, size_of
+from swift_vlpack.rows.cutting import part_sizes
+from swift_vlpack.rows.encoder import RowEncoder
+from swift_vlpack.rows.faults import timeout_of
+from swift_vlpack.rows.media import has_surplus_tags, image_urls
+from swift_vlpack.rows.samples import SampleError
+from swift_vlpack.rows.sizes import RowSize
+from swift_vlpack.rows.source import Row
+from swift_vlpack.rows.urls import Urls
+from swift_vlpack.rows.watch import Waits, watched
+from swift_vlpack.words import counted
+
+_PIXELS_OF_PATCH = 14 * 14  # the smallest patch of any family, so that the cost of a video is never underestimated
+_KNOWN_BY_HEADERS = (Reason.OVER_MAX_LENGTH, Reason.URL_UNREACHABLE)  # the full encoding would fail in the same way
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoders:
+    """How rows are encoded, and by how many processes of each rank."""
+
+    by_header: RowEncoder | None
+    """Encodes without decoding images; None if headers are not to be trusted."""
+    in_full: RowEncoder
+    urls: Urls | None = None
+    """Fetches the images of a chunk in parallel, for both encoders; None if URLs are not fetched ahead."""
+    is_strict: bool = False
+    """True if the first row that cannot be encoded ends the run."""
+    num_processes: int = 1
+
+
+class TaskKind(Enum):
+    """What to do with the rows of a task."""
+
+    KEYS = auto()
+    MEASURE = auto()
+    COMPARE = auto()
+
+
+class Task(NamedTuple):
+    """Some rows, and what to do with them."""
+
+    kind: TaskKind
+    positions: Positions
+
+
+class RowKeys(NamedTuple):
+    """The keys and stamps of some rows (`cache.py`), and which rows have more tags than media."""
+
+    positions: Positions
+    keys: Keys
+    stamps: Stamps
+    has_surplus_tags: NDArray[np.bool_]
+
+
+class RowsWork:
+    """Does tasks. Worker processes are forked with it, so rows, templates and cache are never pickled."""
+
+    def __init__(self, rows: RankRows, cache: LengthCache, encoders: Encoders) -> None:
+        self.encoders = encoders
+        self._rows = rows
+        self._cache = cache
+        self._position: int | None = None  # the row that this process is at
+        self._thread = 0  # the thread that does the work
+        self._gave_up: dict[int, str] = {}  # rows whose reads never came back, with the error
+
+    def __call__(self, task: Task) -> Any:
+        """Return `RowKeys` or a `Chunk`. If the read of a row never ends, the task is done again without that row."""
+        with noted_reads() as reads:
+            while True:
+                try:
+                    result = watched(partial(self._do, task), lambda: self._position)
+                    return replace(result, reads=reads) if isinstance(result, Chunk) else result
+                except Waits as error:  # noqa: PERF203 - once in a while
+                    self._gave_up[error.where] = str(error)
+
+    def distrust_headers(self) -> None:
+        """Encode every row in full from now on."""
+        self.encoders = replace(self.encoders, by_header=None)
+
+    def _do(self, task: Task) -> RowKeys | Chunk:
+        self._position, self._thread = None, threading.get_ident()
+        if task.kind is TaskKind.KEYS:
+            return self._keys(task.positions)
+        return self._measured(task.positions) if task.kind is TaskKind.MEASURE else self._compared(task.positions)
+
+    def _is_readable(self, position: int) -> bool:
+        """Note that work on a row begins. Returns False if reading the row was given up."""
+        if threading.get_ident() != self._thread:
+            # The read came back after all, but another thread has taken over the task.
+            raise VLPackError("left behind")
+        self._position = position
+        return position not in self._gave_up
+
+    def _keys(self, positions: Positions) -> RowKeys:
+        rows = list(zip(positions.tolist(), self._rows.at(positions), strict=True))
+        found = [self._cache.key_and_stamp(row) if self._is_readable(at) else (NO_KEY, 0) for at, row in rows]
+        keys, stamps = zip(*found, strict=True) if found else ((), ())
+        surplus = np.array([has_surplus_tags(row) for _, row in rows], dtype=bool)
+        return RowKeys(positions, np.array(list(keys), KEY), np.array(stamps, np.uint32), surplus)
+
+    def _measured(self, positions: Positions) -> Chunk:
+        """Measure rows by their headers, and encode in full those whose headers give no size."""
+        chunk, facts = Chunk.empty(positions), []
+        by_header, in_full = self.encoders.by_header, self.encoders.in_full
+        rows = self._rows_with_urls(positions, whole=by_header is None)
+        for at, (position, row) in enumerate(zip(positions.tolist(), rows, strict=True)):
+            measured = None if by_header is None else self._encoded(by_header, row, position, BY_HEADER)
+            if measured is None or not self._is_final(measured.error):
+                is_silent = measured is not None and measured.error is not None and measured.error.is_lasting
+                measured = self._encoded(in_full, row, position, IN_FULL)
+                # The facts are not of a header then; such a row is checked only to see whether its header is silent.
+                measured = replace(measured, facts=HeaderFacts(is_silent=is_silent and measured.error is None))
+            chunk.put(at, measured, self._rows.index(position))
+            facts.append(measured.facts)
+        return replace(chunk, facts=tuple(facts))
+
+    def _is_final(self, error: SampleError | None) -> bool:
+        """Tell whether a result from headers stands; with `strict`, the full encoding raises the error of the run."""
+        return error is None or (not self.encoders.is_strict and error.reason in _KNOWN_BY_HEADERS)
+
+    def _compared(self, positions: Positions) -> Chunk:
+        """Encode rows both ways. Ends at the first row whose sizes differ."""
+        by_header, in_full = self.encoders.by_header, self.encoders.in_full
+        assert by_header is not None
+        chunk, rows = Chunk.empty(positions), self._rows_with_urls(positions, whole=True)
+        for at, (position, row) in enumerate(zip(positions.tolist(), rows, strict=True)):
+            full = self._encoded(in_full, row, position, IN_FULL)
+            quick = self._encoded(by_header, row, position, AGREED)
+            index = self._rows.index(position)
+            if quick.error is not None and not quick.error.is_lasting:
+                # A failure that may pass proves nothing about headers: the full encoding counts.
+                quick = full
+            elif full.error is not None and quick.error is None and about(full.error.reason).is_of_pixels:
+                # Broken pixels after a good header are no difference: the row is left out when its pack is loaded.
+                quick.size["proof"] = BY_HEADER
+            elif not _are_equal(quick.size, full.size) or quick.parts != full.parts:
+                full.size["proof"] = DIFFERS
+                chunk.put(at, full, index)
+                by_headers = quick.error.detail if quick.error is not None else _in_words(quick.size)
+                name = self._rows.sample_id(position)
+                return chunk.up_to(at, f"{name} has {_in_words(full.size)}, from its header {by_headers}")
+            chunk.put(at, replace(quick, parts=full.parts or quick.parts), index)
+        return chunk
+
+    def _rows_with_urls(self, positions: Positions, *, whole: bool) -> list[Row]:
+        """Read rows, and start to fetch the images that they name by URL: all bytes if `whole`, else the headers."""
+        rows = self._rows.at(positions)
+        if (urls := self.encoders.urls) is not None:
+            # Drop the images of the last chunk, because kept they would be those of the whole source in the end.
+            urls.forget()
+            urls.read((url for row in rows for url in image_urls(row)), whole=whole)
+        return rows
+
+    def _encoded(self, encoder: RowEncoder, row: Row, position: int, proof: int) -> Measured:
+        size = np.zeros((), SIZE)
+        size["proof"] = proof
+        is_strict = self.encoders.is_strict and proof == IN_FULL
+        try:
+            if not self._is_readable(position):
+                raise self._timeout(row, position, is_strict=is_strict)
+            encoded = encoder.sample(row, self._rows.sample_id(position), strict=is_strict, is_watched=True)
+        except SampleError as error:
+            size["reason"] = REASONS.index(error.reason)
+            return Measured(size, error)
+        for name, number in size_of(encoded)._asdict().items():
+            size[name] = number
+        size["aspect"] = contents_of(encoded).aspect
+        kinds = kinds_of(row, int(size["length"]), encoded.get("header_kinds", ()))
+        # A video counts by its patches: those of the sampled frames as they are resized, though all of it is decoded.
+        pixels = max(encoded.get("header_pixels", 0), int(size["patches"]) * _PIXELS_OF_PATCH)
+        return Measured(size, None, HeaderFacts(kinds, pixels), part_sizes(encoded, encoder.cutter))
+
+    def _timeout(self, row: Row, position: int, *, is_strict: bool) -> VLPackError:
+        fault, sample_id = timeout_of(self._gave_up[position], row), self._rows.sample_id(position)
+        if is_strict:
+            return DataError(f"{sample_id}: {fault.reason}: {fault.error}")
+        return SampleError(sample_id, fault.reason, fault.error, False, fault.files)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    return all(one[name] == other[name] for name in RowSize._fields)
+
+
+def _in_words(size: Any) -> str:
+    if size["reason"]:
+        return REASONS[size["reason"]]
+    images, patches = counted(int(size["images"]), "image"), counted(int(size["patches"]), "patch", "patches")
+    tokens, supervised = counted(int(size["length"]), "token"), counted(int(size["supervised"]), "supervised token")
+    return f"{tokens}, {images}, {patches}, {supervised}"

@@ -1,0 +1,140 @@
+"""The pack browser: one page with the packs that were looked at, their members, masks and images in small."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from swift_vlpack.pages.page import asset, data, page, subject, without_home
+from swift_vlpack.pages.terminal import step_headline
+from swift_vlpack.pages.values import KINDS, Member, PackShown, StepShown
+from swift_vlpack.pages.visible import visible
+
+_MB = 1e6
+
+
+def browser(
+    packs: Iterable[PackShown],
+    overview: Mapping[str, Any] | None = None,
+    steps: Sequence[StepShown] = (),
+    *,
+    most_mb: float,
+    num_packs: int | None = None,
+    model: str | None = None,
+) -> tuple[str, str]:
+    """Make the page, and say in words what is on it.
+
+    Packs are taken until their data has `most_mb`, at least one. `model` and the sources are in the title.
+    """
+    taken: list[dict[str, Any]] = []
+    num_bytes, is_full = 0, False
+    for pack in packs:
+        made = _as_data(pack)
+        size = len(json.dumps(made, ensure_ascii=False).encode(errors="replace"))
+        is_full = bool(taken) and num_bytes + size > most_mb * _MB
+        if is_full:
+            break
+        num_bytes += size
+        taken.append(made)
+    said = _said(len(taken), num_packs, most_mb, is_full=is_full)
+    content = {"kinds": KINDS, "packs": taken}
+    body = "\n".join(
+        (_summary(overview, said), _steps(steps), asset("browser.html") if taken else "", data("data", content))
+    )
+    script = asset("browser.js") if taken else ""
+    name = subject(model, _sources(overview, steps, taken))
+    title = _title(overview, steps) + (f": {name}" if name else "")
+    return page(title, body, asset("browser.css"), script), said
+
+
+def _said(num_shown: int, num_packs: int | None, most_mb: float, *, is_full: bool) -> str:
+    of = "" if num_packs is None or num_packs == num_shown else f" of {num_packs}"
+    why = f"; the page is limited to {most_mb:g} MB, --html_mb sets another limit" if is_full else ""
+    return f"{num_shown}{of} pack{'s' * ((num_packs or num_shown) != 1)}{why}"
+
+
+def _title(overview: Mapping[str, Any] | None, steps: Sequence[StepShown]) -> str:
+    if overview is not None:
+        return f"Packs of epoch {overview['epoch']}"
+    return f"Packs of step {steps[0].step}" if len(steps) == 1 else "Packs of steps" if steps else "Packs"
+
+
+def _sources(
+    overview: Mapping[str, Any] | None, steps: Sequence[StepShown], packs: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """Name the sources of a page: those of the epoch, or of what is shown."""
+    if overview is not None:
+        return list(overview["sources"])
+    of_packs = {member["source"] for pack in packs for member in pack["members"]}
+    of_steps = {sample_id.rpartition(":")[0] for step in steps for pack in step.packs for sample_id in pack.ids}
+    return sorted({*of_packs, *of_steps} - {""})
+
+
+def _summary(overview: Mapping[str, Any] | None, said: str) -> str:
+    facts = ""
+    if overview is not None:
+        facts = (
+            f"Epoch {overview['epoch']}: {overview['num_packs']} packs of {overview['packing_length']} tokens for "
+            f"{overview['num_ranks']} rank{'s' * (overview['num_ranks'] > 1)}, {overview['num_samples']} samples, mean "
+            f"fill {overview['mean_fill']:.1%}. "
+        )
+    return (
+        f'<p id="said">{escape(facts)}On this page: {escape(said)}.</p><noscript>This page needs JavaScript.</noscript>'
+    )
+
+
+def _steps(steps: Sequence[StepShown]) -> str:
+    return "\n".join(map(_step, steps))
+
+
+def _step(step: StepShown) -> str:
+    rows = "".join(
+        f'<tr><td class="n">{pack.rank}</td><td class="n">{pack.epoch}</td><td class="n">{pack.number}</td>'
+        f'<td class="n">{pack.lengths[at] if pack.lengths else ""}</td><td>{escape(visible(name))}</td>'
+        f'<td class="muted">{escape(visible(without_home(pack.where[at]))) if pack.where else ""}</td></tr>'
+        for pack in step.packs
+        for at, name in enumerate(pack.ids)
+    )
+    notes = "".join(f'<p class="warn">{escape(visible(without_home(note)))}</p>' for note in step.notes)
+    head = "".join(f'<th class="n" scope="col">{name}</th>' for name in ("rank", "epoch", "pack", "tokens"))
+    return (
+        f"<h2>{escape(step_headline(step))}</h2>{notes}"
+        f'<div class="scroll steps" tabindex="0" role="region" aria-label="rows of step {step.step}"><table><thead><tr>'
+        f'{head}<th scope="col">id</th><th scope="col">where</th></tr></thead><tbody>{rows}</tbody></table></div>'
+    )
+
+
+def _as_data(pack: PackShown) -> dict[str, Any]:
+    """What the script reads: nothing that it does not show."""
+    return {
+        "epoch": pack.epoch,
+        "number": pack.number,
+        "rank": pack.rank,
+        "step": pack.step,
+        "capacity": pack.packing_length,
+        "tokens": pack.num_tokens,
+        "fill": round(pack.fill, 4),
+        "supervised": pack.num_supervised,
+        "vision": pack.num_vision,
+        "left_out": [without_home(f"{one['id']}: {one['reason']}: {one['error']}") for one in pack.left_out],
+        "members": [_member(member) for member in pack.members],
+    }
+
+
+def _member(member: Member) -> dict[str, Any]:
+    return {
+        "id": member.id,
+        "where": without_home(member.where),
+        "source": member.source,
+        "start": member.start,
+        "tokens": member.num_tokens,
+        "supervised": member.num_supervised,
+        "vision": member.num_vision,
+        "positions": [f"{axis} {low}-{high}" for axis, (low, high) in member.positions.items()],
+        "pictures": [
+            {"text": str(one), "name": without_home(one.name), "thumbnail": one.thumbnail} for one in member.pictures
+        ],
+        "pieces": [[KINDS.index(piece.kind), piece.num_tokens, piece.text] for piece in member.pieces],
+    }

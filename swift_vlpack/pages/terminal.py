@@ -1,0 +1,204 @@
+"""Packs and steps in a terminal, by rich: in colour where it has any, told apart by letters and marks anywhere."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+
+from rich.box import SIMPLE
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from swift_vlpack.pages.values import MASKED, PROMPT, SUPERVISED, VISION, Member, PackShown, Picture, StepShown
+from swift_vlpack.pages.visible import visible
+from swift_vlpack.words import counted
+
+STYLES = {PROMPT: "", SUPERVISED: "bold green", MASKED: "dim strike", VISION: "magenta"}
+MARKS = {PROMPT: " ", SUPERVISED: "+", MASKED: "-", VISION: "#"}
+"""In front of every line, for those who see no colour."""
+_SAMPLES = ("cyan", "yellow", "green", "magenta", "blue", "red")
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+WIDEST_BAR = 100
+_NUM_NAMED = 4
+"""Images of a sample that the table lists; a document may have hundreds."""
+
+
+def printed(parts: Iterable[RenderableType], *, width: int, is_colourful: bool) -> str:
+    """What is to be written to a terminal of that width, or, without colour, to a file."""
+    file = io.StringIO()
+    console = Console(
+        file=file, width=width, force_terminal=is_colourful, no_color=not is_colourful, highlight=False, markup=False,
+        color_system="standard" if is_colourful else None, emoji=False, legacy_windows=False,
+    )  # fmt: skip
+    for part in parts:
+        console.print(part)
+    return file.getvalue()
+
+
+def pack_parts(pack: PackShown, width: int) -> Iterator[RenderableType]:
+    """A pack: headline, bar, members, what was left out, and its text."""
+    yield Text(headline(pack), "bold")
+    yield from _bar(pack, min(WIDEST_BAR, width - 2))
+    yield _members(pack)
+    for one in pack.left_out:
+        yield Text(visible(f"left out: {one['id']}: {one['reason']}: {one['error']}"), "yellow")
+    yield Text(
+        f"boundaries (cu_seqlens): {', '.join(map(str, pack.row.cu_seqlens if pack.row else ()))}\n"
+        f"{MARKS[SUPERVISED]} supervised   {MARKS[MASKED]} masked (of an answer, not trained)   "
+        f"{MARKS[VISION]} vision   no mark: prompt",
+        "dim",
+    )
+    for at, member in enumerate(pack.members):
+        yield from member_parts(member, width, letter(at), _colour(at))
+    yield Text()
+
+
+def headline(pack: PackShown) -> str:
+    """Where the pack is, and how full."""
+    of = "" if pack.num_packs is None else f" of {pack.num_packs} (numbered from 0)"
+    step = "" if pack.step is None else f", trained in step {pack.step}"
+    return (
+        f"epoch {pack.epoch}, pack {pack.number}{of}, rank {pack.rank}{step}: "
+        f"{pack.num_tokens} of {pack.packing_length} tokens ({pack.fill:.1%}), "
+        f"{_share(pack.num_supervised, pack.num_tokens)} supervised, {_share(pack.num_vision, pack.num_tokens)} vision"
+    )
+
+
+def letter(at: int) -> str:
+    """What a sample is called in bar and table."""
+    return _LETTERS[at % len(_LETTERS)]
+
+
+def bar_widths(lengths: Sequence[int], capacity: int, width: int) -> list[int]:
+    """Cells of each sample, to scale; the sums are rounded and not the parts, so that none of it adds up to more.
+
+    >>> bar_widths([50, 25], 100, 8), bar_widths([300], 100, 8)
+    ([4, 2], [8])
+    """
+    whole, ends, total = max(capacity, sum(lengths)), [0], 0
+    for length in lengths:
+        total += length
+        ends.append(round(total * width / whole))
+    return [end - start for start, end in pairwise(ends)]
+
+
+def _bar(pack: PackShown, width: int) -> Iterator[Text]:
+
+    widths = bar_widths([member.num_tokens for member in pack.members], pack.packing_length, width)
+    bar = Text("[")
+    for at, cells in enumerate(widths):
+        bar.append(letter(at) * cells, f"black on {_colour(at)}")
+    bar.append("." * (width - sum(widths)), "dim")
+    yield bar.append("]")
+
+
+def _members(pack: PackShown) -> RenderableType:
+
+    table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1))
+    for name in ("", "id"):
+        table.add_column(name)
+    for name in ("tokens", "supervised", "vision"):
+        table.add_column(name, justify="right")
+    table.add_column("images", overflow="fold")
+    table.add_column("where", overflow="fold")
+    for at, member in enumerate(pack.members):
+        table.add_row(
+            Text(letter(at), _colour(at)),
+            Text(visible(member.id)),
+            str(member.num_tokens),
+            str(member.num_supervised),
+            f"{member.share_of_vision:.0%}",
+            Text(visible(pictures_text(member.pictures))),
+            Text(visible(member.where), "dim"),
+        )
+    return table
+
+
+def pictures_text(pictures: Sequence[Picture]) -> str:
+    """The images of a sample, those of a document in short.
+
+    >>> pictures_text([Picture("image", 391, 640, 480), Picture("video", None)])
+    '640x480 = 391, video'
+    """
+
+    def said(one: Picture) -> str:
+        size = one.kind if one.width is None else f"{one.width}x{one.height}"
+        return size if one.num_tokens is None else f"{size} = {one.num_tokens}"
+
+    more = len(pictures) - _NUM_NAMED
+    return ", ".join(map(said, pictures[:_NUM_NAMED])) + (f", and {more} more" if more > 0 else "")
+
+
+def member_parts(member: Member, width: int, name: str = "", colour: str = "") -> Iterator[Text]:
+    """A sample: where it is in the row, then its text."""
+    positions = ", ".join(f"{axis} {low}-{high}" for axis, (low, high) in member.positions.items())
+    last = member.start + member.num_tokens - 1
+    yield Text(
+        visible(f"\n{name} {member.id}: tokens {member.start}-{last} of the row; positions: {positions}").lstrip(" "),
+        f"bold {colour}".strip(),
+    )
+    yield from piece_lines(member, width)
+
+
+def piece_lines(member: Member, width: int) -> Iterator[Text]:
+    """The text of a sample, a mark before every line, those that the width broke too."""
+    console = Console(width=width, file=io.StringIO())
+    for piece in member.pieces:
+        lines = visible(piece.text).split("\n")
+        # A newline at the end of a piece is its last token, and no line of its own.
+        shown = [f"{line}⏎" for line in lines[:-1]] + lines[-1:] * bool(lines[-1])
+        for line in shown or [""]:
+            for part in Text(line).wrap(console, max(1, width - 2)):
+                yield Text(f"{MARKS[piece.kind]} ").append(part.plain, STYLES[piece.kind])
+
+
+def example_parts(member: Member, width: int) -> Iterator[RenderableType]:
+    """A document with its counts, then its text."""
+    text = "".join(piece.text for piece in member.pieces)
+    counts = f"{member.num_tokens} tokens, {member.num_supervised} supervised, {len(text)} characters"
+    rate = f"{len(text.split())} words, {len(text) / max(1, member.num_tokens):.2f} characters a token"
+    yield Text(visible(f"\n{member.id} ({member.where}): {counts}, {rate}"), "bold")
+    yield from piece_lines(member, width)
+
+
+def step_parts(step: StepShown) -> Iterator[RenderableType]:
+    """A step: its packs by rank, and the loss beside them."""
+    yield Text(step_headline(step), "bold")
+    for note in step.notes:
+        yield Text(visible(note), "yellow")
+    table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1))
+    for name in ("rank", "epoch", "pack", "tokens"):
+        table.add_column(name, justify="right")
+    table.add_column("id")
+    table.add_column("where", overflow="fold")
+    for pack in step.packs:
+        for at, sample in enumerate(pack.ids):
+            of_pack = (str(pack.rank), str(pack.epoch), str(pack.number)) if at == 0 else ("", "", "")
+            tokens = str(pack.lengths[at]) if pack.lengths else ""
+            where = pack.where[at] if pack.where else ""
+            table.add_row(*of_pack, tokens, Text(visible(sample)), Text(visible(where), "dim"))
+        if not pack.ids:
+            table.add_row(str(pack.rank), str(pack.epoch), str(pack.number), "", Text("no sample, and so no loss"))
+    yield table
+
+
+def step_headline(step: StepShown) -> str:
+    """The step, and what the log says of it."""
+    loss = "no loss in the log"
+    if step.loss is not None and step.loss_of is not None:
+        first, last = step.loss_of
+        of = "" if first == last else f" (mean of steps {first}-{last})"
+        before = "" if step.loss_before is None else f", {step.loss_before:g} before"
+        loss = f"loss {step.loss:g}{of}{before}"
+    packs, samples = counted(len(step.packs), "pack"), counted(step.num_samples, "sample")
+    return f"step {step.step}: {loss}; {packs}, {samples}, {step.known_from}"
+
+
+def _colour(at: int) -> str:
+    return _SAMPLES[at % len(_SAMPLES)]
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / max(1, whole):.0%}"

@@ -1,0 +1,121 @@
+"""Where samples start in a pack: only the lengths are stored, everything else is derived.
+
+>>> Boundaries((3, 2)).cu_seqlens
+(0, 3, 5)
+>>> Boundaries((3, 2)).position_ids
+(0, 1, 2, 0, 1)
+>>> Boundaries((3, 2)).segment_ids(num_tokens=7)
+(1, 1, 1, 2, 2, 0, 0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
+
+from swift_vlpack.errors import BoundaryError
+
+
+@dataclass(frozen=True, slots=True)
+class Boundaries:
+    """The lengths of the samples of one pack, in row order."""
+
+    lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for number, length in enumerate(self.lengths, start=1):
+            if length <= 0:
+                raise BoundaryError(f"sample {number} of the pack has length {length}; it must be positive")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the pack, without padding."""
+        return sum(self.lengths)
+
+    @property
+    def cu_seqlens(self) -> tuple[int, ...]:  # (num_samples + 1,)
+        """Cumulative lengths, as variable-length attention kernels want them."""
+        return (0, *accumulate(self.lengths))
+
+    @property
+    def document_starts(self) -> tuple[int, ...]:  # (num_samples,)
+        """Index of the first token of each sample."""
+        return self.cu_seqlens[:-1]
+
+    @property
+    def position_ids(self) -> tuple[int, ...]:  # (num_tokens,)
+        """Positions that restart at 0 with every sample."""
+        return tuple(chain.from_iterable(range(length) for length in self.lengths))
+
+    def segment_ids(self, num_tokens: int | None = None) -> tuple[int, ...]:  # (num_tokens,)
+        """Sample number of every token, from 1; 0 for the padding up to `num_tokens`."""
+        total = self.num_tokens if num_tokens is None else num_tokens
+        if total < self.num_tokens:
+            raise BoundaryError(f"a row of {total} tokens cannot hold the {self.num_tokens} tokens of the pack")
+        numbered = chain.from_iterable([n] * length for n, length in enumerate(self.lengths, start=1))
+        return (*numbered, *([0] * (total - self.num_tokens)))
+
+    def check_positions(self, position_ids: Sequence[int]) -> None:
+        """Raise unless `position_ids` start at 0 and restart at 0 exactly where samples start."""
+        if len(position_ids) != self.num_tokens:
+            raise BoundaryError(f"{len(position_ids)} positions for a pack of {self.num_tokens} tokens")
+        # Who reads boundaries from positions takes every 0 for a start: one that is not would cut a sample in two.
+        starts = {index for index, position in enumerate(position_ids) if position == 0}
+        expected = set(self.document_starts)
+        if missing := sorted(expected - starts):
+            raise BoundaryError(
+                f"positions do not restart at token {missing[0]}, where sample "
+                f"{self.document_starts.index(missing[0])} starts (position {position_ids[missing[0]]} there)"
+            )
+        if extra := sorted(starts - expected):
+            raise BoundaryError(f"positions restart at token {extra[0]}, in the middle of a sample")
+        self._check_steps(position_ids, expected)
+
+    def _check_steps(self, position_ids: Sequence[int], starts: set[int]) -> None:
+        for index, (before, after) in enumerate(pairwise(position_ids), start=1):
+            if index not in starts and after != before + 1:
+                raise BoundaryError(f"positions jump from {before} to {after} at token {index}, inside a sample")
+
+    @classmethod
+    def from_tokens(
+        cls,
+        tokens: Sequence[int],
+        *,
+        eos_id: int | None = None,
+        bos_id: int | None = None,
+        pad_id: int | None = None,
+    ) -> Boundaries:
+        """Recover the samples of a right-padded row of which only the tokens are known.
+
+        Give `eos_id` (a sample ends with it) or `bos_id` (a sample starts with it). Padding at the end of the row
+        belongs to no sample, also where the pad token is the EOS token: of a run of EOS that closes the row,
+        the first ends the last sample and the others are padding.
+
+        >>> Boundaries.from_tokens([5, 6, 2, 7, 2, 2, 2], eos_id=2, pad_id=2).lengths
+        (3, 2)
+        """
+        if (eos_id is None) == (bos_id is None):
+            raise BoundaryError("give either eos_id or bos_id: one of them says where samples meet")
+        end = _end_of_samples(tokens, eos_id, bos_id, pad_id)
+        if end and pad_id is not None and tokens[0] == pad_id and pad_id != bos_id:
+            raise BoundaryError(f"the row starts with the pad token {pad_id}; strip the padding on the left first")
+        if bos_id is not None:
+            starts = [index for index in range(end) if tokens[index] == bos_id]
+            if end and (not starts or starts[0] != 0):
+                raise BoundaryError(f"the row starts with token {tokens[0]}, not with the BOS token {bos_id}")
+        else:
+            starts = [0, *(index + 1 for index in range(end - 1) if tokens[index] == eos_id)] if end else []
+        return cls(tuple(after - before for before, after in pairwise([*starts, end])))
+
+
+def _end_of_samples(tokens: Sequence[int], eos_id: int | None, bos_id: int | None, pad_id: int | None) -> int:
+    """Index just past the last sample: the padding that closes the row is left out."""
+    end = len(tokens)
+    if pad_id is None or pad_id == bos_id:
+        return end
+    while end and tokens[end - 1] == pad_id:
+        end -= 1
+    if pad_id == eos_id and 0 < end < len(tokens):
+        return end + 1  # the first EOS of the run ends the last sample
+    return end

@@ -1,0 +1,99 @@
+"""How far an epoch has come, in numbers that another number of ranks can go on from.
+
+A plan is never saved: it is computed again. What is saved are its cuts, one for each number of ranks that has worked on
+the epoch: the packs were shared among so many ranks, became so many, and so many of them were trained on.
+
+>>> from swift_vlpack.config import PackingConfig
+>>> from swift_vlpack.plan.planner import plan
+>>> planned = plan([5, 5, 4, 6, 7, 3], PackingConfig(packing_length=10, packing_strategy="greedy"))
+>>> two, cuts = share(planned, (), num_ranks=2)  # 3 packs become 4, for two steps of 2 ranks
+>>> cuts
+(Cut(num_ranks=2, num_packs=4, num_consumed=0),)
+>>> cuts = with_consumed(cuts, 2)  # one step was trained
+>>> one, cuts = share(planned, cuts, num_ranks=1)  # and one rank goes on
+>>> cuts
+(Cut(num_ranks=2, num_packs=4, num_consumed=2), Cut(num_ranks=1, num_packs=2, num_consumed=0))
+>>> sorted([*two[0], *two[1], *one[0], *one[1]])
+[0, 1, 2, 3, 4, 5]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from swift_vlpack.envelope import Whole, check_shape
+from swift_vlpack.errors import StateMismatch
+from swift_vlpack.plan.packs import Plan
+
+CUTS = [(Whole(1), Whole(), Whole())]
+"""The shape of saved cuts."""
+
+
+class Cut(NamedTuple):
+    """What one number of ranks did of an epoch; the packs that were left went to the next cut."""
+
+    num_ranks: int
+    num_packs: int
+    """Packs after they were shared among the ranks."""
+    num_consumed: int
+    """Packs that were trained on, over all ranks."""
+
+
+def share(plan: Plan, cuts: Sequence[Cut], num_ranks: int, *, least_packs: int = 0) -> tuple[Plan, tuple[Cut, ...]]:
+    """The packs as `num_ranks` share them now, and the cuts, of which the last is this sharing.
+
+    As many ranks as in the last cut go on in it, with exactly the packs that would have come. Other ranks share what it
+    has left. A new epoch, without a cut, has at least `least_packs` packs.
+    """
+    if not cuts:
+        cuts = [Cut(num_ranks, max(least_packs, _rounded_up(len(plan), num_ranks)), 0)]
+    packs, last = replay(plan, cuts), cuts[-1]
+    if last.num_ranks == num_ranks:
+        return packs, tuple(cuts)
+    left = packs.rest(last.num_consumed)
+    cut = Cut(num_ranks, _rounded_up(len(left), num_ranks), 0)
+    return _aligned(left, cut), (*cuts, cut)
+
+
+def replay(plan: Plan, cuts: Sequence[Cut]) -> Plan:
+    """The packs that the last cut counts in; those before it are behind. Its digest is what a state is checked by."""
+    *past, last = cuts
+    for cut in past:
+        plan = _aligned(plan, cut).rest(cut.num_consumed)
+    return _aligned(plan, last)
+
+
+def with_consumed(cuts: Sequence[Cut], num_more: int) -> tuple[Cut, ...]:
+    """The cuts after the present ranks have trained on so many more packs."""
+    *past, last = cuts
+    return (*past, last._replace(num_consumed=last.num_consumed + num_more))
+
+
+def num_consumed(cuts: Sequence[Cut]) -> int:
+    """Packs of the epoch that were trained on, by all ranks there ever were."""
+    return sum(cut.num_consumed for cut in cuts)
+
+
+def is_finished(cuts: Sequence[Cut]) -> bool:
+    """Whether nothing is left of the epoch."""
+    return bool(cuts) and cuts[-1].num_consumed == cuts[-1].num_packs
+
+
+def cuts_from(saved: Sequence[Sequence[int]]) -> tuple[Cut, ...]:
+    """Cuts out of JSON; numbers that cannot be are refused."""
+    check_shape(saved, CUTS, "cuts")
+    cuts = tuple(Cut(*numbers) for numbers in saved)
+    for cut in cuts:
+        # Each rank trains one pack of a step, so whatever is no multiple was never written by a run.
+        if cut.num_packs % cut.num_ranks or cut.num_consumed % cut.num_ranks or cut.num_consumed > cut.num_packs:
+            raise StateMismatch(f"the saved state is damaged: {cut} cannot be")
+    return cuts
+
+
+def _aligned(plan: Plan, cut: Cut) -> Plan:
+    return plan.align(cut.num_ranks, num_packs=cut.num_packs)
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,251 @@
+"""A plan: the packs of one epoch, decided from lengths alone, held in a few arrays.
+
+`planner.plan` makes one; `Plan.align` gives every rank the same number of packs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swift_vlpack.config import PackingConfig
+from swift_vlpack.errors import PlanError
+from swift_vlpack.plan.bounds import lower_bound
+from swift_vlpack.plan.oversize import is_single_long
+from swift_vlpack.plan.steps import Balance, CostModel, balance_of, balanced_order, packs_to_split, spread_empty
+from swift_vlpack.reasons import Reason
+from swift_vlpack.words import counted
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan(Sequence[list[int]]):
+    """The packs of an epoch as a sequence: `plan[i]` is the list of item indices of pack i."""
+
+    config: PackingConfig
+    lengths: NDArray[np.int32]  # (num_items,)
+    images: NDArray[np.int32] | None
+    patches: NDArray[np.int32] | None
+    members: NDArray[np.int32]  # item indices, pack after pack
+    offsets: NDArray[np.int64]  # (num_packs + 1,): pack i is members[offsets[i]:offsets[i + 1]]
+    dropped: dict[str, NDArray[np.int32]]
+    """Item indices that are in no pack, by reason. `underfilled` are one pack, which `align` brings back if it can."""
+    method: str
+    """The strategy that made it; `best_fit over the epoch` where `exact` fell back to it."""
+    cost: CostModel = field(default_factory=CostModel)
+    seed: int = 0
+    num_ranks: int = 1
+    """The packs of step s are `plan[s * num_ranks : (s + 1) * num_ranks]`, one a rank."""
+
+    def __repr__(self) -> str:
+        return (
+            f"<Plan: {counted(len(self), 'pack')} of {self.config.packing_length} tokens by {self.method}, "
+            f"{counted(len(self.members), 'item')}, mean fill {self.mean_fill:.1%}>"
+        )
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> list[int]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[list[int]]: ...
+    def __getitem__(self, index: int | slice) -> list[int] | list[list[int]]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"pack {index} of a plan of {len(self)} packs")
+        index %= len(self)
+        inside: list[int] = self.members[self.offsets[index] : self.offsets[index + 1]].tolist()
+        return inside
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (self[i] for i in range(len(self)))
+
+    @property
+    def num_samples_per_pack(self) -> NDArray[np.int64]:
+        """Samples in each pack."""
+        return np.diff(self.offsets)
+
+    @cached_property
+    def num_tokens_per_pack(self) -> NDArray[np.int64]:
+        """Tokens in each pack."""
+        # In 64 bits: ten million samples of a thousand tokens are beyond 2^31.
+        return self._sum_per_pack(self.lengths[self.members].astype(np.int64))
+
+    @property
+    def num_padding(self) -> int:
+        """Tokens that are added to packs with a sample, under `packing_pad_to`."""
+        return int((-self.num_tokens_per_pack % self.config.sequence_multiple).sum())
+
+    @cached_property
+    def cost_per_pack(self) -> NDArray[np.float64]:
+        """Cost of each pack under the cost model."""
+        return self._sum_per_pack(self._sample_costs()[self.members])
+
+    @property
+    def num_dropped(self) -> dict[str, int]:
+        """Items in no pack, counted by reason."""
+        return {reason: len(items) for reason, items in self.dropped.items()}
+
+    @cached_property
+    def is_single_long(self) -> NDArray[np.bool_]:
+        """Which packs are one item that exceeds a capacity."""
+        over: NDArray[np.bool_] = is_single_long(self.lengths, self.images, self.patches, self.config)
+        # Empty packs at the end begin behind the last member; they are not alone, whatever is looked at.
+        first = self.members[np.minimum(self.offsets[:-1], max(0, len(self.members) - 1))]
+        is_alone: NDArray[np.bool_] = self.num_samples_per_pack == 1
+        return is_alone & over[first]
+
+    @cached_property
+    def fills(self) -> NDArray[np.float64]:
+        """Filled share of the packs that are neither empty nor a single long sample."""
+        counted = ~self.is_single_long & (self.num_samples_per_pack > 0)
+        return self.num_tokens_per_pack[counted] / self.config.packing_length
+
+    @property
+    def mean_fill(self) -> float:
+        """Mean of `fills`."""
+        return float(self.fills.mean()) if len(self.fills) else 0.0
+
+    @cached_property
+    def lower_bound(self) -> int:
+        """The fewest packs that anyone could need for the items in the plan."""
+        return lower_bound(self.lengths[self.members], self.config.packing_length)
+
+    @property
+    def num_packs_per_rank(self) -> int:
+        """Packs that each rank trains on, once the plan is aligned."""
+        return len(self) // self.num_ranks
+
+    @property
+    def num_empty(self) -> int:
+        """Packs without a sample, which trained as zero-loss packs complete the last steps."""
+        return int((self.num_samples_per_pack == 0).sum())
+
+    @property
+    def balance(self) -> Balance:
+        """How well the packs of a step are matched in cost."""
+        return balance_of(self.cost_per_pack, self._sample_costs()[self.members], self.num_ranks)
+
+    def digest(self) -> str:
+        """16 hexadecimal digits that are equal exactly when the packs, their order, the ranks and the remainder are."""
+        # The number of ranks too: the same packs in the same order are other steps among other ranks.
+        parts = hashlib.sha256(str(self.num_ranks).encode())
+        for numbers in (self.offsets.astype("<i8"), self.members.astype("<i4"), self.remainder.astype("<i4")):
+            parts.update(numbers.tobytes())
+        return parts.hexdigest()[:16]
+
+    @property
+    def remainder(self) -> NDArray[np.int32]:
+        """The underfilled pack that `packing_drop_last` leaves out, unless ranks or epochs need one pack more."""
+        return self.dropped.get(Reason.UNDERFILLED.value, np.empty(0, dtype=np.int32))
+
+    def with_remainder(self) -> Plan:
+        """The remainder as the last pack, where there is one."""
+        if not len(self.remainder):
+            return self
+        # Sorted, as samples of every other pack are: by place in the epoch.
+        members = np.concatenate((self.members, np.sort(self.remainder)))
+        kept = {reason: items for reason, items in self.dropped.items() if reason != Reason.UNDERFILLED.value}
+        return replace(self, members=members, offsets=np.append(self.offsets, len(members)), dropped=kept)
+
+    def for_rank(self, rank: int) -> range:
+        """The numbers of the packs that `rank` trains on, in order."""
+        if not 0 <= rank < self.num_ranks:
+            raise PlanError(f"rank {rank} of a plan for {self.num_ranks} ranks; align(num_ranks) comes first")
+        return range(rank, len(self), self.num_ranks)
+
+    def align(self, num_ranks: int, *, num_packs: int | None = None) -> Plan:
+        """Give every rank the same number of packs; nothing is repeated, and nothing dropped that a step has room for.
+
+        `num_packs` asks for more packs than that, so that several epochs can have equal length. The remainder is
+        brought back first, then packs are cut in two, and where no pack of two samples is left to cut, empty packs
+        complete the steps; every step has at least one sample. With `packing_balance` the packs of a step are matched
+        in cost.
+        """
+        if num_ranks < 1:
+            raise PlanError(f"num_ranks must be at least 1, got {num_ranks}")
+        target = -(-len(self) // num_ranks) * num_ranks if num_packs is None else num_packs
+        if target % num_ranks:
+            raise PlanError(f"{target} packs cannot be shared equally by {num_ranks} ranks; ask for a multiple")
+        if target < len(self):
+            raise PlanError(f"the epoch has {len(self)} packs already and cannot become {target}; ask for more")
+        grown = self.with_remainder() if target > len(self) else self
+        if len(grown.members) < target // num_ranks:
+            raise PlanError(
+                f"{len(grown.members)} samples cannot fill {target // num_ranks} steps of {num_ranks} ranks; "
+                "ask for fewer packs"
+            )
+        # Again and again: one pass can at most double the packs, and one of three samples may be cut twice.
+        while len(grown) < target:
+            cut = packs_to_split(grown.num_samples_per_pack, grown.cost_per_pack, target - len(grown))
+            grown = grown._cut_in_two(cut) if len(cut) else grown._with_empty(target - len(grown))
+        return grown._in_steps(num_ranks)
+
+    def _in_steps(self, num_ranks: int) -> Plan:
+        aligned = self
+        if self.config.packing_balance and num_ranks > 1:
+            order = balanced_order(aligned.cost_per_pack, num_ranks, self.seed, "balance", num_ranks)
+            aligned = aligned.reordered(order)
+        # After balancing, which would gather empty packs, all of cost 0, in the same steps.
+        if aligned.num_empty:
+            aligned = aligned.reordered(spread_empty(aligned.num_samples_per_pack == 0, num_ranks))
+        return replace(aligned, num_ranks=num_ranks)
+
+    def _cut_in_two(self, packs: NDArray[np.int64]) -> Plan:
+        """Cut each of `packs` where its tokens halve best; both halves keep their place and order."""
+        cuts = []
+        for pack in packs:
+            first, last = int(self.offsets[pack]), int(self.offsets[pack + 1])
+            # Without the last sum: a cut behind the last sample would leave an empty half.
+            tokens = np.cumsum(self.lengths[self.members[first:last]])[:-1]
+            cuts.append(first + 1 + int(np.abs(2 * tokens - self.num_tokens_per_pack[pack]).argmin()))
+        return replace(self, offsets=np.sort(np.concatenate((self.offsets, np.array(cuts, dtype=np.int64)))))
+
+    def _with_empty(self, num_more: int) -> Plan:
+        return replace(self, offsets=np.concatenate((self.offsets, np.full(num_more, len(self.members)))))
+
+    def reordered(self, order: NDArray[np.int64]) -> Plan:
+        """The packs of these numbers, in this order."""
+        counts = self.num_samples_per_pack[order]
+        offsets = np.concatenate(([0], np.cumsum(counts)))
+        where = np.arange(offsets[-1]) + np.repeat(self.offsets[order] - offsets[:-1], counts)
+        return replace(self, members=self.members[where], offsets=offsets)
+
+    def rest(self, num_consumed: int) -> Plan:
+        """What is left when the first packs were trained on, for other ranks to share: no steps, no empty packs."""
+        if not 0 <= num_consumed <= len(self):
+            raise PlanError(f"{num_consumed} packs of a plan of {len(self)} packs cannot have been trained on")
+        left = np.flatnonzero(self.num_samples_per_pack[num_consumed:]) + num_consumed
+        return replace(self.reordered(left), num_ranks=1)
+
+    def renumbered(self, numbers: NDArray[np.int64], columns: NDArray[Any]) -> Plan:
+        """The same packs over a longer list of items, in which item i of this plan is number `numbers[i]`.
+
+        `columns` are length, images and patches of the longer list.
+        """
+        lengths, images, patches = columns.astype(np.int32, copy=False)
+        renumber = numbers.astype(np.int32)
+        return replace(
+            self,
+            lengths=lengths,
+            images=images,
+            patches=patches,
+            members=renumber[self.members],
+            dropped={reason: renumber[items] for reason, items in self.dropped.items()},
+        )
+
+    def _sample_costs(self) -> NDArray[np.float64]:
+        return self.cost.of_samples(self.lengths, self.patches)
+
+    def _sum_per_pack(self, values: NDArray[Any]) -> NDArray[Any]:
+        # Sums by differences of one running total: a loop over a million packs would take seconds.
+        total = np.concatenate((np.zeros(1, values.dtype), np.cumsum(values)))
+        sums: NDArray[Any] = total[self.offsets[1:]] - total[self.offsets[:-1]]
+        return sums

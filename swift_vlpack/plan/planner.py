@@ -1,0 +1,247 @@
+"""Plan an epoch: run the packer over known lengths.
+
+>>> config = PackingConfig(packing_length=10, packing_strategy="exact", packing_drop_last=False)
+>>> packs = plan([6, 5, 4, 5, 7, 3], config)
+>>> sorted(packs)
+[[0, 2], [1, 3], [4, 5]]
+>>> packs.lower_bound, packs.mean_fill
+(3, 1.0)
+
+Same config, same order, same packs as pushing the items one by one. One exception: `exact` takes best fit over
+the whole epoch (or, on small data, ms-swift's own packing) where that needs fewer packs than its window did;
+`Plan.method` says which one it was.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import repeat
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from swift_vlpack.config import PackingConfig
+from swift_vlpack.errors import DataError
+from swift_vlpack.plan.oversize import is_left_out
+from swift_vlpack.plan.packer import Label, Packer, remainder_to_drop
+from swift_vlpack.plan.packs import Plan
+from swift_vlpack.plan.records import Item, Pack
+from swift_vlpack.plan.registry import WINDOW
+from swift_vlpack.plan.shuffle import permutation
+from swift_vlpack.plan.steps import CostModel
+from swift_vlpack.plan.strategies import best_fit_assignment, constant_volume
+from swift_vlpack.plan.windows import end_to_end
+from swift_vlpack.reasons import Reason
+
+Assignment = Callable[[NDArray[np.int32], int], tuple[NDArray[np.int32], int]]
+"""Lengths and capacity in; the pack of every item and the number of packs out."""
+
+_MS_SWIFT_WINDOW = 1000  # samples, as in ms-swift's own PackingDataset
+_MAX_ITEMS_AS_MS_SWIFT = 20_000
+_CHUNK = 1 << 16  # items turned into Python objects at a time, so that memory stays flat
+
+
+def plan(  # noqa: PLR0913 - columns of the data, then options with defaults
+    lengths: ArrayLike,
+    config: PackingConfig,
+    *,
+    images: ArrayLike | None = None,
+    patches: ArrayLike | None = None,
+    seed: int = 0,
+    cost: CostModel | None = None,
+    label: Label | None = "item {!r}".format,
+) -> Plan:
+    """Pack a whole epoch of known lengths; `images` and `patches` are counts per item, for caps and costs.
+
+    `label` is what the log calls an item that is left out or alone; None keeps the log quiet.
+    """
+    sizes = _whole_numbers(lengths, "length", least=1)
+    counts = [
+        None if column is None else _whole_numbers(column, name, least=0)
+        for column, name in ((images, "images"), (patches, "patches"))
+    ]
+    for column, name in zip(counts, ("images", "patches"), strict=True):
+        if column is not None and len(column) != len(sizes):
+            raise DataError(f"{len(column)} values of {name} for {len(sizes)} lengths")
+        if column is None and getattr(config, f"packing_max_{name}") is not None:
+            raise DataError(f"packing_max_{name} is set, but the plan was given no {name} per item")
+    inputs = {
+        "config": config,
+        "lengths": sizes,
+        "images": counts[0],
+        "patches": counts[1],
+        "cost": cost or CostModel(),
+        "seed": seed,
+    }
+    planned = _packed_in_windows(inputs, label)
+    if config.packing_strategy != "exact" or config.has_caps:
+        return planned
+    for group, method, max_items in (
+        (best_fit_assignment, "best_fit over the epoch", len(sizes)),
+        (_as_ms_swift, "binpack over the epoch", _MAX_ITEMS_AS_MS_SWIFT),
+    ):
+        if len(planned) == planned.lower_bound or len(sizes) > max_items:
+            break
+        whole = _packed_at_once(inputs, group, method)
+        # Never at the price of a sample: fewer packs by leaving more out are no gain.
+        if len(whole) < len(planned) and len(whole.members) >= len(planned.members):
+            planned = whole
+    return planned
+
+
+def plan_of_rows(
+    lengths: ArrayLike,
+    config: PackingConfig,
+    *,
+    images: ArrayLike | None = None,
+    patches: ArrayLike | None = None,
+    **options: Any,
+) -> tuple[Plan, dict[str, Any]]:
+    """`plan` of rows that become several samples where the strategy cuts them, and what is to be reported of that.
+
+    Of a row with images it is not known where they are, so it stays in one piece.
+    """
+    if config.packing_strategy != WINDOW:
+        return plan(lengths, config, images=images, patches=patches, **options), {}
+    rows = _whole_numbers(lengths, "length", least=1)
+    given = [np.zeros_like(rows) if column is None else column for column in (images, patches)]
+    counts = [_whole_numbers(column, name, least=0) for column, name in zip(given, ("images", "patches"), strict=True)]
+    pieces = end_to_end(np.stack([rows, *counts, np.zeros_like(rows)]), lambda place: (), config)
+    tokens, *of_pieces, _ = pieces.sizes[:, pieces.sizes[0] > 0]
+    made = plan(tokens, config, images=of_pieces[0], patches=of_pieces[1], **options)
+    return made, {"cut": pieces.report(counts[0])}
+
+
+def _packed_in_windows(inputs: dict[str, Any], label: Label | None) -> Plan:
+    """Run the packer over the lengths, in chunks."""
+    # Arrays of machine integers: as a list, ten million indices would take 80 MB for pointers alone.
+    members, counts = array("i"), array("i")
+    dropped: dict[str, array[int]] = {}
+
+    def on_drop(item: Item, reason: Reason) -> None:
+        dropped.setdefault(reason.value, array("i")).append(item.id)  # type: ignore[arg-type]
+
+    def keep(packs: list[Pack]) -> None:
+        for pack in packs:
+            members.extend([item.id for item in pack.items])  # type: ignore[misc]
+            counts.append(len(pack.items))
+
+    packer = Packer(inputs["config"], seed=inputs["seed"], on_drop=on_drop, label=label)
+    # The columns were checked at once, so that each item need not be.
+    push = packer.push_checked
+    for item in _items(inputs["lengths"], inputs["images"], inputs["patches"]):
+        if packs := push(item):
+            keep(packs)
+    keep(packer.flush())
+    return Plan(
+        **inputs,
+        members=_int32(members),
+        offsets=_offsets(_int32(counts)),
+        dropped={reason: _int32(items) for reason, items in dropped.items()},
+        method=inputs["config"].packing_strategy,
+    )
+
+
+def _as_ms_swift(lengths: NDArray[np.int32], capacity: int) -> tuple[NDArray[np.int32], int]:
+    """What ms-swift itself would do, in its windows of 1,000, so that `exact` never needs more packs than that.
+
+    Only for small data, where single packs count; beyond, `exact` is ahead by far, and this is slow.
+    """
+    pack_of = np.empty(len(lengths), dtype=np.int32)
+    num_packs, left = 0, np.empty(0, dtype=np.int64)
+    for start in range(0, len(lengths), _MS_SWIFT_WINDOW):
+        window = np.concatenate((left, np.arange(start, min(start + _MS_SWIFT_WINDOW, len(lengths)))))
+        packs = constant_volume(lengths[window].tolist(), capacity)
+        is_last = start + _MS_SWIFT_WINDOW >= len(lengths)
+        # The last pack of a window goes into the next one, as ms-swift has it; the last window keeps all.
+        left = window[[] if is_last else packs.pop()]
+        for pack in packs:
+            pack_of[window[pack]] = num_packs
+            num_packs += 1
+    return pack_of, num_packs
+
+
+def _packed_at_once(inputs: dict[str, Any], group: Assignment, method: str) -> Plan:
+    """Group all the lengths at once, in an order that owes nothing to size."""
+    config, lengths = inputs["config"], inputs["lengths"]
+    alone = lengths >= config.packing_length
+    shared = np.flatnonzero(~alone)
+    pack_of, num_packs = group(lengths[shared], config.packing_length)
+    # Without caps, as this is asked for only where there are none.
+    left_out = is_left_out(lengths, None, None, config)
+    singles = np.flatnonzero(alone & ~left_out)
+    dropped = {Reason.OVERSIZE.value: np.flatnonzero(left_out).astype(np.int32)}
+    owner = np.concatenate((pack_of, num_packs + np.arange(len(singles), dtype=np.int32)))
+    items = np.concatenate((shared, singles)).astype(np.int32)
+    counts = np.bincount(owner, minlength=num_packs + len(singles))
+    whole = Plan(
+        **inputs,
+        members=items[np.argsort(owner, kind="stable")],
+        offsets=_offsets(counts),
+        dropped={reason: items for reason, items in dropped.items() if len(items)},
+        method=method,
+    )
+    kept = _without_remainder(whole, num_packs)
+    # Best fit lists packs by size; an epoch in that order would be a curriculum nobody asked for.
+    return kept.reordered(permutation(len(kept), kept.seed, "epoch"))
+
+
+def _without_remainder(whole: Plan, num_shared: int) -> Plan:
+    tokens = whole.num_tokens_per_pack[:num_shared]
+    config = whole.config
+    remainder = remainder_to_drop(
+        (tokens / config.packing_length).tolist(),
+        (config.packing_length - tokens).tolist(),
+        int(whole.lengths.min(initial=config.packing_length)),
+        config,
+        counts=whole.num_samples_per_pack[:num_shared].tolist(),
+        num_items=len(whole.members),
+    )
+    if remainder is None:
+        return whole
+    first, last = whole.offsets[remainder], whole.offsets[remainder + 1]
+    counts = np.delete(whole.num_samples_per_pack, remainder)
+    dropped = {**whole.dropped, Reason.UNDERFILLED.value: whole.members[first:last]}
+    return replace(
+        whole, members=np.delete(whole.members, slice(first, last)), offsets=_offsets(counts), dropped=dropped
+    )
+
+
+def _items(
+    lengths: NDArray[np.int32], images: NDArray[np.int32] | None, patches: NDArray[np.int32] | None
+) -> Iterator[Item]:
+    for start in range(0, len(lengths), _CHUNK):
+        chunk = slice(start, start + _CHUNK)
+        columns = [repeat(0) if column is None else column[chunk].tolist() for column in (images, patches)]
+        yield from map(Item._make, zip(range(start, len(lengths)), lengths[chunk].tolist(), *columns, strict=False))
+
+
+def _whole_numbers(values: ArrayLike, name: str, *, least: int) -> NDArray[np.int32]:
+    """Check a column at once; the error names the first item that is wrong."""
+    try:
+        numbers = np.asarray(values)
+    except ValueError:
+        raise DataError(f"{name}: not a flat list of numbers") from None
+    if numbers.ndim != 1:
+        raise DataError(f"{name}: expected a flat list of numbers, got {numbers.ndim} dimensions")
+    if len(numbers) and numbers.dtype.kind not in "iu":
+        objects = np.asarray(values, dtype=object).tolist()
+        # A bool is an integer to Python, and a column of them is a mistake in every file.
+        at, value = next((i, v) for i, v in enumerate(objects) if isinstance(v, bool) or not isinstance(v, Integral))
+        raise DataError(f"item {at}: {name} must be an integer, got {value!r} ({type(value).__name__})")
+    wrong = np.flatnonzero((numbers < least) | (numbers > np.iinfo(np.int32).max))
+    if len(wrong):
+        raise DataError(f"item {wrong[0]}: {name} must be at least {least} and fit 32 bits, got {numbers[wrong[0]]}")
+    return numbers.astype(np.int32, copy=False)
+
+
+def _int32(values: array[int]) -> NDArray[np.int32]:
+    return np.array(values, dtype=np.int32)
+
+
+def _offsets(counts: NDArray[Any]) -> NDArray[np.int64]:
+    return np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))

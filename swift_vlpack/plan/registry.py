@@ -1,0 +1,190 @@
+"""Strategies by name: ours, those registered under a name, and `module:function`; what a stranger's returns is checked.
+
+>>> @register_strategy("alone")
+... def alone(lengths, capacity):
+...     return [[index] for index in range(len(lengths))]
+>>> strategy_named("alone")([5, 3], 10)
+[[0], [1]]
+
+A strategy is a pure function: every rank runs it by itself and must come to the same groups.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module, invalidate_caches
+from operator import index as as_index
+from typing import Any, TypeVar, overload
+
+from swift_vlpack.errors import ConfigError, StrategyError
+from swift_vlpack.plan.strategies import STRATEGIES, Caps, Groups, Strategy
+from swift_vlpack.words import did_you_mean
+
+ALIASES = {"sequential": "greedy"}  # ms-swift's name
+WINDOW = "window"
+"""Documents end to end, cut wherever a pack is full: the packer sees the parts, and keeps their order."""
+SIGNATURE = "(lengths, capacity) -> groups of indices"
+
+Grouping = Callable[..., Iterable[Iterable[int]]]
+"""`(lengths, capacity)` or `(lengths, capacity, caps)` in, groups of indices out."""
+Given = TypeVar("Given", bound=Grouping)
+
+_ONCE = "every index must be in exactly one group"
+_registered: dict[str, Grouping] = {}
+
+
+@overload
+def register_strategy(name: str) -> Callable[[Given], Given]: ...
+@overload
+def register_strategy(name: str, function: Given) -> Given: ...
+def register_strategy(name: str, function: Grouping | None = None) -> Any:
+    """Make `packing_strategy=name` mean `function`: as a decorator, or as a call. Gives the function back.
+
+    A file that is loaded twice, as plugins are, may register again; another function under the same name is refused.
+    """
+    if function is None:
+        return lambda given: register_strategy(name, given)
+    if not isinstance(name, str) or not name.strip() or ":" in name:
+        raise ConfigError(f"a strategy cannot be called {name!r}; give it a name without a colon")
+    if name in STRATEGIES or name in ALIASES or name == WINDOW:
+        raise ConfigError(f"{name} is a strategy of this package; register yours under another name")
+    known = _registered.get(name)
+    if known is not None and _origin(known) != _origin(function):
+        raise ConfigError(
+            f"{name} is registered already, as {_said(known)}; register {_said(function)} by another name"
+        )
+    _check_signature(name, function)
+    _registered[name] = function
+    return function
+
+
+def strategy_named(name: str) -> Strategy:
+    """The strategy that `packing_strategy` names; one that is not ours is checked whenever it is called."""
+    name = "greedy" if name == WINDOW else ALIASES.get(name, name)
+    if name in STRATEGIES:
+        return STRATEGIES[name]
+    if name in _registered:
+        return Checked(name, _registered[name])
+    if ":" in name:
+        return Checked(name, _imported(name))
+    raise ConfigError(
+        f"packing_strategy must be one of {', '.join(known_names())}, or module:function for one of your own, "
+        f"got {name!r}{did_you_mean(name, known_names())}"
+    )
+
+
+def known_names() -> tuple[str, ...]:
+    """All names that need no import."""
+    return (*STRATEGIES, WINDOW, *ALIASES, *_registered)
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A strategy of somebody else's: it gets a copy of the lengths, and its groups must keep the contract."""
+
+    name: str
+    function: Grouping
+
+    def __call__(self, lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> Groups:
+        """Its groups, the indices inside each ascending."""
+        if not len(lengths):
+            return []
+        options = {"caps": caps} if caps is not None and "caps" in _parameters(self.function) else {}
+        try:
+            # A copy: a strategy that sorts or empties its list must not touch the packer's own.
+            groups = [sorted(map(as_index, group)) for group in self.function(list(lengths), capacity, **options)]
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            raise StrategyError(f"packing_strategy {self.name} failed ({said}); it must be {SIGNATURE}") from error
+        broken = broken_rule(groups, lengths, capacity, caps)
+        if broken is not None:
+            raise StrategyError(f"packing_strategy {self.name}: {broken}")
+        return groups
+
+
+def broken_rule(groups: Groups, lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> str | None:
+    """What is wrong with the groups: every index once, no group empty, none above the capacity or a cap."""
+    owner: dict[int, int] = {}
+    for number, group in enumerate(groups):
+        if not group:
+            return f"group {number} is empty; leave it out"
+        for index in group:
+            if not 0 <= index < len(lengths):
+                return f"group {number} has index {index}, but indices go from 0 to {len(lengths) - 1}"
+            if index in owner:
+                return (
+                    f"index {index} is in groups {owner[index]} and {number}; every index must be in exactly one group"
+                )
+            owner[index] = number
+        num_tokens = sum(lengths[index] for index in group)
+        if num_tokens > capacity:
+            return f"group {number} has {num_tokens} tokens; the capacity is {capacity}"
+        if caps is not None and not caps.fit(group):
+            return f"group {number} exceeds a cap (packing_max_samples, packing_max_images or packing_max_patches)"
+    if len(owner) < len(lengths):
+        missing = next(index for index in range(len(lengths)) if index not in owner)
+        return f"index {missing} is in no group; {_ONCE}"
+    return None
+
+
+@cache
+def _imported(path: str) -> Grouping:
+    """The function that `module:function` names."""
+    module_name, _, attribute = path.partition(":")
+    found: Any = _module(module_name, path)
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(f"packing_strategy {path}: {module_name} has no {attribute or 'name after the colon'}")
+        found = getattr(found, part)
+    _check_signature(path, found)
+    function: Grouping = found
+    return function
+
+
+def _module(name: str, path: str) -> Any:
+    """Import it, from the current directory too: a console script does not have that on its path."""
+    here = os.getcwd()
+    if not {here, ""} & set(sys.path):
+        sys.path.append(here)  # last, so that no file there takes the place of a package
+        # Python has remembered what is in each folder; one that has just come is unknown without this.
+        invalidate_caches()
+    try:
+        return import_module(name)
+    except Exception as error:
+        raise ConfigError(
+            f"packing_strategy {path}: cannot import {name!r} ({type(error).__name__}: {error}); "
+            "it must be in the current directory, on PYTHONPATH or installed"
+        ) from error
+
+
+def _check_signature(name: str, function: Any) -> None:
+    if not callable(function):
+        raise ConfigError(f"packing_strategy {name} is {function!r}; it must be a function {SIGNATURE}")
+    try:
+        inspect.signature(function).bind([1], 1)
+    except TypeError as error:
+        raise ConfigError(f"packing_strategy {name}: {_said(function)} must take {SIGNATURE} ({error})") from None
+    except ValueError:
+        pass  # built-in functions have no signature to ask
+
+
+def _parameters(function: Grouping) -> Iterable[str]:
+    try:
+        return inspect.signature(function).parameters
+    except ValueError:
+        return ()
+
+
+def _origin(function: Grouping) -> tuple[str, str]:
+    """File and name: the same for the same function of a file that was loaded again under another module name."""
+    code = getattr(function, "__code__", None)
+    return getattr(code, "co_filename", ""), getattr(function, "__qualname__", repr(function))
+
+
+def _said(function: Grouping) -> str:
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', repr(function))}"

@@ -1,0 +1,102 @@
+"""Steps: the packs that all ranks consume together. Equal counts by splitting, matched costs by sorting.
+
+Both are pure functions over arrays; plan.py applies them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swift_vlpack.plan.shuffle import permutation
+
+STEPS_PER_WINDOW = 64
+"""Costs are matched among the packs of so many steps. More match better (with giants among the samples 16 leave 10 % of
+the time and 64 leave 2 %: docs/scale.md), fewer leave a pack nearer to its place in the mix."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostModel:
+    """What a pack costs to train: `per_token * tokens + per_square * sum(length^2) + per_patch * patches`.
+
+    The defaults are the forward operations of a 7B model (28 layers, width 3584, vision tower of 0.67B), in units of
+    one token: 2 x 7e9 for a token, 2 x 28 x 3584 for a pair of tokens that see each other, 2 x 0.67e9 for a patch.
+    """
+
+    per_token: float = 1.0
+    per_square: float = 1.4e-5
+    per_patch: float = 0.1
+
+    def of_samples(self, lengths: NDArray[Any], patches: NDArray[Any] | None) -> NDArray[np.float64]:
+        """Cost of each sample; a pack costs the sum of its samples."""
+        sizes = lengths.astype(np.float64)
+        cost = self.per_token * sizes + self.per_square * sizes**2
+        return cost if patches is None else cost + self.per_patch * patches
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """How well the ranks of a step are matched in cost, over all steps."""
+
+    slowest_to_mean: float
+    """Time of the slowest rank, summed over steps, over the mean rank's; 1.0 is perfect."""
+    floor: float
+    """What no order of these packs goes below; samples that alone cost more than a mean pack set it."""
+    num_giants: int
+    """Samples that alone cost more than a mean pack."""
+
+
+def balance_of(costs: NDArray[Any], sample_costs: NDArray[Any], num_ranks: int) -> Balance:
+    """Measure packs in step order: rows of `num_ranks` packs are consumed together."""
+    mean = float(costs.mean()) if len(costs) else 0.0
+    if mean == 0.0:
+        return Balance(1.0, 1.0, 0)
+    slowest = costs.reshape(-1, num_ranks).max(axis=1)
+    best = np.sort(costs)[::-1][::num_ranks]  # the steps' slowest ranks if equals met equals
+    return Balance(float(slowest.mean() / mean), float(best.mean() / mean), int((sample_costs > mean).sum()))
+
+
+def balanced_order(costs: NDArray[Any], num_ranks: int, *name: object) -> NDArray[np.int64]:
+    """Reorder packs inside windows of steps so that the packs of a step cost about the same.
+
+    Sorting a window by cost and cutting it into steps minimises the sum of the steps' slowest ranks. The steps are then
+    shuffled inside the window, and the ranks inside each step, so that no rank always has the dearest pack.
+    """
+    order = np.arange(len(costs), dtype=np.int64)
+    window = STEPS_PER_WINDOW * num_ranks
+    for number, start in enumerate(range(0, len(costs), window)):
+        inside = order[start : start + window]
+        # Dearest first is as good as cheapest first: only that equals are neighbours counts.
+        by_cost = inside[np.argsort(-costs[inside], kind="stable")].reshape(-1, num_ranks)
+        steps = by_cost[permutation(len(by_cost), *name, "steps", number)]
+        keys = permutation(steps.size, *name, "ranks", number).reshape(steps.shape)
+        order[start : start + window] = np.take_along_axis(steps, np.argsort(keys, axis=1), axis=1).ravel()
+    return order
+
+
+def spread_empty(is_empty: NDArray[np.bool_], num_ranks: int) -> NDArray[np.int64]:
+    """Order in which empty packs are dealt out one to a step from the last step on, so that no step is empty.
+
+    >>> spread_empty(np.array([False, False, False, True, False, True]), 3).tolist()
+    [0, 1, 3, 2, 4, 5]
+    """
+    num_steps = len(is_empty) // num_ranks
+    num_empty = int(is_empty.sum())
+    per_step = np.full(num_steps, num_empty // num_steps)
+    per_step[num_steps - num_empty % num_steps :] += 1
+    column = np.arange(num_ranks)
+    slot_is_empty = (column[None, :] >= num_ranks - per_step[:, None]).ravel()
+    order = np.empty(len(is_empty), dtype=np.int64)
+    order[slot_is_empty] = np.flatnonzero(is_empty)
+    order[~slot_is_empty] = np.flatnonzero(~is_empty)
+    return order
+
+
+def packs_to_split(num_samples: NDArray[Any], costs: NDArray[Any], num_more: int) -> NDArray[np.int64]:
+    """Which packs to cut in two to gain `num_more`: the dearest of two samples or more, as far as there are any."""
+    candidates = np.flatnonzero(num_samples >= 2)
+    dearest = candidates[np.argsort(-costs[candidates], kind="stable")]
+    return np.sort(dearest[:num_more])

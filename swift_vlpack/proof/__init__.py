@@ -1,0 +1,1 @@
+"""Prove that a packed sample is trained as it would be alone."""

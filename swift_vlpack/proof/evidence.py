@@ -1,0 +1,321 @@
+"""Collect the evidence for the cause of a failed proof. Runs only after a failure.
+
+It shows which sample moved which, at which tokens, and in which layer the difference begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from swift_vlpack.attention import attention
+from swift_vlpack.proof.causes import (
+    ALONE,
+    ANOTHER,
+    EMBEDDINGS,
+    MIXED,
+    Evidence,
+    Module,
+    Profile,
+    facts_of,
+)
+from swift_vlpack.proof.changes import can_be_replaced, kinds_of_media, media_of, replaced, with_other_media
+from swift_vlpack.proof.proof_model import VISION_PARTS, Subject, length_of
+from swift_vlpack.proof.reference import fitting, own_attention, repeatable_training, untouched
+from swift_vlpack.proof.tolerance import Limits, gap_by_token, gap_of
+from swift_vlpack.rows.samples import Encoded
+
+_NOT_MOVED = 1e-5
+"""A module's output counts as moved if it changes by more than this share of its largest value. One limit serves all
+data types, because the same kernels compute the output from the same numbers."""
+_NUM_COLUMNS = 16
+"""Columns of a module's output that are kept for each token, enough to see that the token moved."""
+
+
+def evidence_of(subject: Subject, row: Sequence[Encoded], limits: Limits) -> Evidence:
+    """Examine a sequence that failed the proof, sample by sample and layer by layer."""
+    facts = facts_of(subject.model.config)
+    with untouched(subject.model):
+        in_evaluation = _profiles(subject, row, limits)
+        with repeatable_training(subject.model):
+            profiles = _profiles(subject, row, limits)
+            worst = next((at for at, profile in enumerate(profiles) if profile.differs), None)
+            asked = few_of(len(row), worst or 0)
+            moved = _moved(subject, row, limits, asked, lambda sample: _with_other_tokens(subject, sample))
+            by_media = _moved(subject, row, limits, asked, _with_other_media)
+            layer = None if worst is None else first_layer(subject, row, worst, limits)
+            module = _module_of(subject, row, limits, worst, moved)
+            given = _given(subject, row, profiles, limits)
+            unpacked = _unpacked(subject, row, profiles, limits)
+    return Evidence(
+        attention=attention.name_of(subject.model.config),
+        profiles=tuple(profiles),
+        changed=asked,
+        moved=moved,
+        moved_by_media=by_media,
+        given=given,
+        layer=layer,
+        module=module,
+        unpacked=unpacked,
+        layer_type=_type_of(layer, facts["model_types"]),
+        is_only_in_training=any(p.differs for p in profiles) and not any(p.differs for p in in_evaluation),
+        **facts,
+    )
+
+
+def few_of(num_samples: int, worst: int) -> tuple[int, ...]:
+    """Choose samples to change: all if they are few, else the neighbours of `worst` and both ends.
+
+    Not all of many, because each changed sample costs a forward of the sequence.
+    """
+    around = {0, 1, *range(worst - 2, worst + 3), num_samples - 2, num_samples - 1}
+    return tuple(at for at in range(num_samples) if num_samples <= len(around) or at in around)
+
+
+def where(row: Sequence[Encoded], evidence: Evidence) -> str:
+    """Say where the sequence differs: the first sample that does, its tokens and the layer; empty if none differs."""
+    found = next(((at, one) for at, one in enumerate(evidence.profiles) if one.differs), None)
+    if found is None:
+        return ""
+    at, profile = found
+    name = row[at].get("sample_id", "")
+    layer = {None: "", EMBEDDINGS: ", before the first layer"}.get(evidence.layer, f", first in layer {evidence.layer}")
+    return (
+        f"{name or 'sample'}, number {at + 1} of {len(row)} in its row, differs from token {profile.first} to "
+        f"{profile.last} of {profile.num_tokens}{layer}"
+    )
+
+
+def first_layer(subject: Subject, row: Sequence[Encoded], sample: int, limits: Limits) -> int | None:
+    """Return the first layer after which a sample's hidden states in the sequence differ from the sample alone.
+
+    Returns `EMBEDDINGS` if the input of the first layer differs, None if nothing differs or nothing can be compared.
+    """
+    layers = decoder_layers(subject.model)
+    start = sum(length_of(one) for one in row[:sample])
+    own = slice(start, start + length_of(row[sample]))
+    with hidden_states(layers) as packed:
+        subject.run(row, packed=True)
+    with _own_for(subject, row[sample]), hidden_states(layers) as alone:
+        ran = subject.run([row[sample]], packed=False)
+    num_tokens = len(ran.logits[0])
+    for number, (here, there) in enumerate(zip(packed, alone, strict=False), start=EMBEDDINGS):
+        one, other = here.reshape(-1, here.shape[-1])[own].float(), there.reshape(-1, there.shape[-1]).float()
+        if len(one) != num_tokens or len(other) != num_tokens:
+            return None
+        if not float((one - other).abs().max()) <= limits.relative * max(1e-6, float(other.abs().max())):
+            return number
+    return None
+
+
+def _module_of(
+    subject: Subject, row: Sequence[Encoded], limits: Limits, worst: int | None, moved: Mapping[tuple[int, int], int]
+) -> Module | None:
+    """Return the first module that gives a sample another output than it should; None if there is none.
+
+    If samples moved, compare the sequence with one in which the tokens of another sample are replaced. Else compare the
+    sample `worst` in the sequence with the same sample alone.
+    """
+    allowed = _NOT_MOVED if moved else limits.relative
+    if moved:
+        changed, at = min(moved)
+        other = _with_other_tokens(subject, row[changed])
+        assert other is not None
+        with _outputs(subject, row, at) as here:
+            subject.run(row, packed=True)
+        with _outputs(subject, row, at) as there:
+            subject.run([*row[:changed], other, *row[changed + 1 :]], packed=True)
+    elif worst is not None:
+        with _outputs(subject, row, worst) as here:
+            subject.run(row, packed=True)
+        with _own_for(subject, row[worst]), _outputs(subject, [row[worst]], 0) as there:
+            subject.run([row[worst]], packed=False)
+    else:
+        return None
+    for name, output in here.items():
+        other_output = there.get(name)
+        if other_output is None or other_output.shape != output.shape:
+            continue
+        if not float((output - other_output).abs().max()) <= allowed * max(1e-6, float(other_output.abs().max())):
+            return _module(subject.model, name)
+    return None
+
+
+def _module(model: torch.nn.Module, name: str) -> Module:
+    """Look up a module by name; it counts as attention if it, or a module around it, is attention."""
+    path = name.split(".")
+    kinds = [type(model.get_submodule(".".join(path[: depth + 1]))).__name__ for depth in range(len(path))]
+    is_attention = any("attention" in kind.lower() or "attn" in part for kind, part in zip(kinds, path, strict=True))
+    return Module(name, kinds[-1], is_attention)
+
+
+@contextmanager
+def _outputs(subject: Subject, row: Sequence[Encoded], sample: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Collect some columns of the output that each module of the language model gives for one sample of the sequence.
+
+    The outputs are in the order in which the modules finish.
+    """
+    num_tokens, start = sum(map(length_of, row)), sum(map(length_of, row[:sample]))
+    seen: dict[str, torch.Tensor] = {}
+
+    def note(name: str, made: Any) -> None:
+        made = made[0] if isinstance(made, tuple) else made
+        if not isinstance(made, torch.Tensor) or made.dim() < 2 or not made.is_floating_point():
+            return
+        flat = made.detach().reshape(-1, made.shape[-1])
+        if num_tokens <= len(flat) < 2 * num_tokens:  # padding may follow
+            own = flat[start : start + length_of(row[sample])]
+            seen.setdefault(name, own[:, :: -(-own.shape[1] // _NUM_COLUMNS)].float().cpu())
+
+    handles = [
+        module.register_forward_hook(lambda module, args, made, name=name: note(name, made))
+        for name, module in subject.model.named_modules()
+        if name and "rotary" not in name and not any(part in name for part in VISION_PARTS)
+    ]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def decoder_layers(model: Any) -> Sequence[torch.nn.Module]:
+    """Return the layers of the language model: the longest list of modules outside of the vision tower."""
+    lists: list[Sequence[torch.nn.Module]] = [
+        list(module)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.ModuleList) and not any(part in name for part in VISION_PARTS)
+    ]
+    return max(lists, key=len, default=())
+
+
+@contextmanager
+def hidden_states(layers: Sequence[torch.nn.Module]) -> Iterator[list[torch.Tensor]]:
+    """Collect the input of the first layer, then the output of each layer."""
+    seen: list[torch.Tensor] = []
+
+    def enters(module: Any, args: Any, kwargs: Any) -> None:
+        seen.append((args[0] if args else kwargs["hidden_states"]).detach())
+
+    def leaves(module: Any, args: Any, output: Any) -> None:
+        seen.append((output[0] if isinstance(output, tuple) else output).detach())
+
+    handles = [layers[0].register_forward_pre_hook(enters, with_kwargs=True)] if len(layers) else []
+    handles += [layer.register_forward_hook(leaves) for layer in layers]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _profiles(subject: Subject, row: Sequence[Encoded], limits: Limits) -> list[Profile]:
+    packed = subject.run(row, packed=True).logits
+    profiles = []
+    for logits, sample in zip(packed, row, strict=True):
+        with _own_for(subject, sample):
+            by_token = gap_by_token(logits, subject.run([sample], packed=False).logits[0])
+            wrong = torch.nonzero(~(by_token <= limits.alone)).flatten().tolist()
+            first, last = (wrong[0], wrong[-1]) if wrong else (None, None)
+            profiles.append(Profile(len(logits), bool(kinds_of_media(sample)), first, last))
+    return profiles
+
+
+def _moved(
+    subject: Subject,
+    row: Sequence[Encoded],
+    limits: Limits,
+    asked: Sequence[int],
+    change: Callable[[Encoded], Encoded | None],
+) -> dict[tuple[int, int], int]:
+    """Change samples one at a time. Returns how many tokens of each other sample moved, by (changed, moved)."""
+    before = subject.run(row, packed=True).logits
+    pairs = {}
+    for changed in asked:
+        if (other := change(row[changed])) is None:
+            continue
+        after = subject.run([*row[:changed], other, *row[changed + 1 :]], packed=True).logits
+        for moved, (one, two) in enumerate(zip(before, after, strict=True)):
+            num_tokens = int((~(gap_by_token(one, two) <= limits.moved)).sum())
+            if moved != changed and num_tokens:
+                pairs[changed, moved] = num_tokens
+    return pairs
+
+
+def _unpacked(subject: Subject, row: Sequence[Encoded], profiles: Sequence[Profile], limits: Limits) -> str:
+    """Compare the host's padded batch of two samples with each alone. Returns ALONE, ANOTHER or MIXED."""
+    if len(row) < 2:
+        return ALONE
+    two = _two_of(row, profiles)
+    with _own_for(subject, max(two, key=length_of)):
+        try:
+            together = subject.run(two, packed=False).logits
+        except RuntimeError:
+            return ALONE  # the host cannot batch them: images of different sizes (Mistral 3)
+        alone = [subject.run([sample], packed=False).logits[0] for sample in two]
+        if all(gap_of(*pair).over_tokens <= limits.alone for pair in zip(together, alone, strict=True)):
+            return ALONE
+        other = _with_other_media(two[1]) or two[1]
+        other = _with_other_tokens(subject, other) or other
+        after = subject.run([two[0], other], packed=False).logits[0]
+    return ANOTHER if gap_of(together[0], after).most <= limits.moved else MIXED
+
+
+def _two_of(row: Sequence[Encoded], profiles: Sequence[Profile]) -> list[Encoded]:
+    """Choose a sample that differs, and the longest other sample with the same kind of media.
+
+    The longest one, because beside a sample of equal length (its twin) nothing would be padded.
+    """
+    order = sorted(range(len(row)), key=lambda at: (not kinds_of_media(row[at]), length_of(row[at])))
+    first = next((at for at in order if profiles[at].differs), order[0])
+    kinds = kinds_of_media(row[first])
+    others = [at for at in order if at != first]
+    of_its_media = [at for at in others if kinds & kinds_of_media(row[at])]
+    other = max(of_its_media, key=lambda at: length_of(row[at])) if of_its_media else others[0]
+    return [row[first], row[other]]
+
+
+def _with_other_tokens(subject: Subject, sample: Encoded) -> Encoded | None:
+    return replaced(sample, subject.is_ordinary) if can_be_replaced(sample, subject.is_ordinary) else None
+
+
+def _with_other_media(sample: Encoded) -> Encoded | None:
+    return with_other_media(sample) if kinds_of_media(sample) else None
+
+
+def _given(
+    subject: Subject, row: Sequence[Encoded], profiles: Sequence[Profile], limits: Limits
+) -> tuple[int, int] | None:
+    """Find a sample that gives what it gives alone with the media of another one. Returns (sample, other) or None."""
+    packed = subject.run(row, packed=True).logits
+    suspects = [at for at, profile in enumerate(profiles) if profile.differs and profile.has_media]
+    for at in suspects:
+        for other, sample in enumerate(row):
+            if other == at or not _fits(row[at], sample):
+                continue
+            with _own_for(subject, row[at]):
+                alone = subject.run([{**row[at], **media_of(sample)}], packed=False).logits[0]
+            if gap_of(packed[at], alone).over_tokens <= limits.alone:
+                return at, other
+    return None
+
+
+def _own_for(subject: Subject, sample: Encoded) -> AbstractContextManager[None]:
+    return own_attention(subject.model, fitting(subject.model, length_of(sample)))
+
+
+def _fits(sample: Encoded, other: Encoded) -> bool:
+    """Return whether the media of two samples have the same names and shapes."""
+    own, others = media_of(sample), media_of(other)
+    return (
+        bool(own)
+        and own.keys() == others.keys()
+        and all(getattr(own[name], "shape", None) == getattr(others[name], "shape", ()) for name in own)
+    )
+
+
+def _type_of(layer: int | None, types: Sequence[str]) -> str:
+    return types[layer] if layer is not None and 0 <= layer < len(types) else ""

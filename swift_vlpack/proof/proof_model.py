@@ -1,0 +1,262 @@
+"""Define what the proof runs: a model, and two ways to give it samples, as a packed sequence or as a padded batch.
+
+The proof needs no trainer and no template, only an object that makes both kinds of input (`Rows`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+
+from swift_vlpack.feed.collate import NOT_FOR_THE_MODEL, UNUSED_COLUMNS, on_device
+from swift_vlpack.feed.sequence import layout, packed_sequence
+from swift_vlpack.rows.contents import NO_LABEL
+from swift_vlpack.rows.samples import Encoded
+
+NUM_COLUMNS = 4096
+"""Most words of the vocabulary whose logits are compared. They are enough, because a change in a token's hidden state
+moves all its logits. Over a whole vocabulary, logits would be the largest tensor and the most expensive product."""
+VISION_PARTS = ("visual", "vision", "audio", "image")
+"""Words in the names of modules that are not part of the language model."""
+_LONGEST_PATTERN = 1024
+"""Number of tokens after which the weights in `pulled` repeat."""
+Cut = Callable[[torch.Tensor, list[int]], tuple[torch.Tensor, ...]]
+"""Splits a per-token tensor of a batch into those of its samples, by their lengths."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Collated samples: the inputs of the model, and the labels and weights of its loss."""
+
+    inputs: Mapping[str, Any]
+    labels: torch.Tensor | None  # (num_rows, num_tokens)
+    weights: torch.Tensor | None  # of the tokens in the loss; the same shape
+
+    @classmethod
+    def of(cls, made: Mapping[str, Any]) -> Row:
+        """Split a collator's output into inputs, labels and loss weights."""
+        inputs = {name: value for name, value in made.items() if name not in ("labels", *NOT_FOR_THE_MODEL)}
+        return cls(inputs, made.get("labels"), made.get("loss_scale"))
+
+
+class Rows(Protocol):
+    """Makes the inputs of a forward from samples, packed or padded."""
+
+    def row(self, samples: Sequence[Encoded], *, packed: bool) -> AbstractContextManager[Row]:
+        """Yield one packed sequence, or the host's own padded batch; run the forward inside of the context."""
+
+
+class TemplateRows:
+    """Makes both kinds of input with ms-swift's template, as it collates in training."""
+
+    def __init__(self, template: Any, multiple: int = 1) -> None:
+        """Take the template; packed sequences are padded to a multiple of `multiple` tokens, as in training."""
+        self.template = template
+        self.multiple = multiple
+
+    @contextmanager
+    def row(self, samples: Sequence[Encoded], *, packed: bool) -> Iterator[Row]:
+        """Collate copies of the samples, because the template adds to them and takes from them."""
+        copies = [{name: value for name, value in sample.items() if name != UNUSED_COLUMNS} for sample in samples]
+        with layout(self.template, packed=packed):
+            if packed:
+                yield Row.of(packed_sequence(self.template, copies, multiple=self.multiple))
+            else:
+                yield Row.of(self.template.data_collator(copies))
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """The result of a forward, split into its samples."""
+
+    logits: tuple[torch.Tensor, ...]  # (length, some columns of the vocabulary) each
+    labels: tuple[torch.Tensor | None, ...]
+    weights: tuple[torch.Tensor | None, ...]
+    gradient: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Gradients by the name of the parameter."""
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    """Inputs of the model."""
+    positions: tuple[torch.Tensor, ...] = ()  # (axes, length) each
+    """Positions that the rotary embedding was given; empty if the model has none that takes positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model without wrappers, and the means to run it."""
+
+    model: Any
+    rows: Rows
+    is_ordinary: Callable[[int], bool]
+    """Tells whether a token is plain text, which may be replaced without moving images or turns."""
+    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    is_head_cut: bool = False
+    """True if the head computes only the logits that are compared (`with_cut_head`)."""
+
+    def run(
+        self,
+        samples: Sequence[Encoded],
+        *,
+        packed: bool,
+        parameters: Mapping[str, torch.Tensor] | None = None,
+    ) -> Ran:
+        """Run one forward; with `parameters` also a backward from the logits of all targets."""
+        with self.rows.row(samples, packed=packed) as row:
+            parts = list(map(length_of, samples))
+            mask = row.inputs.get("attention_mask")
+            cut = _packed if packed else _padded(mask)
+            with (
+                cut_head(self.model) if self.is_head_cut else nullcontext(),
+                positions_asked(self.model) as asked,
+                torch.set_grad_enabled(bool(parameters)),
+            ):
+                with self.forward_context():
+                    device = next(self.model.parameters()).device
+                    logits = self.model(**on_device(row.inputs, device)).logits
+                logits = logits if self.is_head_cut else some_columns(logits)
+                gradient = {}
+                if parameters:
+                    assert row.labels is not None
+                    pull = pulled(logits, row, _places(row.labels, parts, mask, packed=packed))
+                    found = torch.autograd.grad(pull, list(parameters.values()), allow_unused=True)
+                    gradient = {name: grad for name, grad in zip(parameters, found, strict=True) if grad is not None}
+        asked = [one for one in asked if one.shape[-1] == logits.shape[1]]
+        return Ran(
+            cut(logits.detach(), parts),
+            cut(row.labels, parts) if row.labels is not None else (None,) * len(parts),
+            cut(row.weights, parts) if row.weights is not None else (None,) * len(parts),
+            gradient,
+            row.inputs,
+            _positions(asked[0], len(logits), cut, parts) if asked else (),
+        )
+
+
+def with_cut_head(subject: Subject, sample: Encoded) -> Subject:
+    """Let the head compute only the logits that are compared, if that gives the same on a short sample.
+
+    Saves time, because with a large vocabulary the head is most of the work of a small model. A model that computes
+    logits from one another keeps its whole head.
+    """
+    cut = replace(subject, is_head_cut=True)
+    whole = subject.run([sample], packed=False).logits[0]
+    try:
+        logits = cut.run([sample], packed=False).logits[0]
+    except (RuntimeError, IndexError, ValueError):
+        return subject
+    is_same = logits.shape == whole.shape and torch.allclose(logits.float(), whole.float(), rtol=0.02, atol=0.02)
+    return cut if is_same else subject
+
+
+@contextmanager
+def cut_head(model: Any) -> Iterator[None]:
+    """Compute the logits of `some_columns` only; a head that is more than a linear layer stays as it is."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if type(head) is not torch.nn.Linear:
+        yield
+        return
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        step = _step(head.out_features)
+        return torch.nn.functional.linear(hidden, head.weight[::step], None if head.bias is None else head.bias[::step])
+
+    before = vars(head).get("forward")
+    vars(head)["forward"] = forward
+    try:
+        yield
+    finally:
+        vars(head).pop("forward")
+        vars(head).update({} if before is None else {"forward": before})
+
+
+@contextmanager
+def positions_asked(model: Any) -> Iterator[list[torch.Tensor]]:
+    """Collect the positions by which rotary embeddings of the language model turn queries and keys.
+
+    Read there and not from the inputs, because the model may compute them itself, as it does for un-packed batches.
+    """
+    seen: list[torch.Tensor] = []
+
+    def asked(module: Any, args: Any, kwargs: Any) -> None:
+        found = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
+        if isinstance(found, torch.Tensor) and found.dim() > 1 and not found.is_floating_point():
+            seen.append(found.detach())
+
+    rotary = [
+        module
+        for name, module in model.named_modules()
+        if "rotary" in type(module).__name__.lower() and not any(part in name for part in VISION_PARTS)
+    ]
+    handles = [module.register_forward_pre_hook(asked, with_kwargs=True) for module in rotary]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _positions(asked: torch.Tensor, batch_size: int, cut: Cut, parts: list[int]) -> tuple[torch.Tensor, ...]:
+    """Cut positions of (axes, batch, tokens), or (batch, tokens), into the samples."""
+    axes = asked if asked.dim() == 3 else asked[None]
+    of_axes = [cut(axis.expand(batch_size, -1), parts) for axis in axes]
+    return tuple(torch.stack(of_sample) for of_sample in zip(*of_axes, strict=True))
+
+
+def length_of(sample: Encoded) -> int:
+    """Return the number of tokens of a sample."""
+    return int(sample["length"])
+
+
+def some_columns(logits: torch.Tensor) -> torch.Tensor:
+    """Return the logits of every n-th word of the vocabulary, at most `NUM_COLUMNS` of them."""
+    step = _step(logits.shape[-1])
+    return logits[..., ::step].clone() if step > 1 else logits
+
+
+def _step(num_words: int) -> int:
+    return -(-num_words // NUM_COLUMNS)
+
+
+def pulled(logits: torch.Tensor, row: Row, places: torch.Tensor) -> torch.Tensor:
+    """Return the scalar whose gradient is compared: a weighted sum of the logits that predict targets.
+
+    Not the loss: if a model is sure of all its targets, or was ruined, the gradient of its loss is nothing but rounding
+    errors. Logits have a gradient in any state of the model. The weights depend on the place of a token in its sample
+    (`places`), so the sum of a pack is that of its samples. Loss weights are included, and so are targets that wrongly
+    stand in the padding.
+    """
+    assert row.labels is not None
+    counts = (row.labels != NO_LABEL).to(logits.device, torch.float32)
+    counts = counts if row.weights is None else counts * row.weights.to(logits.device)
+    is_asked = counts[:, 1:] != 0
+    generator = torch.Generator().manual_seed(0)
+    pattern = torch.randn(_LONGEST_PATTERN, logits.shape[-1], generator=generator).to(logits.device)
+    places = places.to(logits.device)[:, :-1][is_asked] % _LONGEST_PATTERN
+    of_tokens = (logits[:, :-1][is_asked].float() * pattern[places]).sum(-1)
+    return (of_tokens * counts[:, 1:][is_asked]).sum()
+
+
+def _places(row: torch.Tensor, parts: list[int], mask: torch.Tensor | None, *, packed: bool) -> torch.Tensor:
+    """Number the tokens of each sample from 0, in the shape of `row`."""
+    if packed:
+        return torch.cat([torch.arange(length) for length in [*parts, row.shape[1] - sum(parts)]])[None]
+    if mask is None or mask.dim() != 2:
+        return torch.arange(row.shape[1]).expand(row.shape)
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def _packed(row: torch.Tensor, parts: list[int]) -> tuple[torch.Tensor, ...]:
+    return row[0, : sum(parts)].split(parts)  # the rest is padding
+
+
+def _padded(mask: torch.Tensor | None) -> Cut:
+    """Make a cut that drops the padding, on whichever side the host puts it."""
+
+    def cut(rows: torch.Tensor, parts: list[int]) -> tuple[torch.Tensor, ...]:
+        if mask is None or mask.dim() != 2:
+            return tuple(row[:length] for row, length in zip(rows, parts, strict=True))
+        return tuple(row[kept.bool()] for row, kept in zip(rows, mask.to(rows.device), strict=True))
+
+    return cut

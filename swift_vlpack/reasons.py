@@ -1,0 +1,345 @@
+"""Every reason why a row is trained in no pack: the word that is counted, and all that is known of it.
+
+>>> Reason.OVERSIZE == "oversize", about("oversize").kind.value
+(True, 'decided by the packer')
+>>> is_failure("file_missing"), is_failure("oversize")
+(True, False)
+
+A reason is declared here, once. Lists, reports, log lines, numbers in files and docs/reasons.md follow from the
+declaration. To add one: declare it, give it where it is found (`Reason.X`), run `make docs-tables`.
+`tests/test_reasons.py` names what is missing of an incomplete one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    """When a row is left out."""
+
+    PACKER = "decided by the packer"
+    ENCODING = "found when the row is encoded"
+    LOAD = "found when its pack is loaded"
+    LOADER = "deleted by ms-swift's loader"
+    CUT = "decided when a row longer than a pack is cut"
+    DOCUMENT = "decided when documents become blocks"
+    BATCH = "decided when windows become batches"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class About:
+    """What is known of a reason."""
+
+    kind: Kind
+    meaning: str
+    """The sentence for people."""
+    remedy: str = ""
+    """What to do about many of them; empty if the rows themselves have to be mended or removed."""
+    retried: str = ""
+    """When a row that could not be encoded is tried again; for `Kind.ENCODING`."""
+    code: int | None = None
+    """The number in files of lengths; for `Kind.ENCODING`. Files outlive versions, so it never changes."""
+    part_code: int | None = None
+    """The number in files of parts, for what `plan/parts.py` gives. It never changes either."""
+    is_failure: bool = False
+    """Whether the row was to be trained and could not be; many of them stop a run."""
+    is_passing: bool = False
+    """Whether to retry at every start, because nothing on disk tells whether the cause is gone."""
+    is_of_pixels: bool = False
+    """Whether a row with good headers can fail for it."""
+    is_of_row: bool = False
+    """Whether only the row or the options can cause and cure it, and no file."""
+    is_of_content: bool = False
+    """Whether it follows from the row, its files and the template alone, so that nothing else can cure it."""
+
+
+def _unreadable(code: int, meaning: str, retried: str, remedy: str = "", **flags: bool) -> About:
+    """Describe a row that cannot be encoded."""
+    flags = {"is_failure": True, "is_of_pixels": True, **flags}
+    return About(kind=Kind.ENCODING, code=code, meaning=meaning, retried=retried, remedy=remedy, **flags)
+
+
+_ALLOW = "set packing_allow_single_long to true"
+_WHEN_READ = "when what can be read changes"
+_WHEN_CHANGED = f"when it changes, or {_WHEN_READ.removeprefix('when ').removesuffix(' changes')}"
+
+
+class Reason(str, Enum):
+    """The word that is counted, the same one in every report, list and log; `about` has the rest."""
+
+    about: About
+
+    def __new__(cls, word: str, about: About) -> Reason:
+        """Make the word, with what is known of it."""
+        made = str.__new__(cls, word)
+        made._value_ = word
+        made.about = about
+        return made
+
+    # Show the word itself on every Python; 3.11 changed what an Enum with a mixed-in type shows.
+    __str__ = str.__str__
+    __format__ = str.__format__  # type: ignore[assignment]  # positional there, and nobody calls it by name
+
+    OVERSIZE = (
+        "oversize",
+        About(
+            kind=Kind.PACKER,
+            meaning="at least `packing_length` tokens, and `packing_allow_single_long` is off",
+            remedy=f"raise packing_length, or {_ALLOW}",
+        ),
+    )
+    OVER_CAP = (
+        "over_cap",
+        About(
+            kind=Kind.PACKER,
+            meaning="more images or patches than a pack may hold, and `packing_allow_single_long` is off",
+            remedy=f"raise packing_max_images or packing_max_patches, or {_ALLOW}",
+        ),
+    )
+    UNDERFILLED = (
+        "underfilled",
+        About(
+            kind=Kind.PACKER,
+            meaning="in the last, underfilled pack of an epoch under `packing_drop_last`",
+            remedy="set packing_drop_last to false, or lower packing_length",
+        ),
+    )
+    LONGER_THAN_PLANNED = (
+        "longer_than_planned",
+        About(
+            kind=Kind.LOAD,
+            meaning="grew since it was measured, and its pack has no room",
+            remedy="nothing: the next run plans with its true length",
+        ),
+    )
+    OVERFLOW = (
+        "overflow",
+        About(
+            kind=Kind.CUT,
+            part_code=1,
+            meaning="more than `packing_length` tokens, under `packing_overflow=drop`",
+            remedy="raise packing_length, or set packing_overflow to split",
+        ),
+    )
+    TRUNCATED = (
+        "truncated",
+        About(
+            kind=Kind.CUT,
+            part_code=2,
+            meaning="the rest of a row after `packing_length` tokens, under `packing_overflow=truncate`",
+            remedy="raise packing_length, or set packing_overflow to split",
+        ),
+    )
+    IMAGE_OVER_LENGTH = (
+        "image_over_length",
+        About(
+            kind=Kind.CUT,
+            part_code=3,
+            meaning="a single image or video of more than `packing_length` tokens, in a row that is cut",
+            remedy="raise packing_length, or lower the pixels of an image (MAX_PIXELS, max_pixels)",
+        ),
+    )
+    CANNOT_BE_CUT = (
+        "cannot_be_cut",
+        About(
+            kind=Kind.CUT,
+            part_code=4,
+            meaning="longer than a pack, and which of its tokens are which image is not known for its model family",
+            remedy="raise packing_length, or set packing_overflow to keep",
+        ),
+    )
+    DELETED_BY_LOADER = (
+        "deleted_by_loader",
+        About(
+            kind=Kind.LOADER,
+            meaning="ms-swift's loader or a `preprocess_func` found nothing usable in the row "
+            "(epoch null: no epoch has it; not known for streams)",
+        ),
+    )
+    TOO_SHORT = (
+        "too_short",
+        About(
+            kind=Kind.DOCUMENT,
+            part_code=5,
+            meaning="a document, or the rest of one that was cut, of fewer than `min_len` tokens; "
+            "in training, a part of fewer than `packing_min_len`",
+            remedy="lower min_len (packing_min_len)",
+        ),
+    )
+    TOO_LONG = (
+        "too_long",
+        About(
+            kind=Kind.DOCUMENT,
+            meaning="a document of more than `max_len` tokens",
+            remedy="raise max_len, or leave it out and have documents cut",
+        ),
+    )
+    EMPTY_DOCUMENT = (
+        "empty_document",
+        About(kind=Kind.DOCUMENT, meaning="a document that is null, or of which no token is made"),
+    )
+    INCOMPLETE_BATCH = (
+        "incomplete_batch",
+        About(
+            kind=Kind.BATCH,
+            meaning="in the last windows of a stream, too few for a batch, under `drop_last`",
+            remedy="set drop_last to False",
+        ),
+    )
+    ENCODE_FAILED = (
+        "encode_failed",
+        _unreadable(
+            1,
+            "anything else that the template raised; the log has it",
+            f"{_WHEN_READ}; at every start after an error of memory",
+        ),
+    )
+    OVER_MAX_LENGTH = (
+        "over_max_length",
+        _unreadable(
+            2,
+            "longer than `max_length` under truncation_strategy `delete`",
+            "no",
+            "raise max_length, or cut them off with truncation_strategy left or right",
+            is_failure=False,
+            is_of_pixels=False,
+            is_of_row=True,
+            is_of_content=True,
+        ),
+    )
+    FILE_MISSING = (
+        "file_missing",
+        _unreadable(3, "an image or video that is not there", "at every start", is_passing=True),
+    )
+    FILE_IS_FOLDER = ("file_is_folder", _unreadable(4, "the path is a folder", "when it changes"))
+    FILE_EMPTY = ("file_empty", _unreadable(5, "the file has no bytes", "when it changes"))
+    IMAGE_UNREADABLE = (
+        "image_unreadable",
+        _unreadable(6, "no image, a format that Pillow does not know, or broken", _WHEN_CHANGED),
+    )
+    IMAGE_TOO_LARGE = (
+        "image_too_large",
+        _unreadable(7, "Pillow takes it for a decompression bomb", "when it changes, or the limit"),
+    )
+    ASPECT_RATIO = (
+        "aspect_ratio",
+        _unreadable(8, "over 200 to 1, which Qwen refuses", _WHEN_CHANGED, is_of_pixels=False),
+    )
+    IMAGES_MALFORMED = (
+        "images_malformed",
+        _unreadable(9, "an entry of `images` is null, a number, an empty object, a list", _WHEN_READ, is_of_row=True),
+    )
+    NO_MESSAGES = ("no_messages", _unreadable(10, "a row without messages", _WHEN_READ, is_of_row=True))
+    VIDEO_READER_MISSING = (
+        "video_reader_missing",
+        _unreadable(
+            11,
+            "nothing is installed that reads videos",
+            "at every start",
+            "install torchcodec or decord",
+            is_passing=True,
+        ),
+    )
+    VIDEO_UNREADABLE = ("video_unreadable", _unreadable(12, "no video, or broken", _WHEN_CHANGED))
+    FILE_UNREADABLE = (
+        "file_unreadable",
+        _unreadable(
+            13,
+            "a FIFO, a socket, a device (they are not opened), no permission, an error of the disk",
+            "at every start",
+            is_passing=True,
+        ),
+    )
+    FILE_TIMEOUT = (
+        "file_timeout",
+        _unreadable(
+            14,
+            "nothing could be read for 60 seconds, as from a network mount that is gone; "
+            "half of it after each such row, at least 2",
+            "at every start",
+            is_passing=True,
+        ),
+    )
+    URL_UNREACHABLE = (
+        "url_unreachable",
+        _unreadable(
+            15,
+            "an image behind a URL that was refused, did not answer within 10 s (`SWIFT_TIMEOUT`), or is not there",
+            "60 minutes later",
+            is_passing=True,
+        ),
+    )
+
+
+def about(word: str) -> About:
+    """Return what is known of a reason, by its word. Raises `ValueError` for a word that is no reason."""
+    return Reason(word).about  # type: ignore[call-arg]  # mypy takes this for the making of a member
+
+
+def is_failure(word: str) -> bool:
+    """Tell whether a row with this reason was to be trained and could not be; not so if its length is the reason."""
+    return about(word).is_failure
+
+
+_BY_CODE = {reason.about.code: reason.value for reason in Reason if reason.about.code is not None}
+REASONS = ("", *(_BY_CODE[code] for code in sorted(_BY_CODE)))
+"""What an encoding finds, each at the place of its `code`; at 0 that nothing is wrong."""
+_BY_PART_CODE = {reason.about.part_code: reason for reason in Reason if reason.about.part_code is not None}
+
+
+def part_code_of(reason: Reason | None) -> int:
+    """Return the number in files of parts; 0 for a part that is packed.
+
+    >>> part_code_of(Reason.TRUNCATED), part_code_of(None)
+    (2, 0)
+    """
+    if reason is None:
+        return 0
+    code = reason.about.part_code
+    assert code is not None, f"Reason.{reason.name} is given to a part, so reasons.py must declare its part_code"
+    return code
+
+
+def of_part_code(code: int) -> Reason | None:
+    """Return the reason of a number in files of parts; None for a part that is packed."""
+    return _BY_PART_CODE[code] if code else None
+
+
+# -- what to do about rows that are left out, if they are too many to be an accident -----------------------------------
+
+MAX_SHARE_LEFT_OUT = 0.01
+"""An epoch that leaves out more of its rows warns."""
+NO_REMEDY = "; mend or remove the rows that cannot be read, the log names them"
+
+
+def warning_of_left_out(num_dropped: Mapping[str, int], *, num_of: int, what: str = "rows") -> str | None:
+    """Return a warning with the remedy for each reason; None if next to nothing is left out.
+
+    >>> warning_of_left_out({"too_long": 10}, num_of=2000)
+    >>> warning_of_left_out({"too_short": 40}, num_of=2000)
+    '40 of 2000 rows of the epoch are left out (2.0%): too_short 40 (lower min_len (packing_min_len))'
+    """
+    total = sum(num_dropped.values())
+    if total <= MAX_SHARE_LEFT_OUT * num_of:
+        return None
+    remedies = {word: about(word).remedy for word in num_dropped}
+    reasons = (
+        f"{word} {num}" + (f" ({remedies[word]})" if remedies[word] else "")
+        for word, num in sorted(num_dropped.items())
+    )
+    are = "is" if total == 1 else "are"
+    return f"{total} of {num_of} {what} of the epoch {are} left out ({total / num_of:.1%}): {', '.join(reasons)}" + (
+        "" if all(remedies.values()) else NO_REMEDY
+    )
+
+
+def kept_by(num_dropped: Mapping[str, int]) -> str:
+    """Name the option that keeps the remainder of an epoch, if one is left out.
+
+    >>> kept_by({"underfilled": 2}), kept_by({"oversize": 1})
+    ('; packing_drop_last=false keeps the underfilled', '')
+    """
+    return "; packing_drop_last=false keeps the underfilled" if Reason.UNDERFILLED.value in num_dropped else ""

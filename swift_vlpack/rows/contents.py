@@ -1,0 +1,274 @@
+"""What an encoded sample holds: how many images and patches, and which of its tokens are which image.
+
+What the tensors of a sample mean is in `families.py`. Two questions are asked here. *How much* (`contents_of`,
+`size_of`): answered for every family, from grids of patches, or from pixels and the size of a patch. *Which tokens*
+(`media_spans`): answered where it is known for certain, so that a row can be cut between images; None otherwise.
+
+>>> contents_of({"input_ids": [1, 2, 3], "image_grid_thw": torch.tensor([[1, 4, 6], [1, 2, 2]])})
+Contents(images=2, patches=28, aspect=1.5)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, groupby, pairwise
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from swift_vlpack.plan.parts import Run
+from swift_vlpack.rows.families import (
+    BY_PATCHES,
+    BY_TILES,
+    GRIDS,
+    IMAGE,
+    IMAGE_GRIDS,
+    PIXELS,
+    VIDEO_GRIDS,
+    MediaTensors,
+    MediaTokens,
+    placeholder_ids,
+)
+from swift_vlpack.rows.media import media
+from swift_vlpack.rows.samples import Encoded
+from swift_vlpack.rows.sizes import RowSize
+
+NO_LABEL = -100
+"""In place of a token that is not predicted; torch's cross entropy passes over it by default."""
+USUAL_PATCH = 14
+"""Pixels on a side of a patch of CLIP, SigLIP and InternViT, if a config does not say."""
+
+PER_TOKEN = ("input_ids", "labels", "loss_scale", "token_type_ids", "mm_token_type_ids", "image_token_types")
+"""Fields of a sample with one entry a token."""
+_OF_SAMPLE = ("length", "lengths", "channel", "source", "sample_id", "contents", "_extra_kwargs")
+_OF_HEADERS = ("header_kinds", "header_pixels")
+PER_MEDIUM = frozenset(
+    name for one in (*BY_PATCHES, *BY_TILES.values()) for name in (one.grid, one.pixels, one.beside) if name is not None
+)
+"""Fields of a sample that are known to divide by image or video."""
+_KNOWN = {*PER_TOKEN, *_OF_SAMPLE, *_OF_HEADERS, *PER_MEDIUM}
+"""All fields that cutting knows what to do with; a sample with any other stays whole."""
+_TOKENS_OF_TIME = 12
+"""Tokens of the time of a frame, at most: "<1234.5 seconds>" has fewer in every tokenizer that was tried."""
+
+
+# -- how much ---------------------------------------------------------------------------------------------------------
+
+
+class Contents(NamedTuple):
+    """What a sample holds beside text."""
+
+    images: int = 0
+    patches: int = 0
+    """Patches of images and videos, with those of tiles that only fill up a batch."""
+    aspect: float = 0.0
+    """Longer side over shorter side of the most extreme image or video; 0 if no tensor says."""
+
+
+def contents_of(sample: Mapping[str, Any]) -> Contents:
+    """Return what a sample holds: as it was counted when the row was encoded, otherwise by its tensors."""
+    noted: Contents | None = sample.get("contents")
+    return noted if noted is not None else count_contents(sample)
+
+
+def count_contents(
+    sample: Mapping[str, Any], row: Mapping[str, Any] | None = None, *, patch_size: tuple[int, int] | None = None
+) -> Contents:
+    """Count what a sample holds. How many images tiles came from no tensor says, so these are counted in the row."""
+    grids = [grid for name in GRIDS for grid in _leaves(sample.get(name))]
+    if grids:
+        patches = sum(int(grid.prod(-1).sum()) for grid in grids)
+    else:
+        height, width = patch_size or (USUAL_PATCH, USUAL_PATCH)
+        patches = sum(_patches(sample.get(name), height, width) for name in PIXELS)
+    return Contents(_num_images(sample, row), patches, _aspect(sample))
+
+
+def size_of(sample: Encoded) -> RowSize:
+    """Return the size of an encoded sample."""
+    length = int(sample.get("length") or len(sample["input_ids"]))
+    held = contents_of(sample)
+    return RowSize(length, held.images, held.patches, num_supervised(sample))
+
+
+def num_supervised(sample: Encoded) -> int:
+    """Count the tokens that are predicted: those with a label, without the first, which nothing precedes."""
+    labels = sample.get("labels")
+    predicted = [] if labels is None else list(labels)[1:]
+    return len(predicted) - predicted.count(NO_LABEL)
+
+
+def num_vision_tokens(template: Any, sequence: Mapping[str, Any]) -> int:
+    """Count the tokens of a sequence that stand for images, videos and sounds."""
+    tokens, ids = sequence["input_ids"], placeholder_ids(template)
+    return int(torch.isin(tokens, torch.tensor(ids, dtype=tokens.dtype)).sum()) if ids else 0
+
+
+def num_images_of(row: Mapping[str, Any]) -> int:
+    """Count the images that ms-swift takes from a row: those it lists, else `<img>` tags whose file exists."""
+    named = list(media(row))
+    listed = sum(medium.kind == IMAGE for medium in named)
+    return listed or sum(medium.kind == "tag" and os.path.isfile(medium.value) for medium in named)
+
+
+def _num_images(sample: Mapping[str, Any], row: Mapping[str, Any] | None) -> int:
+    grids = [grid for name in IMAGE_GRIDS for grid in _leaves(sample.get(name))]
+    if grids:
+        return sum(map(len, grids))
+    if row is not None:
+        has_vision = any(sample.get(name) is not None for name in (*GRIDS, *PIXELS))
+        return num_images_of(row) if has_vision else 0  # a text model leaves the images of a row alone
+    sizes = sample.get("image_sizes")
+    return 0 if sizes is None else len(sizes)
+
+
+def _aspect(sample: Mapping[str, Any]) -> float:
+    names = (*IMAGE_GRIDS, *VIDEO_GRIDS, "image_sizes")
+    shapes = [shape for name in names for grid in _leaves(sample.get(name)) for shape in grid.tolist()]
+    sides = [shape[-2:] for shape in shapes if isinstance(shape, list)]
+    return max((max(height / width, width / height) for height, width in sides), default=0.0)
+
+
+def _patches(value: Any, height: int, width: int) -> int:
+    """Count patches in pixels (..., channels, height, width), or in patches that are flat (..., patches, numbers)."""
+    if isinstance(value, torch.Tensor) and value.dim() in (2, 3):  # a picture of three dimensions comes in a list
+        return prod(value.shape[:-1])
+    return sum(
+        prod(pixels.shape[:-3]) * (pixels.shape[-2] // height) * (pixels.shape[-1] // width)
+        for pixels in _leaves(value)
+        if pixels.ndim > 2
+    )
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield the arrays in a value: templates put them into lists, tuples, mappings and objects with attributes."""
+    if value is None:
+        return
+    if isinstance(value, torch.Tensor) or hasattr(value, "prod"):
+        if value.ndim and len(value):  # a product over nothing would be 1
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _leaves(inner)
+    elif isinstance(value, Mapping) or hasattr(value, "__dict__"):
+        inside = value if isinstance(value, Mapping) else vars(value)
+        for name in (*GRIDS, *PIXELS):
+            yield from _leaves(inside.get(name))
+
+
+# -- which tokens -----------------------------------------------------------------------------------------------------
+
+
+class MediaSpan(NamedTuple):
+    """An image or a video in a sample: its tokens, with those that begin and end it, and its rows of pixels."""
+
+    tensors: MediaTensors
+    start: int
+    stop: int
+    units: int
+    """Rows of the pixel tensor that are this medium's: patches, or tiles."""
+    patches: int
+
+    @property
+    def is_image(self) -> bool:
+        """Whether it is an image, and no video."""
+        return self.tensors.kind == IMAGE
+
+
+def media_spans(sample: Mapping[str, Any], tokens: MediaTokens) -> list[MediaSpan] | None:
+    """Find the images and videos of a sample, in the order of its tokens.
+
+    Returns None if that is not known for certain: tensors of other names, or numbers that do not add up.
+    """
+    given = {name for name, value in sample.items() if value is not None}
+    if given - _KNOWN:
+        return None
+    if any(one.grid in given for one in BY_PATCHES):
+        found = _by_grids(sample, tokens)
+    elif tokens.tiles is not None and tokens.tiles.pixels in given:
+        found = _by_tiles(sample, tokens.tiles, tokens.placeholders.get(IMAGE))
+    else:
+        found = None if given & PER_MEDIUM else []
+    if found is None:
+        return None
+    wrapped = [_with_ends(medium, sample["input_ids"], tokens) for medium in sorted(found, key=lambda one: one.start)]
+    # Side by side is right, one inside of another is not: then the numbers added up by accident.
+    return wrapped if all(one.stop <= other.start for one, other in pairwise(wrapped)) else None
+
+
+def runs_of(num_tokens: int, spans: Sequence[MediaSpan] | None) -> list[Run] | None:
+    """Split a row into text and media that stay whole, for `plan/parts.py` to cut; None if media are not known."""
+    if spans is None:
+        return None
+    runs, at = [], 0
+    for medium in spans:
+        runs += [Run(medium.start - at)] if medium.start > at else []
+        runs.append(Run(medium.stop - medium.start, int(medium.is_image), medium.patches, is_whole=True))
+        at = medium.stop
+    return runs + ([Run(num_tokens - at)] if num_tokens > at else [])
+
+
+def _by_grids(sample: Mapping[str, Any], tokens: MediaTokens) -> list[MediaSpan] | None:
+    """A medium has as many tokens as its grid says, and as many rows of pixels as patches."""
+    found: list[MediaSpan] = []
+    for tensors in BY_PATCHES:
+        grids = sample.get(str(tensors.grid))
+        if grids is None:
+            continue
+        patches, token = [int(grid.prod()) for grid in grids], tokens.placeholders.get(tensors.kind)
+        spans = _spans(sample["input_ids"], token, [num // tokens.merged for num in patches])
+        if spans is None:
+            return None
+        found += [MediaSpan(tensors, *span, units, units) for span, units in zip(spans, patches, strict=True)]
+    return found
+
+
+def _by_tiles(sample: Mapping[str, Any], tensors: MediaTensors, token: int | None) -> list[MediaSpan] | None:
+    """Every tile has equally many tokens, and the tokens of an image's tiles follow one another."""
+    pixels = sample[tensors.pixels]
+    if not isinstance(pixels, torch.Tensor) or pixels.dim() != 4 or token is None:
+        return None
+    runs = list(_runs_of_token(sample["input_ids"], token))
+    num_tokens, num_tiles = sum(stop - start for start, stop in runs), len(pixels)
+    per_tile, rest = divmod(num_tokens, num_tiles) if num_tiles else (0, 1)
+    if rest or not per_tile or any((stop - start) % per_tile for start, stop in runs):
+        return None
+    contents = sample.get("contents")
+    patches = contents.patches // num_tiles if contents is not None else 0
+    tiles = [(stop - start) // per_tile for start, stop in runs]
+    return [MediaSpan(tensors, *run, num, num * patches) for run, num in zip(runs, tiles, strict=True)]
+
+
+def _spans(tokens: Sequence[int], token: int | None, nums: Sequence[int]) -> list[tuple[int, int]] | None:
+    """From the first placeholder of each medium to its last; None unless there are as many as the grids say."""
+    at = [index for index, one in enumerate(tokens) if one == token]
+    ends = list(accumulate(nums))
+    if token is None or not ends or ends[-1] != len(at) or 0 in nums:
+        return None
+    return [(at[end - num], at[end - 1] + 1) for end, num in zip(ends, nums, strict=True)]
+
+
+def _runs_of_token(tokens: Sequence[int], token: int) -> Iterator[tuple[int, int]]:
+    at = 0
+    for is_token, group in groupby(tokens, lambda one: one == token):
+        num = sum(1 for _ in group)
+        if is_token:
+            yield at, at + num
+        at += num
+
+
+def _with_ends(medium: MediaSpan, ids: Sequence[int], tokens: MediaTokens) -> MediaSpan:
+    start, stop = _wrapped(medium.start, medium.stop, ids, tokens)
+    if not medium.is_image and tokens.before_video is not None:
+        # "<1.5 seconds>" before the first frame, a handful of tokens; around all frames there are ends once more.
+        before = [at for at in range(max(0, start - _TOKENS_OF_TIME), start) if ids[at] == tokens.before_video]
+        start, stop = _wrapped(before[-1] if before else start, stop, ids, tokens)
+    return medium._replace(start=start, stop=stop)
+
+
+def _wrapped(start: int, stop: int, ids: Sequence[int], tokens: MediaTokens) -> tuple[int, int]:
+    start -= start > 0 and ids[start - 1] in tokens.starts
+    stop += stop < len(ids) and ids[stop] in tokens.ends
+    return start, stop

@@ -1,0 +1,264 @@
+"""Cut an encoded row that is longer than a pack, under `packing_overflow`: its parts, and each part as a sample.
+
+A part is a sample as if its tokens had been encoded alone, with its own images and no others. Where to cut is decided
+by `plan/parts.py`, from the runs of text and media of a row; here are the tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from swift_vlpack.config import PackingConfig
+from swift_vlpack.errors import DataError
+from swift_vlpack.plan.cut_rows import PartSize
+from swift_vlpack.plan.parts import NOTHING, Cutting, Part, Run, Span, Taken, parts_of, window_parts
+from swift_vlpack.plan.registry import WINDOW
+from swift_vlpack.reasons import Reason
+from swift_vlpack.rows.contents import (
+    NO_LABEL,
+    PER_MEDIUM,
+    PER_TOKEN,
+    Contents,
+    MediaSpan,
+    contents_of,
+    count_contents,
+    media_spans,
+    runs_of,
+)
+from swift_vlpack.rows.families import MediaTensors, MediaTokens
+from swift_vlpack.rows.samples import Encoded, LeftOut, SampleError, SampleId
+from swift_vlpack.words import counted
+
+Numbers = NDArray[np.integer[Any]]
+
+
+class CannotBeCut(DataError):
+    """The tensors of a sample are not what its tokens say."""
+
+
+@dataclass(frozen=True)
+class RowCutter:
+    """Cuts the rows of one template. Lengths of whole rows do not depend on it, so it is not in their key."""
+
+    cutting: Cutting
+    tokens: MediaTokens
+
+    @classmethod
+    def of(cls, template: Any, config: PackingConfig) -> RowCutter | None:
+        """Make what the options ask for; None if rows stay whole."""
+        cutting = Cutting.of(config)
+        return None if cutting is None else cls(cutting, MediaTokens.of(template))
+
+    @property
+    def lays_end_to_end(self) -> bool:
+        """Whether the place of a cut depends on the rows before, as under the strategy `window`."""
+        return self.cutting.how == WINDOW
+
+    def parts(self, row: Encoded, taken: Taken = NOTHING) -> list[Part]:
+        """Return the parts of a row; none if it stays whole. `taken` is what its first pack holds already."""
+        num_tokens = len(row["input_ids"])
+        if self.lays_end_to_end:
+            held = contents_of(row)
+            whole = Run(num_tokens, held.images, held.patches)
+            return window_parts(self._runs(row, whole), self.cutting, whole, taken)
+        if num_tokens <= self.cutting.capacity:
+            return []
+        return parts_of(runs_of(num_tokens, media_spans(row, self.tokens)), self.cutting, num_tokens)
+
+    def _runs(self, row: Encoded, whole: Run) -> list[Run] | None:
+        """Split a row into runs of text and media. Without counted media it is one run."""
+        return runs_of(whole.length, media_spans(row, self.tokens)) if whole.images or whole.patches else [whole]
+
+    def have_parts(self, lengths: Numbers, images: Numbers, patches: Numbers) -> NDArray[np.bool_]:
+        """Tell which measured rows have parts in the cache: rows that are cut or, end to end, rows with media."""
+        has_media: NDArray[np.bool_] = (images > 0) | (patches > 0)
+        return has_media if self.lays_end_to_end else lengths > self.cutting.capacity
+
+    def cut(self, row: Encoded, span: Span) -> Encoded:
+        """Make a sample of some tokens of a row. Raises `SampleError` if the tensors are not what its tokens say."""
+        media = media_spans(row, self.tokens)
+        sample_id = row["sample_id"]._replace(part=span.number)
+        try:
+            if media is None:
+                raise CannotBeCut("it is not known which of its tokens are which image or sound")
+            return {**cut_sample(row, span, media), "sample_id": sample_id}
+        except CannotBeCut as error:
+            raise SampleError(sample_id, Reason.CANNOT_BE_CUT.value, str(error)) from error
+
+    def planned(self, row: Encoded, span: Span) -> Encoded:
+        """Make the sample of a planned part. Raises `SampleError` if the row would be cut otherwise now."""
+        if self.lays_end_to_end:
+            return self._planned_in_window(row, span)
+        parts = self.parts(row)
+        now = parts[span.number] if span.number < len(parts) else None
+        if now is None or now.reason is not None or now.span != span:
+            sample_id = row["sample_id"]._replace(part=span.number)
+            said = f"planned were tokens {span.start} to {span.stop}, and its row of {len(row['input_ids'])} tokens "
+            raise SampleError(sample_id, Reason.LONGER_THAN_PLANNED.value, f"{said}is cut otherwise now")
+        return self.cut(row, span)
+
+    def _planned_in_window(self, row: Encoded, span: Span) -> Encoded:
+        sample_id, num_tokens = row["sample_id"]._replace(part=span.number), len(row["input_ids"])
+        if num_tokens != span.row_length:
+            said = f"its row has {num_tokens} tokens, planned were {span.row_length}"
+            raise SampleError(sample_id, Reason.LONGER_THAN_PLANNED.value, said)
+        return self.cut(row, span)
+
+    def digest(self) -> str:
+        """Digest everything but the row that decides where the row is cut."""
+        return hashlib.blake2b(repr(self).encode(), digest_size=6).hexdigest()
+
+
+def in_parts(
+    row: Encoded | SampleError, cutter: RowCutter | None, taken: Taken = NOTHING
+) -> Iterator[tuple[Span | None, Encoded | SampleError | LeftOut]]:
+    """Yield the samples of a row that was read: the row itself, or its parts with their spans.
+
+    A row that cannot be encoded is yielded as its error, a part that cutting leaves out as a `LeftOut`.
+    """
+    parts = [] if cutter is None or isinstance(row, SampleError) else cutter.parts(row, taken)
+    if cutter is None or isinstance(row, SampleError) or not parts:
+        yield None, row
+        return
+    row_length = len(row["input_ids"]) if cutter.lays_end_to_end else 0
+    for part in parts:
+        span = part.span._replace(row_length=row_length)
+        if part.reason is not None:
+            yield span, left_out_part(row["sample_id"], part)
+            continue
+        try:
+            yield span, cutter.cut(row, span)
+        except SampleError as error:
+            yield span, LeftOut(error.sample_id, *error.fault, part.length, part.images)
+
+
+def left_out_part(row: SampleId, part: Part) -> LeftOut:
+    """Describe a part that cutting left out, for lists and counts."""
+    assert part.reason is not None
+    said = f"tokens {part.start} to {part.stop} of its row, {counted(part.images, 'image')}"
+    return LeftOut(row._replace(part=part.number), part.reason.value, said, (), part.length, part.images)
+
+
+def part_sizes(row: Encoded, cutter: RowCutter | None) -> tuple[PartSize, ...]:
+    """Return the sizes of a row's parts, which is all that a plan needs; none if the row stays whole.
+
+    Where a row is cut end to end nobody knows before the plan is made. So the parts of a row with media are its runs
+    of text and media, and a text has none.
+    """
+    if cutter is None:
+        return ()
+    parts = _run_parts(row, cutter) if cutter.lays_end_to_end else cutter.parts(row)
+    return tuple(PartSize.of(part, _supervised(row, part)) for part in parts)
+
+
+def _run_parts(row: Encoded, cutter: RowCutter) -> list[Part]:
+    """Return the runs of text and media of a row with media; one run if nobody knows which tokens are media."""
+    held, num_tokens = contents_of(row), len(row["input_ids"])
+    if not held.images and not held.patches:
+        return []
+    runs = runs_of(num_tokens, media_spans(row, cutter.tokens))
+    if runs is None:
+        return [Part(0, 0, num_tokens, 0, held.images, held.patches, Reason.CANNOT_BE_CUT)]
+    ends = list(accumulate(run.length for run in runs))
+    return [
+        Part(number, end - run.length, end, 0, run.images, run.patches)
+        for number, (run, end) in enumerate(zip(runs, ends, strict=True))
+    ]
+
+
+def _supervised(row: Encoded, part: Part) -> int:
+    """Count the tokens of a part that are predicted: not what it repeats, nor its first, which nothing precedes."""
+    labels = row.get("labels")
+    predicted = [] if labels is None else list(labels)[part.start + max(1, part.num_repeated) : part.stop]
+    return len(predicted) - predicted.count(NO_LABEL)
+
+
+def cut_sample(sample: Encoded, span: Span, media: Sequence[MediaSpan]) -> Encoded:
+    """Make a sample of the tokens of a span. `media` are the media of the whole sample; none of them is cut.
+
+    Tokens repeated from the part before get no label. Nor does the first token, because nothing comes before it; the
+    first token of the row keeps what the template decided.
+    """
+    num_tokens = len(sample["input_ids"])
+    if not 0 <= span.start < span.stop <= num_tokens:
+        raise CannotBeCut(f"tokens {span.start} to {span.stop} of a row of {num_tokens}")
+    part = {name: value for name, value in sample.items() if name not in PER_TOKEN and name not in PER_MEDIUM}
+    for name in PER_TOKEN:
+        if sample.get(name) is not None:
+            part[name] = _tokens(sample[name], span, name, num_tokens)
+    for tensors in dict.fromkeys(medium.tensors for medium in media):
+        part.update(_media_tensors(sample, tensors, span, [medium for medium in media if medium.tensors == tensors]))
+    if not any(_is_inside(medium, span) for medium in media):
+        part.pop("mm_token_type_ids", None)  # as a text has none
+    _mask(part, span)
+    part["length"] = span.length
+    if "lengths" in part:
+        part["lengths"] = [span.length]
+    part["contents"] = _contents(part, span, media)
+    return part
+
+
+def _tokens(value: Any, span: Span, name: str, num_tokens: int) -> Any:
+    if len(value) != num_tokens:
+        raise CannotBeCut(f"{len(value)} {name} for {num_tokens} tokens")
+    cut = value[span.start : span.stop]
+    # A view would keep, and send to other processes, the memory of the whole row.
+    return cut.clone() if isinstance(cut, torch.Tensor) else cut
+
+
+def _media_tensors(sample: Encoded, tensors: MediaTensors, span: Span, media: Sequence[MediaSpan]) -> dict[str, Any]:
+    """Return the grids and pixels of the media inside of a span; `media` are all that these tensors are of."""
+    inside = [number for number, medium in enumerate(media) if _is_inside(medium, span)]
+    if not inside:
+        return {}
+    first, last = inside[0], inside[-1] + 1
+    units = [sum(medium.units for medium in media[:end]) for end in (first, last, len(media))]
+    made: dict[str, Any] = {}
+    for name, (start, stop, whole) in ((tensors.grid, (first, last, len(media))), (tensors.pixels, units)):
+        value = None if name is None else sample.get(name)
+        if name is None or value is None:
+            continue
+        if len(value) != whole:
+            raise CannotBeCut(f"{len(value)} rows of {name} for {whole} that its {tensors.kind}s have")
+        made[name] = value[start:stop].clone()
+    if tensors.beside is not None and sample.get(tensors.beside) is not None:
+        made[tensors.beside] = sample[tensors.beside][first:last]
+    return made
+
+
+def _is_inside(medium: MediaSpan, span: Span) -> bool:
+    """Tell whether a medium is inside of a span. Raises `CannotBeCut` if the span would cut it."""
+    if medium.stop <= span.start or medium.start >= span.stop:
+        return False
+    if medium.start < span.start or medium.stop > span.stop:
+        raise CannotBeCut(
+            f"tokens {span.start} to {span.stop} would cut the {medium.tensors.kind} at {medium.start} to {medium.stop}"
+        )
+    return True
+
+
+def _mask(part: Encoded, span: Span) -> None:
+    num_masked = max(int(span.start > 0), span.num_repeated)
+    for name, nothing in (("labels", NO_LABEL), ("loss_scale", 0.0)):
+        value = part.get(name)
+        if value is None or not num_masked:
+            continue
+        if isinstance(value, torch.Tensor):
+            value[:num_masked] = nothing
+        else:
+            part[name] = [nothing] * num_masked + list(value[num_masked:])
+
+
+def _contents(part: Encoded, span: Span, media: Sequence[MediaSpan]) -> Contents:
+    inside = [medium for medium in media if _is_inside(medium, span)]
+    part.pop("contents", None)  # that of the row
+    images, patches = sum(medium.is_image for medium in inside), sum(medium.patches for medium in inside)
+    return Contents(images, patches, count_contents(part).aspect if inside else 0.0)

@@ -1,0 +1,182 @@
+"""Encode a row with the host's template, as the run wants it: with its targets, and long enough to be cut.
+
+>>> class Letters:  # stands for a template of ms-swift
+...     def encode(self, row, return_length=False):
+...         tokens = [ord(letter) for letter in row["messages"][0]["content"]]
+...         return {"input_ids": tokens, "labels": list(tokens)}
+>>> encoder = RowEncoder.of(Letters(), PackingConfig(packing_length=64))
+>>> sample = encoder.sample({"messages": [{"content": "cat"}]}, SampleId("captions", 17))
+>>> str(sample["sample_id"]), sample["length"], sample["labels"]  # the first token of a sample is no target
+('captions:17', 3, [-100, 97, 116])
+
+A template belongs to the host, so nothing of ours is kept on it: what a run wants beyond the template is here, and a
+`RowEncoder` is passed to whoever reads rows. `cutting.py` has what becomes of a row that is longer than a pack.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from swift_vlpack.config import PackingConfig
+from swift_vlpack.errors import ConfigError, DataError
+from swift_vlpack.rows.contents import NO_LABEL, count_contents
+from swift_vlpack.rows.cutting import RowCutter
+from swift_vlpack.rows.families import patch_size_of
+from swift_vlpack.rows.faults import ReadTimeout, check_openable, fault_of, is_lasting
+from swift_vlpack.rows.media import media, with_plain_paths
+from swift_vlpack.rows.samples import Encoded, SampleError, SampleId
+from swift_vlpack.rows.source import Row, RowSource
+from swift_vlpack.rows.watch import Waits, watched
+
+
+class Template(Protocol):
+    """What is asked of the host's template."""
+
+    packing: bool
+    padding_free: bool
+    tokenizer: Any
+
+    def encode(self, inputs: Any, return_length: bool = False) -> Any:
+        """Return tokens, labels and tensors of one row."""
+
+    def data_collator(self, batch: list[Any]) -> dict[str, Any]:
+        """Return one batch of encoded rows."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Labels that are taken out of a sample, beside those that the template takes out. Shapes do not change."""
+
+    mask_boundary_loss: bool = True
+    """Whether the first token is no target: packed, it would be predicted from the sample before it."""
+    untrained: int | None = None
+    """A token that is no target anywhere: EOS, unless it shall be trained."""
+
+    @classmethod
+    def of(cls, template: Any, config: PackingConfig) -> Targets:
+        """Read what the options say of targets; the template's tokenizer says which token EOS is."""
+        eos = getattr(getattr(template, "tokenizer", None), "eos_token_id", None)
+        return cls(config.mask_boundary_loss, None if config.train_on_eos else eos)
+
+    def labels(self, labels: Any) -> Any:
+        """Return new labels with only those that are trained.
+
+        >>> Targets(untrained=9).labels([5, -100, 6, 9, 9])
+        [-100, -100, 6, -100, -100]
+        """
+        if isinstance(labels, torch.Tensor):
+            made = labels.clone()
+            if self.untrained is not None:
+                made[made == self.untrained] = NO_LABEL
+            if self.mask_boundary_loss:
+                made[:1] = NO_LABEL
+            return made
+        kept = [NO_LABEL if label == self.untrained else label for label in labels]
+        return [NO_LABEL, *kept[1:]] if kept and self.mask_boundary_loss else kept
+
+
+@dataclass(frozen=True, eq=False)
+class RowEncoder:
+    """Encodes rows with one template.
+
+    Everybody who needs a row encoded uses one: the length pass (which counts targets), training and evaluation. A plain
+    `RowEncoder(template)` encodes as the template does; `of` adds what the options of a run say.
+    """
+
+    template: Any
+    targets: Targets | None = None
+    """None leaves labels as the template makes them."""
+    cutter: RowCutter | None = None
+    """Cuts long rows; None if rows stay whole."""
+
+    @classmethod
+    def of(cls, template: Any, config: PackingConfig) -> RowEncoder:
+        """Make the encoder of a run. The template stays as it is.
+
+        A row can only be cut if all of its tokens are there, so for rows that are cut the encoder has a copy of the
+        template without `max_length`, by which ms-swift would raise or truncate. Evaluation uses the original.
+        """
+        targets, cutter = Targets.of(template, config), RowCutter.of(template, config)
+        # With `left` and `right` ms-swift truncates, which is only allowed beside packing_overflow=drop.
+        if cutter is not None and getattr(template, "truncation_strategy", None) not in ("left", "right"):
+            template = copy.copy(template)
+            template.max_length = None
+        return cls(template, targets, cutter)
+
+    def using(self, template: Any) -> RowEncoder:
+        """Return the same encoder with another template: one that reads headers instead of pixels, for example."""
+        return replace(self, template=template)
+
+    def for_source(self, source: RowSource) -> RowEncoder:
+        """Return the encoder for a source's rows: with the source's own pixel limit, if it has one."""
+        if source.max_pixels is None:
+            return self
+        # A copy, which shares the processor.
+        template = copy.copy(self.template)
+        template.max_pixels = source.max_pixels
+        return self.using(template)
+
+    def encode(self, row: Any, **options: Any) -> Any:
+        """Encode a row as `template.encode` does, with the labels that are trained."""
+        made = self.template.encode(with_plain_paths(row) if isinstance(row, Mapping) else row, **options)
+        if self.targets is not None and isinstance(made, dict) and made.get("labels") is not None:
+            made["labels"] = self.targets.labels(made["labels"])
+        return made
+
+    def sample(self, row: Row, sample_id: SampleId, *, strict: bool = False, is_watched: bool = False) -> Encoded:
+        """Encode a row and add its `length`, `contents`, `source` and `sample_id`.
+
+        Args:
+            row: The row, with its system prompt.
+            sample_id: The name of the row.
+            strict: Whether a row that cannot be encoded ends the run.
+            is_watched: Whether the caller gives up reads that never end, for many rows at once. Otherwise that is done
+                here, for this row.
+
+        Raises:
+            SampleError: The row cannot be encoded; names the row and the reason.
+            DataError: The same, with `strict`.
+        """
+        try:
+            sample = self._encoded(row) if is_watched else self._watched(row)
+        except Exception as error:
+            reason, said, files = fault_of(error, row)
+            if strict:
+                raise DataError(f"{sample_id}: {reason}: {said}") from error
+            raise SampleError(sample_id, reason, said, is_lasting(error, reason, row), files) from error
+        if isinstance(sample, list):
+            raise ConfigError(
+                f"{sample_id}: the template made {len(sample)} samples of one row; packing needs one sample a row, "
+                "so use packing_overflow=split in place of truncation_strategy=split"
+            )
+        sample["length"] = int(sample.get("length") or len(sample["input_ids"]))
+        sample["contents"] = count_contents(sample, row, patch_size=patch_size_of(self.template))
+        sample["source"] = sample_id.source
+        sample["sample_id"] = sample_id
+        return sample
+
+    def _encoded(self, row: Row) -> Any:
+        check_openable(row)
+        return self.encode(row, return_length=True)
+
+    def _watched(self, row: Row) -> Any:
+        # A text waits for no disk, and there are many of them, so it is spared a thread.
+        if next(media(row), None) is None:
+            return self._encoded(row)
+        try:
+            return watched(lambda: self._encoded(row))
+        except Waits as error:
+            raise ReadTimeout(str(error)) from None
+
+
+def sample_or_error(encode: Callable[..., Encoded], *args: Any) -> Encoded | SampleError:
+    """Return the sample that `encode` makes, or the `SampleError` that it raises."""
+    try:
+        return encode(*args)
+    except SampleError as error:
+        return error

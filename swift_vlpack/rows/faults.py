@@ -1,0 +1,264 @@
+"""Why a row cannot be used: one word that is counted, a sentence for people, and the files at fault."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import re
+import stat
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.util import find_spec
+from io import BytesIO
+from typing import Any, NamedTuple
+
+from PIL import Image
+
+from swift_vlpack.reasons import Reason, about
+from swift_vlpack.rows.media import (
+    Medium,
+    RealFile,
+    content_of,
+    expected_file,
+    is_name,
+    looks_like_path,
+    media,
+    real_file,
+)
+
+_BY_ERROR = {
+    "MaxLengthError": Reason.OVER_MAX_LENGTH,
+    "FileNotFoundError": Reason.FILE_MISSING,
+    "IsADirectoryError": Reason.FILE_IS_FOLDER,
+    "UnidentifiedImageError": Reason.IMAGE_UNREADABLE,
+    "DecompressionBombError": Reason.IMAGE_TOO_LARGE,
+    "ReadTimeout": Reason.FILE_TIMEOUT,
+    "UrlUnreachable": Reason.URL_UNREACHABLE,
+}
+_VIDEO_READERS = ("torchcodec", "decord")  # qwen_vl_utils asks torchvision where they fail, which reads none
+_LONGEST_SHOWN = 200  # characters
+_LONGEST_ERROR = 2000  # characters
+_DATA_URL = re.compile(r"data:(.+?);base64,(.+)", re.DOTALL)
+_IN_MEMORY = re.compile(r"<_io\.BytesIO object at 0x[0-9a-f]+>")
+_KINDS_OF_FILE = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+class Fault(NamedTuple):
+    """Why a row cannot be used."""
+
+    reason: str
+    """The word that is counted, one of `reasons.py`."""
+    error: str
+    """The failure in words, with what to do where that is known."""
+    files: tuple[str, ...] = ()
+    """The files at fault, with their whole paths; all of the row where it is not known which."""
+
+
+class ReadTimeout(OSError):
+    """A read that was given up."""
+
+
+class NotAFile(OSError):
+    """A FIFO or a device in place of an image: opening it would wait for ever."""
+
+
+def check_openable(row: Mapping[str, Any]) -> None:
+    """Refuse a row that names what is there and is neither a file nor a folder, before anybody opens it."""
+    for medium in media(row):
+        if medium.kind != "tag" and isinstance(medium.value, str) and (found := real_file(medium.value)) is not None:
+            mode = stat.S_IFMT(found.state.st_mode)
+            if mode not in (stat.S_IFREG, stat.S_IFDIR):
+                raise NotAFile(f"{found.path} is {_KINDS_OF_FILE.get(mode, 'no file')}, not a regular file")
+
+
+def fault_of(error: Exception, row: Mapping[str, Any]) -> Fault:
+    """What made a row fail. Files first: whatever a library says of them, these are what a user can see and mend.
+
+    One missing path in four has a length that base64 can have, and ms-swift then decodes it instead of opening it.
+    """
+    said = _said(error)
+    # By name, so that no library has to be imported to say what failed in it.
+    known = _BY_ERROR.get(type(error).__name__)
+    # A limit of length first: it is ms-swift's own word, and no file is to blame for it.
+    if known == Reason.OVER_MAX_LENGTH:
+        return Fault(known, said)
+    # Before anything that looks at files, which would wait for the same disk.
+    if known == Reason.FILE_TIMEOUT:
+        return timeout_of(str(error), row)
+    if not row.get("messages"):
+        return Fault(Reason.NO_MESSAGES, said)
+    found = list(media(row))
+    is_video = any(medium.kind == "video" for medium in found) and _is_missing_reader(error)
+    if is_video and not any(map(find_spec, _VIDEO_READERS)):
+        said = f"{said}; to read videos, install torchcodec or decord"
+        return _with_files(Reason.VIDEO_READER_MISSING, said, _videos(found))
+    if malformed := [item for item in _as_list(row.get("images")) if not _is_image(item)]:
+        way_out = f"not a path, a URL or the content of an image: {malformed!r:.{_LONGEST_SHOWN}}"
+        return Fault(Reason.IMAGES_MALFORMED, f"{said}; {way_out}")
+    if fault := _fault_of_files(found):
+        return fault
+    if is_video:
+        return _with_files(Reason.VIDEO_UNREADABLE, said, _videos(found))
+    return _fault_of_content(error, known, found)
+
+
+def timeout_of(said: str, row: Mapping[str, Any]) -> Fault:
+    """The fault of a row whose files are not answered for; nobody looks at them again to say so."""
+    values = [medium.value for medium in media(row) if isinstance(medium.value, str)]
+    files = [expected_file(value) for value in values if is_name(value)]
+    return _with_files(Reason.FILE_TIMEOUT, said, tuple(dict.fromkeys(files)))
+
+
+def is_lasting(error: Exception, reason: str, row: Mapping[str, Any]) -> bool:
+    """Whether the same row in the same state will fail again, so that the reason may be remembered."""
+    if reason == Reason.OVER_MAX_LENGTH:
+        return True
+    if about(reason).is_passing or isinstance(error, MemoryError):
+        return False
+    # What a network gave once says nothing about the next time.
+    if any(isinstance(medium.value, str) and medium.value.startswith("http") for medium in media(row)):
+        return False
+    if not isinstance(error, OSError) or type(error).__name__ in _BY_ERROR:
+        return True
+    return reason == Reason.IMAGE_UNREADABLE and error.errno is None  # Pillow says so of content; a disk has a number
+
+
+def _fault_of_files(found: Iterable[Medium]) -> Fault | None:
+    """What is wrong with files as such, if anything is."""
+    faults = [(medium, fault) for medium in found if (fault := _fault_of_file(medium)) is not None]
+    if not faults:
+        return None
+    first = faults[0][1]
+    paths = [path for _, fault in faults for path in fault.files if fault.reason == first.reason]
+    return first._replace(files=tuple(dict.fromkeys(paths)))
+
+
+def _fault_of_file(medium: Medium) -> Fault | None:
+    if medium.kind == "tag" or not looks_like_path(medium.value):
+        return None
+    found = real_file(medium.value)
+    if found is None:
+        path = expected_file(medium.value)
+        given = "" if path == medium.value else f" ({medium.place} is {medium.value!r}{_root()})"
+        return Fault(Reason.FILE_MISSING, f"no such file: {path}{given}", (path,))
+    path = os.path.abspath(found.path)
+    if (mode := stat.S_IFMT(found.state.st_mode)) == stat.S_IFDIR:
+        return Fault(Reason.FILE_IS_FOLDER, f"{path} is a folder", (path,))
+    if mode != stat.S_IFREG:
+        kind = _KINDS_OF_FILE.get(mode, "no file")
+        return Fault(Reason.FILE_UNREADABLE, f"{path} is {kind}; only regular files are opened", (path,))
+    return Fault(Reason.FILE_EMPTY, f"{path} is empty", (path,)) if found.state.st_size == 0 else None
+
+
+def _root() -> str:
+    folder = os.environ.get("ROOT_IMAGE_DIR")
+    return f", ROOT_IMAGE_DIR {folder}" if folder else ""
+
+
+def _fault_of_content(error: Exception, known: str | None, found: list[Medium]) -> Fault:
+    """Which image cannot be read, if one cannot; else what was said."""
+    reason, files, said = known or Reason.ENCODE_FAILED, _paths(found), _said(error)
+    if known is None and "aspect ratio" in str(error):
+        reason = Reason.ASPECT_RATIO
+    elif known is None and _is_of_disk(error):
+        reason = Reason.FILE_UNREADABLE
+    elif known is None and (_is_from_pillow(error) or isinstance(error, binascii.Error)):
+        reason = Reason.IMAGE_UNREADABLE
+    if reason in (Reason.IMAGE_UNREADABLE, Reason.IMAGE_TOO_LARGE, Reason.FILE_UNREADABLE):
+        # Once more, and only now: which of several images it was is in no error.
+        bad = [(medium, its) for medium in found if (its := _error_of_image(medium)) is not None]
+        if bad:
+            medium, its = bad[0]
+            return Fault(reason, f"{_named(its, medium)}", _paths(medium for medium, _ in bad))
+    return _with_files(reason, said, files)
+
+
+def _with_files(reason: str, said: str, files: tuple[str, ...]) -> Fault:
+    unsaid = [file for file in files if file not in said]
+    return Fault(reason, f"{said} (files: {', '.join(unsaid)})" if unsaid else said, files)
+
+
+def _error_of_image(medium: Medium) -> Exception | None:
+    """What Pillow says of an image, read as ms-swift reads it."""
+    if medium.kind not in ("image", "tag") or str(medium.value).startswith("http"):
+        return None
+    try:
+        content = _content(medium.value)
+        if content is not None:
+            with Image.open(BytesIO(content)) as image:
+                image.load()
+    except Exception as error:
+        return error
+    return None
+
+
+def _content(value: Any) -> bytes | None:
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str):
+        return None
+    if (found := real_file(value)) is not None:
+        with open(found.path, "rb") as file:
+            return file.read()
+    match = _DATA_URL.match(value.strip())
+    return base64.b64decode(match.group(2) if match else value)
+
+
+def _named(error: Exception, medium: Medium) -> str:
+    """The error with the name of the image in it, instead of the buffer that it was read into."""
+    paths = _paths([medium])
+    name = paths[0] if paths else f"the content of {medium.place}"
+    # The buffer's address would make two of one message, and tells nobody anything.
+    said = _IN_MEMORY.sub(name, _said(error))
+    return said if name in said else f"{said} ({name})"
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
+
+
+def _paths(found: Iterable[Medium]) -> tuple[str, ...]:
+    """The whole paths of the files that are there or looked for, each once."""
+
+    def paths() -> Iterator[str]:
+        for medium in found:
+            if looks_like_path(medium.value):
+                there: RealFile | None = real_file(medium.value)
+                yield expected_file(medium.value) if there is None else os.path.abspath(there.path)
+
+    return tuple(dict.fromkeys(paths()))
+
+
+def _videos(found: Iterable[Medium]) -> tuple[str, ...]:
+    return _paths(medium for medium in found if medium.kind == "video")
+
+
+def _is_missing_reader(error: Exception) -> bool:
+    return isinstance(error, ImportError) or (isinstance(error, AttributeError) and "read_video" in str(error))
+
+
+def _is_of_disk(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno is not None
+
+
+def _is_from_pillow(error: Exception) -> bool:
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_globals.get("__name__", "").startswith("PIL.") for frame, _ in frames)
+
+
+def _is_image(item: Any) -> bool:
+    """Whether an entry of `images` is of a form that can be an image at all."""
+    item = content_of(item)
+    return (isinstance(item, (str, bytes)) and bool(item)) or hasattr(item, "getbbox")
+
+
+def _as_list(images: Any) -> list[Any]:
+    if images is None:
+        return []
+    return list(images) if isinstance(images, (list, tuple)) else [images]

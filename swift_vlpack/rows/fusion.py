@@ -1,0 +1,217 @@
+"""Mix several sources into epochs; each row is encoded when it is asked for."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+from tqdm import tqdm
+
+from swift_vlpack.config import PackingConfig
+from swift_vlpack.errors import DataError
+from swift_vlpack.plan.cut_rows import CutRows
+from swift_vlpack.plan.mix import Mix, Schedule, Source
+from swift_vlpack.plan.shares import EVERYTHING, Share
+from swift_vlpack.plan.shuffle import permutation
+from swift_vlpack.plan.windows import lost_part
+from swift_vlpack.rows.contents import contents_of, size_of
+from swift_vlpack.rows.cutting import left_out_part, part_sizes
+from swift_vlpack.rows.encoder import RowEncoder, Template, sample_or_error
+from swift_vlpack.rows.randomness import RandomStream
+from swift_vlpack.rows.samples import Address, Encoded, LeftOut, SampleError, SampleId
+from swift_vlpack.rows.sizes import LengthIndex, RowSize
+from swift_vlpack.rows.source import RowSource
+
+logger = logging.getLogger(__name__)
+
+
+class FusionCaptionDataset(Dataset[Encoded]):
+    """The rows of several sources; `dataset[i]` encodes the i-th row of an epoch (`RowEncoder.sample`).
+
+    Which rows an epoch has follows from its number (`mix`). With `ratio_by="tokens"` it follows from the lengths too,
+    so only planned packs can tell. `set_epoch` is for those who read this data set itself: packs know their epoch and
+    never ask. With `strict`, a row that cannot be encoded ends the run; otherwise it raises `SampleError`, which the
+    packing data set turns into a counted reason.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[RowSource],
+        template: Template,
+        *,
+        seed: int = 0,
+        strict: bool = False,
+        shuffle: bool = True,
+        ratio_by: str = "rows",
+    ) -> None:
+        if not sources:
+            raise DataError("no source of data; give at least one")
+        self.sources = tuple(sources)
+        self.template = template
+        self.strict = strict
+        self.mix = mix_of(self.sources, seed=seed, shuffle=shuffle, ratio_by=ratio_by)
+        self._take_encoder(RowEncoder(template))
+        self.epoch = 0
+        self._schedule: Schedule | None = None  # of the epoch that is read here, which is rarely any
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the schedule out for spawned workers, which can mix again."""
+        return {**self.__dict__, "_schedule": None}
+
+    def __repr__(self) -> str:
+        return f"<FusionCaptionDataset: {', '.join(map(repr, self.sources))}>"
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let `dataset[i]` be the i-th row of this epoch."""
+        if epoch != self.epoch:
+            self.epoch, self._schedule = epoch, None
+
+    @property
+    def schedule(self) -> Schedule:
+        """The order of rows in the epoch that was set."""
+        if self._schedule is None:
+            self._schedule = self.mix.schedule(self.epoch)
+        return self._schedule
+
+    def __len__(self) -> int:
+        return len(self.schedule)
+
+    def __getitem__(self, position: int) -> Encoded:
+        return self.encode(Address(*self.schedule[position]))
+
+    def sample_id(self, address: Address) -> SampleId:
+        """Return the name of a row, or of a part of it."""
+        row = self.sources[address.source].sample_id(address.row_index)
+        return row if address.span is None else row._replace(part=address.span.number)
+
+    def encode(self, address: Address) -> Encoded:
+        """Encode one row or, for an address with a span, that part of it."""
+        source, encoder = self.sources[address.source], self.encoders[address.source]
+        sample_id = source.sample_id(address.row_index)
+        sample = encoder.sample(source.row(address.row_index), sample_id, strict=self.strict)
+        return sample if address.span is None else self._part(address, sample)
+
+    def _part(self, address: Address, row: Encoded) -> Encoded:
+        cutter = self.encoder.cutter
+        assert cutter is not None, "a plan has parts of rows only where they are cut"
+        assert address.span is not None
+        try:
+            return cutter.planned(row, address.span)
+        except SampleError:
+            # With all parts of the row, so that the next run plans with them.
+            self._remember(address, row)
+            raise
+
+    def sample_or_error(self, address: Address) -> Encoded | SampleError:
+        """Encode one row, or return why it cannot be encoded."""
+        return sample_or_error(self.encode, address)
+
+    def part_or_error(self, address: Address, row: Encoded | SampleError) -> Encoded | SampleError:
+        """Make the part at an address of its encoded row, or return why there is none."""
+        assert address.span is not None
+        if isinstance(row, SampleError):
+            return row.of_part(address.span.number)
+        return sample_or_error(self._part, address, row)
+
+    def samples(
+        self, epoch: int, share: Share = EVERYTHING, *, start: int = 0, held: Collection[int] = ()
+    ) -> Iterator[Encoded | SampleError]:
+        """Yield the samples of a share of an epoch: its rows with the numbers `held`, then all from the `start`-th on.
+
+        A row that cannot be encoded is yielded as its error.
+        """
+        schedule = self.mix.schedule(epoch)
+        positions = range(share.row(start), len(schedule), share.num_shares)
+        # First the held rows, which were read before all others: a resumed reader asks for them first.
+        for position in chain(map(share.row, sorted(held)), positions):
+            # By position and not by row: a row that comes twice in an epoch draws twice.
+            with RandomStream(self.mix.seed, epoch, position):
+                sample = self.sample_or_error(Address(*schedule[position]))
+            yield sample
+
+    def correct(self, address: Address, planned: RowSize, sample: Encoded) -> None:
+        """Remember the true size of a row if another one was planned, so that the next run plans with it."""
+        size = size_of(sample)
+        # A part is as long as planned, or it is no sample at all.
+        if address.span is not None or size == planned:
+            return
+        logger.warning("%s: %d tokens, planned were %d", sample["sample_id"], size.length, planned.length)
+        self._remember(address, sample)
+
+    def _remember(self, address: Address, sample: Encoded) -> None:
+        source = self.sources[address.source]
+        if source.remember_size is not None:
+            parts = part_sizes(sample, self.encoder.cutter)
+            source.remember_size(source.row(address.row_index), size_of(sample), contents_of(sample).aspect, parts)
+
+    def measure(self) -> None:
+        """Give every source that has none its lengths, by encoding each row once."""
+        self.sources = tuple(
+            source if source.sizes is not None else replace(source, sizes=self._measured(number, source))
+            for number, source in enumerate(self.sources)
+        )
+
+    def _measured(self, number: int, source: RowSource) -> LengthIndex:
+        sizes, faults, parts = [], {}, {}
+        cutter = self.encoder.cutter
+        for index in tqdm(range(len(source.rows)), desc=f"Lengths of {source.name}", dynamic_ncols=True):
+            sample = self.sample_or_error(Address(number, index))
+            if isinstance(sample, SampleError):
+                faults[index] = sample.fault
+                logger.warning("%s: cannot be encoded: %s", sample.sample_id, sample.detail)
+            elif of_row := part_sizes(sample, cutter):
+                parts[index] = of_row
+            sizes.append(RowSize(0) if isinstance(sample, SampleError) else size_of(sample))
+        cut = None if cutter is None else CutRows.of(parts)
+        return LengthIndex.of(sizes, {index: fault.reason for index, fault in faults.items()}, faults, cut)
+
+    def encode_for(self, config: PackingConfig) -> None:
+        """Encode rows as a run with these options wants them, from now on."""
+        self._take_encoder(RowEncoder.of(self.template, config))
+
+    def _take_encoder(self, encoder: RowEncoder) -> None:
+        self.encoder = encoder
+        self.encoders = [encoder.for_source(source) for source in self.sources]
+
+    def with_sources(self, sources: Sequence[RowSource]) -> FusionCaptionDataset:
+        """Return a copy with other facts about the rows; the encoders stay."""
+        other = copy.copy(self)
+        other.sources = tuple(sources)
+        return other
+
+    def failed(self, address: Address) -> LeftOut:
+        """Return why a row without a length cannot be encoded, or why cutting left a part out."""
+        source, index = self.sources[address.source], address.row_index
+        assert source.sizes is not None
+        if address.span is not None:
+            assert source.sizes.cut is not None
+            parts, span, cutter = source.sizes.cut.parts(index), address.span, self.encoder.cutter
+            if cutter is not None and cutter.lays_end_to_end:
+                return left_out_part(source.sample_id(index), lost_part(parts, span, cutter.cutting))
+            return left_out_part(source.sample_id(index), parts[span.number].part(span.number))
+        return LeftOut(source.sample_id(index), *source.sizes.fault(index))
+
+
+def mix_of(sources: Sequence[RowSource], *, seed: int, shuffle: bool, ratio_by: str = "rows") -> Mix:
+    """Return how the sources take part in every epoch."""
+    return Mix(
+        sources=tuple(Source(source.name, source.num_used, source.ratio) for source in sources),
+        rows=tuple(_limited_rows(source, seed) if source.num_used < len(source.rows) else None for source in sources),
+        seed=seed,
+        seeds={source.name: source.seed for source in sources if source.seed is not None},
+        shuffle=shuffle,
+        ratio_by=ratio_by,
+    )
+
+
+def _limited_rows(source: RowSource, seed: int) -> NDArray[np.int64]:
+    drawn = permutation(len(source.rows), source.seed if source.seed is not None else seed, source.name, "limit")
+    # In the order of the file, which is what an epoch without shuffling has.
+    return np.sort(drawn[: source.num_used])

@@ -1,0 +1,77 @@
+"""The list of every row that is trained in no pack: `left_out.jsonl`, one JSON object a line.
+
+    {"id": "captions:17", "where": "/data/captions.jsonl:18", "reason": "file_missing",
+     "error": "no such file: /data/a.jpg", "files": ["/data/a.jpg"], "epoch": 0, "when": "2026-01-31T12:00:00+00:00"}
+
+`epoch` is null for rows that ms-swift's loader deleted: no epoch has them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from swift_vlpack import json_lines
+from swift_vlpack.reasons import Reason
+from swift_vlpack.rows.samples import LeftOut, SampleId
+from swift_vlpack.rows.source import RowSource, place
+from swift_vlpack.runlog.left_out_list import listed
+
+logger = logging.getLogger(__name__)
+
+Key = tuple[str, int | None, str]
+
+
+def deleted_by_loader(source: RowSource) -> Iterator[LeftOut]:
+    """The rows of a source's file that never became rows."""
+    said = "ms-swift's loader or preprocess_func left the row out"
+    for row in source.lost_rows:
+        yield LeftOut(SampleId(source.name, int(row)), Reason.DELETED_BY_LOADER.value, said)
+
+
+class LeftOutRows:
+    """Appends to the list of a run; every rank has one over the same file. A row is listed once for an epoch."""
+
+    def __init__(self, path: Path, sources: Iterable[RowSource] = ()) -> None:
+        self.path = path
+        self._origins = {source.name: source.origin or source.name for source in sources}
+        self._listed: set[Key] | None = None
+        self._is_writable = True
+
+    def add(self, epoch: int | None, left_out: Iterable[LeftOut]) -> None:
+        """List rows of an epoch, but for those that are listed, before a resume into the same folder for example."""
+        lines = []
+        for one in left_out:
+            key = (str(one.sample_id), epoch, one.reason)
+            # Read when the first row is added: most runs leave out nothing, and a list of a resumed one may be long.
+            listed = self._listed_before() if self._listed is None else self._listed
+            if key not in listed:
+                listed.add(key)
+                lines.append(as_json(one, epoch, self._origins))
+        if lines and self._is_writable:
+            try:
+                json_lines.append(self.path, lines, ensure_ascii=False)
+            except OSError as error:
+                self._is_writable = False
+                logger.warning("rows that are left out are in the log only, %s cannot be written: %s", self.path, error)
+
+    def _listed_before(self) -> set[Key]:
+        self._listed = {(line["id"], line["epoch"], line["reason"]) for line in listed(self.path)}
+        return self._listed
+
+
+def as_json(left_out: LeftOut, epoch: int | None, origins: Mapping[str, str]) -> dict[str, Any]:
+    """A row that is left out, as its line says it."""
+    source, row, is_loaded, _ = left_out.sample_id
+    return {
+        "id": str(left_out.sample_id),
+        "where": place(origins.get(source, source), row, is_loaded=is_loaded),
+        "reason": left_out.reason,
+        "error": left_out.detail,
+        "files": list(left_out.files),
+        "epoch": epoch,
+        "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }

@@ -1,0 +1,92 @@
+"""Sizes of rows: what the plan needs to know of every row before any is trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swift_vlpack.plan.cut_rows import CutRows
+from swift_vlpack.reasons import Reason
+from swift_vlpack.rows.faults import Fault
+from swift_vlpack.words import counted
+
+
+class RowSize(NamedTuple):
+    """Tokens, images, vision patches and supervised tokens of one row; all 0 where it cannot be encoded."""
+
+    length: int
+    images: int = 0
+    patches: int = 0
+    supervised: int = 0
+    """Tokens that are predicted, which are those that the loss is a mean of."""
+
+
+NUM_COLUMNS = len(RowSize._fields)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LengthIndex:
+    """The sizes of many rows, as columns, and why some have none."""
+
+    columns: NDArray[np.int64]  # (4, num_rows): the fields of `RowSize`
+    failures: Mapping[int, str]
+    """The reason, for every row of length 0."""
+    faults: Mapping[int, Fault] = field(default_factory=dict)
+    """The same in words, with the files at fault, where that is known."""
+    without_headers: str | None = None
+    """Why every row was encoded in full; None where image headers were trusted."""
+    num_remembered: int = 0
+    """Rows whose size an earlier start had found."""
+    surplus_tags: Sequence[int] = ()
+    """Rows whose texts have more tags than they have media, which are trained as words."""
+    cut: CutRows | None = None
+    """The parts of rows that are longer than a pack; None where rows stay as they are."""
+
+    @classmethod
+    def of(
+        cls,
+        sizes: Iterable[RowSize],
+        failures: Mapping[int, str] | None = None,
+        faults: Mapping[int, Fault] | None = None,
+        cut: CutRows | None = None,
+    ) -> LengthIndex:
+        """From one size a row."""
+        rows = np.array(list(sizes), dtype=np.int64).reshape(-1, NUM_COLUMNS)
+        return cls(rows.T.copy(), failures or {}, faults or {}, cut=cut)
+
+    def fault(self, index: int) -> Fault:
+        """What is wrong with a row that has no size."""
+        return self.faults.get(index) or Fault(
+            self.failures.get(index, Reason.ENCODE_FAILED), "found at an earlier start"
+        )
+
+    def __repr__(self) -> str:
+        failed = f", {len(self.failures)} of them without a size" if self.failures else ""
+        return f"<LengthIndex: {counted(len(self), 'row')}, {int(self.lengths.sum())} tokens{failed}>"
+
+    def __len__(self) -> int:
+        return self.columns.shape[1]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each row, after its images are expanded."""
+        return self.columns[0]
+
+    @property
+    def images(self) -> NDArray[np.int64]:
+        """Images of each row."""
+        return self.columns[1]
+
+    @property
+    def patches(self) -> NDArray[np.int64]:
+        """Vision patches of each row, of images and videos."""
+        return self.columns[2]
+
+    @property
+    def supervised(self) -> NDArray[np.int64]:
+        """Tokens of each row that are predicted."""
+        return self.columns[3]

@@ -1,0 +1,1 @@
+"""Record what a run did, and read it back."""

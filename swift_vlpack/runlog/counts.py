@@ -1,0 +1,327 @@
+"""Count what happened to every sample. Counts of packs, steps, workers, ranks and epochs add up, and they close.
+
+>>> counts = Counts(packing_length=10)
+>>> counts.read("captions", 3)
+>>> counts.packed([("captions", 6), ("captions", 4)])
+>>> counts.dropped("captions", "oversize")
+>>> counts.num_read, counts.num_packed, counts.num_dropped, counts.num_held
+(3, 2, Counter({'oversize': 1}), 0)
+>>> counts.is_closed
+True
+>>> both = Counts(packing_length=10)
+>>> both.merge(counts)
+>>> both.merge(counts)
+>>> both.num_packs, both.num_tokens, both.fill_mean
+(2, 20, 1.0)
+
+The law: read = packed + left out + held, for every source. At the end of an epoch nothing is held. All numbers are
+integers, so that adding them up gives the same in any order; shares and means are derived at the end. `account.py`
+writes the counts of an epoch for people and machines.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from swift_vlpack.envelope import Named, Whole, check_shape
+from swift_vlpack.errors import StateMismatch
+from swift_vlpack.reasons import about
+
+NUM_FILL_BINS = 100
+"""Fill is counted in whole per cent, because counts in bins add up over ranks exactly and means of means would not."""
+_SOURCES = Named({**dict.fromkeys(("num_read", "num_packed", "num_tokens"), Whole()), "num_dropped": Named(Whole())})
+STATE = {
+    "packing_length": Whole(1),
+    **dict.fromkeys(("num_packs", "num_single_long", "num_images", "num_padding", "num_pack_tokens"), Whole()),
+    "fill_histogram": [Whole()],
+    "sources": _SOURCES,
+}
+"""The shape of a saved state: the counts that the account of an epoch needs. The others are in the run log."""
+_STATE_OF_CUT_ROWS = {"further": _SOURCES, "lost_tokens": Named(Whole()), "lost_images": Named(Whole())}
+"""What the state has besides if rows were cut."""
+
+
+@dataclass(slots=True)
+class SourceCounts:
+    """What became of the samples of one source."""
+
+    num_read: int = 0
+    num_packed: int = 0
+    num_tokens: int = 0
+    num_dropped: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def num_held(self) -> int:
+        """Count the samples that are read, but neither packed nor left out yet."""
+        return self.num_read - self.num_packed - self.num_dropped.total()
+
+    def merge(self, other: SourceCounts) -> None:
+        """Add other counts of the source."""
+        self.num_read += other.num_read
+        self.num_packed += other.num_packed
+        self.num_tokens += other.num_tokens
+        self.num_dropped.update(other.num_dropped)
+
+    def without(self, other: SourceCounts) -> SourceCounts:
+        """Return these counts less `other`, which are a part of them; tokens stay, because they are not told apart."""
+        num_dropped = Counter(self.num_dropped)
+        num_dropped.subtract(other.num_dropped)
+        num_packed = self.num_packed - other.num_packed
+        return SourceCounts(self.num_read - other.num_read, num_packed, self.num_tokens, +num_dropped)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain numbers under their full names."""
+        return {
+            "num_read": self.num_read,
+            "num_packed": self.num_packed,
+            "num_held": self.num_held,
+            "num_tokens": self.num_tokens,
+            "num_dropped": dict(sorted(self.num_dropped.items())),
+        }
+
+
+@dataclass(slots=True)
+class Counts:
+    """Counts of a pack, a step, a worker, a rank, an epoch or a whole run."""
+
+    packing_length: int
+    num_packs: int = 0
+    num_single_long: int = 0
+    num_images: int = 0
+    num_vision_tokens: int = 0
+    num_padding: int = 0
+    num_pack_tokens: int = 0
+    """Tokens in packs that are not a single long sample; only these packs count for the fill."""
+    num_room: int = 0
+    """Tokens that these packs could hold."""
+    num_tokens_unpacked: int = 0
+    """Tokens of the same samples in padded batches, padding included."""
+    num_steps: int = 0
+    """Steps are taken by all ranks together. So this and the next two are set where the counts of ranks are added."""
+    num_tokens_slowest: int = 0
+    """Tokens of the rank that had most in each step."""
+    milliseconds: int = 0
+    """Time of training, without evaluation and saving."""
+    fill_histogram: list[int] = field(default_factory=lambda: [0] * (NUM_FILL_BINS + 1))
+    """Packs by fill in whole per cent."""
+    sources: dict[str, SourceCounts] = field(default_factory=dict)
+    further: dict[str, SourceCounts] = field(default_factory=dict)
+    """Of the samples in `sources`, those that are further parts of rows: without them, the samples are the rows."""
+    lost_tokens: Counter[str] = field(default_factory=Counter)
+    """Tokens of parts that cutting left out, by reason."""
+    lost_images: Counter[str] = field(default_factory=Counter)
+
+    # -- counting -----------------------------------------------------------------------------------------------------
+
+    def read(self, source: str, num_samples: int = 1, *, num_further: int = 0) -> None:
+        """Count samples that came in, `num_further` of which are further parts of rows."""
+        _of(self.sources, source).num_read += num_samples
+        if num_further:
+            _of(self.further, source).num_read += num_further
+
+    def read_what_came(self) -> None:
+        """Count as read what was packed or left out, where rows are not known before they come."""
+        for counts in (*self.sources.values(), *self.further.values()):
+            counts.num_read = counts.num_packed + counts.num_dropped.total()
+
+    def packed(
+        self,
+        samples: Iterable[tuple[str, int]],
+        *,
+        num_images: int = 0,
+        num_vision_tokens: int = 0,
+        num_padding: int = 0,
+        single_long: bool = False,
+        further: Iterable[str] = (),
+    ) -> None:
+        """Count one pack of `(source, length)` samples; `further` are the sources of further parts among them."""
+        num_tokens = 0
+        for source, length in samples:
+            counts = _of(self.sources, source)
+            counts.num_packed += 1
+            counts.num_tokens += length
+            num_tokens += length
+        for source in further:
+            _of(self.further, source).num_packed += 1
+        self.num_packs += 1
+        self.num_images += num_images
+        self.num_vision_tokens += num_vision_tokens
+        self.num_padding += num_padding
+        # The fill of a single long sample says nothing about how well samples were put together.
+        if single_long:
+            self.num_single_long += 1
+            return
+        self.num_pack_tokens += num_tokens
+        self.num_room += self.packing_length
+        self.fill_histogram[min(NUM_FILL_BINS, NUM_FILL_BINS * num_tokens // self.packing_length)] += 1
+
+    def dropped(
+        self,
+        source: str,
+        reason: str,
+        num_samples: int = 1,
+        *,
+        is_further: bool = False,
+        num_tokens: int = 0,
+        num_images: int = 0,
+    ) -> None:
+        """Count samples that are left out, with the tokens and images that cutting lost. Raises for unknown reasons."""
+        about(reason)
+        _of(self.sources, source).num_dropped[reason] += num_samples
+        if is_further:
+            _of(self.further, source).num_dropped[reason] += num_samples
+        if num_tokens:
+            self.lost_tokens[reason] += num_tokens
+            self.lost_images[reason] += num_images
+
+    def merge(self, other: Counts) -> None:
+        """Add other counts; in any order the sum is the same."""
+        for name in NUMBERS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.fill_histogram = [a + b for a, b in zip(self.fill_histogram, other.fill_histogram, strict=True)]
+        for mine, others in ((self.sources, other.sources), (self.further, other.further)):
+            for name, counts in others.items():
+                _of(mine, name).merge(counts)
+        self.lost_tokens.update(other.lost_tokens)
+        self.lost_images.update(other.lost_images)
+
+    # -- what follows -------------------------------------------------------------------------------------------------
+
+    @property
+    def num_tokens(self) -> int:
+        """Count the tokens of samples in packs."""
+        return sum(counts.num_tokens for counts in self.sources.values())
+
+    @property
+    def num_read(self) -> int:
+        """Count the samples that came in."""
+        return sum(counts.num_read for counts in self.sources.values())
+
+    @property
+    def num_packed(self) -> int:
+        """Count the samples in packs."""
+        return sum(counts.num_packed for counts in self.sources.values())
+
+    @property
+    def num_held(self) -> int:
+        """Count the samples that still wait. Negative means that a sample was counted twice."""
+        return sum(counts.num_held for counts in self.sources.values())
+
+    @property
+    def num_dropped(self) -> Counter[str]:
+        """Count the samples that are left out, by reason."""
+        return sum((counts.num_dropped for counts in self.sources.values()), Counter())
+
+    @property
+    def num_padding_saved(self) -> int:
+        """Count the padding that packing saves; negative if packed sequences have more of it than padded batches."""
+        return self.num_tokens_unpacked - self.num_tokens - self.num_padding
+
+    @property
+    def seconds(self) -> float:
+        """Return the time of training."""
+        return self.milliseconds / 1000
+
+    @property
+    def rows(self) -> dict[str, SourceCounts]:
+        """Return the counts of rows: a row that is cut is counted by its part 0, which is trained if any part is."""
+        nothing = SourceCounts()
+        return {name: counts.without(self.further.get(name, nothing)) for name, counts in self.sources.items()}
+
+    @property
+    def is_closed(self) -> bool:
+        """Return whether nothing is held: read = packed + left out, for every source, in samples and in rows."""
+        return all(counts.num_held == 0 for counts in (*self.sources.values(), *self.rows.values()))
+
+    @property
+    def fill_mean(self) -> float:
+        """Return the mean fill of the packs that are not a single long sample."""
+        return share(self.num_pack_tokens, self.num_room)
+
+    def fill_percentile(self, per_cent: int) -> int:
+        """Return the fill in whole per cent below which `per_cent` of the packs lie."""
+        seen, wanted = 0, sum(self.fill_histogram) * per_cent / 100
+        for fill, num_packs in enumerate(self.fill_histogram):
+            seen += num_packs
+            # Only at a bin with packs: below the lowest fill there is nothing, whatever share is asked for.
+            if num_packs and seen >= wanted:
+                return fill
+        return 0
+
+    # -- as JSON ------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return the account of an epoch for a checkpoint."""
+        names = [*STATE, *(_STATE_OF_CUT_ROWS if self.further or self.lost_tokens else ())]
+        state = {name: getattr(self, name) for name in names}
+        return {
+            name: {of: counts.as_json() for of, counts in value.items()} if name in ("sources", "further") else value
+            for name, value in state.items()
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Counts:
+        """Return counts that go on from a saved state. Raises `StateMismatch` for a state that cannot be."""
+        state = {**{name: {} for name in _STATE_OF_CUT_ROWS}, **state}
+        check_shape(state, {**STATE, **_STATE_OF_CUT_ROWS}, "counted")
+        if len(state["fill_histogram"]) != NUM_FILL_BINS + 1:
+            raise StateMismatch(f"damaged: counted.fill_histogram has {len(state['fill_histogram'])} numbers")
+        counts = cls(**{name: state[name] for name in STATE})
+        counts.sources, counts.further = _sources_from(state["sources"]), _sources_from(state["further"])
+        counts.lost_tokens, counts.lost_images = Counter(state["lost_tokens"]), Counter(state["lost_images"])
+        counts.num_room = (counts.num_packs - counts.num_single_long) * counts.packing_length
+        return counts
+
+    def as_event(self) -> dict[str, Any]:
+        """Return what a `steps` event of the run log says: what was trained, over all ranks."""
+        sources = {
+            name: {"num_samples": counts.num_packed, "num_tokens": counts.num_tokens}
+            for name, counts in sorted(self.sources.items())
+            if counts.num_packed
+        }
+        numbers = {name: getattr(self, name) for name in NUMBERS}
+        # Samples and tokens are those of all sources; they are there for people who read the file.
+        return {**numbers, "num_samples": self.num_packed, "num_tokens": self.num_tokens, "sources": sources}
+
+    @classmethod
+    def from_event(cls, event: Mapping[str, Any], packing_length: int) -> Counts:
+        """Return the counts of a `steps` event; of their fill only the mean is known."""
+        counts = cls(packing_length, **{name: event[name] for name in NUMBERS})
+        for name, source in event["sources"].items():
+            counts.sources[name] = SourceCounts(num_packed=source["num_samples"], num_tokens=source["num_tokens"])
+        counts.read_what_came()
+        return counts
+
+
+NUMBERS = tuple(spec.name for spec in fields(Counts) if spec.type == "int" and spec.name != "packing_length")
+"""The numbers that are simply added."""
+
+
+def padded(lengths: Sequence[int], batch_size: int) -> int:
+    """Count the tokens of samples in padded batches of `batch_size`, in this order.
+
+    >>> padded([300, 500, 200], batch_size=2), padded([300, 500, 200], batch_size=1)
+    (1200, 1000)
+    """
+    batches = (lengths[start : start + batch_size] for start in range(0, len(lengths), batch_size))
+    return sum(len(batch) * max(batch) for batch in batches)
+
+
+def share(part: float, whole: float) -> float:
+    """Return `part` of `whole`; 0 if there is nothing."""
+    return part / whole if whole else 0.0
+
+
+def _of(counts: dict[str, SourceCounts], source: str) -> SourceCounts:
+    return counts.setdefault(source, SourceCounts())
+
+
+def _sources_from(state: Mapping[str, Any]) -> dict[str, SourceCounts]:
+    names = ("num_read", "num_packed", "num_tokens")
+    return {
+        name: SourceCounts(**{of: counts[of] for of in names}, num_dropped=Counter(counts["num_dropped"]))
+        for name, counts in state.items()
+    }

@@ -1,0 +1,71 @@
+"""The rows of a run that were trained in no pack: how many, why, and where every one of them is listed."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from swift_vlpack.files import write_whole
+from swift_vlpack.reasons import about
+from swift_vlpack.runlog import left_out_list
+from swift_vlpack.runlog.events import FOLDER
+
+ALL = "left_out_of_all_segments.jsonl"
+"""Written if the segments of a run have several lists."""
+
+
+def left_out_report(folder: Path, folders: Sequence[Path], epochs: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """Counts by reason, of different rows and of rows of epochs, and the files that list them."""
+    paths = [path for path in (one / FOLDER / left_out_list.FILE for one in folders) if path.is_file()]
+    lines = left_out_rows(paths)
+    rows = {(line["id"], line["reason"]) for line in lines}
+    by_reason = Counter(reason for _, reason in rows)
+    return {
+        "num_rows": len(rows),
+        "num_lines": len(lines),
+        "reasons": {reason: {"num_rows": number, **_about(reason)} for reason, number in sorted(by_reason.items())},
+        "sources": dict(sorted(Counter(row_id.rpartition(":")[0] for row_id, _ in rows).items())),
+        "file": _one_file(folder, paths, lines),
+        "not_listed": _not_listed(lines, epochs),
+    }
+
+
+def left_out_rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """Read every row that is left out of an epoch, once."""
+    found: dict[tuple[str, int | None, str], dict[str, Any]] = {}
+    for line in (line for path in paths for line in left_out_list.listed(path)):
+        found.setdefault((line["id"], line["epoch"], line["reason"]), line)
+    return list(found.values())
+
+
+def _not_listed(lines: Sequence[Mapping[str, Any]], epochs: Mapping[int, Mapping[str, Any]]) -> dict[str, int]:
+    """What epoch reports count and no line of the epoch has; a row that an epoch has twice is listed once."""
+    listed = {(line["epoch"], line["reason"]) for line in lines}
+    missing: Counter[str] = Counter()
+    for epoch, report in epochs.items():
+        missing.update({reason: n for reason, n in report["num_dropped"].items() if (epoch, reason) not in listed})
+    return dict(sorted(missing.items()))
+
+
+def _about(reason: str) -> dict[str, str]:
+    try:
+        known = about(reason)
+    except ValueError:  # of a later version
+        return {"meaning": "", "remedy": ""}
+    return {"meaning": known.meaning, "remedy": known.remedy}
+
+
+def _one_file(folder: Path, paths: Sequence[Path], lines: Sequence[Mapping[str, Any]]) -> str | None:
+    """The file with every row; made where segments of the run have their own."""
+    if len(paths) < 2:
+        return str(paths[0]) if paths else None
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    path = folder / FOLDER / ALL
+    try:
+        write_whole(path, text.encode(errors="backslashreplace"))
+    except OSError:
+        return ", ".join(map(str, paths))
+    return str(path)

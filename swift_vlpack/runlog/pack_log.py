@@ -1,0 +1,89 @@
+"""Record which samples were trained in which step: one line for every pack, in a file of each rank.
+
+    {"step": 12, "epoch": 0, "pack": 23, "ids": ["captions:17", ...]}
+
+Planned packs can be computed again, so they are recorded only on request. Packs of a stream cannot, so they are always
+recorded unless that is switched off; then the file is bounded and keeps the latest packs, some millions of samples.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from swift_vlpack import json_lines
+from swift_vlpack.config import RECORD_PACKS, is_switched_on
+from swift_vlpack.runlog.events import FOLDER
+
+logger = logging.getLogger(__name__)
+
+MOST_BYTES = 64 * 1024**2
+"""Bound of a file that was not asked for; with the older half twice as much is kept, about 8 million samples a rank."""
+_PREFIX = "packs_rank"
+
+
+class PackLog:
+    """The file of a rank."""
+
+    def __init__(self, path: Path, most_bytes: int | None = None) -> None:
+        self.path = path
+        self.most_bytes = most_bytes
+        self._is_writable = True
+
+    @classmethod
+    def wanted(cls, path: Path, environ: Mapping[str, str], can_plan_again: bool) -> PackLog | None:
+        """Return the log if one is asked for, or if the feed cannot compute past packs again (`can_plan_again`)."""
+        if not environ.get(RECORD_PACKS, "").strip():
+            return None if can_plan_again else cls(path, MOST_BYTES)
+        return cls(path) if is_switched_on(RECORD_PACKS, environ) else None
+
+    def append(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Write packs. A bounded file that is full becomes the older half, in place of the half before."""
+        if not self._is_writable:
+            return
+        try:
+            if self.most_bytes is not None and self.path.exists() and self.path.stat().st_size > self.most_bytes:
+                self.path.replace(older_half(self.path))
+            json_lines.append(self.path, lines)
+        except OSError as error:
+            if self.most_bytes is None:
+                raise
+            self._is_writable = False  # the run goes on, because this record was not asked for
+            logger.warning("packs are no longer recorded, %s cannot be written: %s", self.path, error)
+
+
+def pack_file(folder: Path, rank: int) -> Path:
+    """Return the file of a rank in an output directory."""
+    return folder / FOLDER / f"{_PREFIX}{rank}.jsonl"
+
+
+def older_half(path: Path) -> Path:
+    """Return where the older packs of a bounded file are."""
+    return path.with_suffix(".before.jsonl")
+
+
+def recorded_ranks(folder: Path) -> list[int]:
+    """Return the ranks that have a file in an output directory."""
+    found = [path.stem.removeprefix(_PREFIX) for path in (folder / FOLDER).glob(f"{_PREFIX}*.jsonl")]
+    return sorted(int(rank) for rank in found if rank.isdecimal())
+
+
+def read_packs(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the packs of a file and its older half, oldest first. An unfinished line is skipped."""
+    for file in (older_half(path), path):
+        for line in json_lines.read(file):
+            if isinstance(line, dict) and {"step", "epoch", "pack", "ids"} <= set(line):
+                yield line
+
+
+def packs_of_step(lines: Iterable[dict[str, Any]], step: int) -> list[dict[str, Any]]:
+    """Select the packs of a step; of a step that was trained twice, those of the later time."""
+    latest: list[dict[str, Any]] = []
+    step_before = None
+    for line in lines:
+        if line["step"] == step:
+            latest = [*latest, line] if step_before == step else [line]
+        step_before = line["step"]
+    return latest

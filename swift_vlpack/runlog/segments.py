@@ -1,0 +1,166 @@
+"""Read the run log as segments. A segment is what one process group trained, from its start or resume until it stopped.
+
+A run starts once and is resumed any number of times, on other ranks, and in the same output directory or another one.
+`segments_of` follows it back to its start. Steps after the checkpoint that the next segment resumed from are lost: that
+segment trained the same samples again.
+
+>>> from tempfile import mkdtemp
+>>> from swift_vlpack.runlog.events import EventLog
+>>> folder = Path(mkdtemp())
+>>> log = EventLog(folder)
+>>> log.append(START, 0, num_ranks=2)
+>>> for step in (5, 10, 15):
+...     log.append(STEPS, step)
+>>> log.append(CHECKPOINT, 10, checkpoint="checkpoint-10")
+>>> log.append(RESUME, 10, num_ranks=4, checkpoint=str(folder / "checkpoint-10"))
+>>> [(one.start["num_ranks"], [event["step"] for event in one.steps], one.stops_at) for one in segments_of(folder)]
+[(2, [5, 10], 10), (4, [], None)]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from swift_vlpack.envelope import Whole, check_shape
+from swift_vlpack.plan.cuts import CUTS, cuts_from
+from swift_vlpack.runlog.events import (
+    CHECKPOINT,
+    END,
+    EPOCH,
+    FILE,
+    FOLDER,
+    RESUME,
+    START,
+    STEPS,
+    Event,
+    read_events,
+)
+from swift_vlpack.runlog.run_steps import EpochSpan
+
+_START = {"num_ranks": Whole(1), "gradient_accumulation_steps": Whole(1)}
+_EPOCH = {"epoch": Whole(), "cuts": CUTS, "plan": str}
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What one process group trained."""
+
+    folder: Path
+    number: int
+    """Number among the segments of its folder, from 0."""
+    start: Event
+    """Its `start` or `resume` event, with what was known before its first step."""
+    events: tuple[Event, ...]
+    """All later events."""
+    log_end: int | None = None
+    """Byte of ms-swift's log at which the next segment in the folder begins to write; None for the last one."""
+    stops_at: int | None = None
+    """Step from which the next segment of the run went on; None for the last one."""
+
+    @property
+    def steps(self) -> Iterator[Event]:
+        """Yield the `steps` events that became a part of the model."""
+        return (event for event in self._of_kind(STEPS) if self.is_kept(event))
+
+    @property
+    def lost_steps(self) -> Iterator[Event]:
+        """Yield the `steps` events of which the samples were trained again by the next segment."""
+        return (event for event in self._of_kind(STEPS) if not self.is_kept(event))
+
+    @property
+    def epochs(self) -> Iterator[Event]:
+        """Yield the `epoch` events: where epochs began or went on."""
+        return self._of_kind(EPOCH)
+
+    @property
+    def last(self) -> Event:
+        """Return the last event on record."""
+        return (self.events or (self.start,))[-1]
+
+    @property
+    def last_step(self) -> int:
+        """Return the highest step on record, also if it was lost."""
+        return max(int(event["step"]) for event in (self.start, *self.events))
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether training ended by itself."""
+        return any(self._of_kind(END))
+
+    def is_kept(self, event: Event) -> bool:
+        """Return whether an event lies before the point from which the next segment went on."""
+        return self.stops_at is None or event["step"] <= self.stops_at
+
+    def spans(self) -> list[EpochSpan]:
+        """Return the epochs of a segment that trained planned packs. Raises `StateMismatch` if the log is damaged."""
+        check_shape(self.start, _START, FILE)
+        spans = []
+        for event in self.epochs:
+            check_shape(event.get("state"), _EPOCH, f"{FILE}: state")
+            state = event["state"]
+            layout = self.start["num_ranks"], self.start["gradient_accumulation_steps"]
+            spans.append(EpochSpan(event["step"], state["epoch"], *layout, cuts_from(state["cuts"]), state["plan"]))
+        return spans
+
+    def _of_kind(self, kind: str) -> Iterator[Event]:
+        return (event for event in self.events if event["event"] == kind)
+
+
+def segments_of(folder: Path) -> list[Segment]:
+    """Return the segments that led to the present state of the run in a folder, first one first.
+
+    The list is empty if the folder has no run log.
+    """
+    found = _segments_in(folder)[-1:]
+    seen = {(segment.folder.resolve(), segment.number) for segment in found}
+    while found and found[0].start["event"] == RESUME and (before := _resumed_by(found[0])) is not None:
+        key = before.folder.resolve(), before.number
+        if key in seen:  # folders that were copied can refer to each other in a circle
+            break
+        seen.add(key)
+        found.insert(0, replace(before, stops_at=found[0].start["step"]))
+    return found
+
+
+def resumed_folder(segment: Segment) -> Path | None:
+    """Return the folder of the checkpoint that a segment resumed from; it may have been moved with its neighbours."""
+    checkpoint = Path(segment.start["checkpoint"])
+    if checkpoint.parent.is_dir():
+        return checkpoint.parent
+    if (segment.folder / checkpoint.name).is_dir():
+        return segment.folder
+    moved = segment.folder.parent / checkpoint.parent.name
+    return moved if moved.is_dir() else None
+
+
+def _resumed_by(segment: Segment) -> Segment | None:
+    """Return the segment that wrote the checkpoint from which the given one went on."""
+    folder = resumed_folder(segment)
+    if folder is None:
+        return None
+    is_same = folder.resolve() == segment.folder.resolve()
+    earlier = _segments_in(segment.folder)[: segment.number] if is_same else _segments_in(folder)
+    earlier = [one for one in earlier if one.start["when"] <= segment.start["when"]]
+    # A run that was killed between a checkpoint and its event has none of that step: then the latest one wrote it.
+    wrote = [one for one in earlier if _wrote_checkpoint(one, segment.start["step"])]
+    return next(reversed(wrote or earlier), None)
+
+
+def _wrote_checkpoint(segment: Segment, step: int) -> bool:
+    return any((event["event"], event["step"]) == (CHECKPOINT, step) for event in segment.events)
+
+
+def _segments_in(folder: Path) -> list[Segment]:
+    """Return all segments that a folder has a log of, of one run or of several, in the order of the file."""
+    groups: list[list[Event]] = []
+    for event in read_events(folder / FOLDER / FILE):
+        if event["event"] in (START, RESUME):
+            groups.append([event])
+        elif groups:
+            groups[-1].append(event)
+    log_ends = [first.get("log_bytes", 0) for first, *_ in groups[1:]] + [None]
+    return [
+        Segment(folder, number, first, tuple(rest), log_ends[number]) for number, (first, *rest) in enumerate(groups)
+    ]

@@ -1,1 +1,0 @@
-"""What is shown to people, as functions of plain values: pages, text for terminals; needs neither torch nor swift."""

@@ -1,0 +1,255 @@
+"""The attention kernel is chosen by measurement: equal to the reference first, quickest then."""
+
+import re
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+
+from swift_vlpack.attention import attention
+from swift_vlpack.attention.attention import NAME, recorded_calls
+from swift_vlpack.attention.choose_kernel import (
+    LENGTHS,
+    Trial,
+    _quickest,
+    _slowest,
+    choose,
+    layer_kinds,
+    reference,
+    results,
+)
+from swift_vlpack.attention.kernels import KERNELS, CannotDo, by_flex, grouped, segments
+from swift_vlpack.errors import ConfigError
+from tests.attention.one_by_one import built, compared, packed, run, samples_of
+from tests.attention.test_honours import deepseek, gemma2, gemma3_vision, gpt_oss, llama4, mistral
+
+TYPICAL = (30, 32, 31, 8, 8, 9, 200)
+
+
+def forward_of(model):
+    model.set_attn_implementation(NAME)
+    return lambda: run(model, packed(samples_of((5, 7))), lambda name: True)
+
+
+def calls_of(model):
+    forward = forward_of(model)
+    with torch.no_grad(), recorded_calls() as calls:
+        forward()
+    return calls
+
+
+def slower(kernel, seconds=0.002):
+    def slow(sequence):
+        time.sleep(seconds)
+        return kernel(sequence)
+
+    return slow
+
+
+# -- kernels ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [gpt_oss, gemma2, mistral, llama4, deepseek])
+@pytest.mark.parametrize("lengths", [LENGTHS, (1,), (9, 9, 9), (50, 1, 20, 1)])
+def test_every_kernel_that_runs_here_gives_what_the_reference_gives(config, lengths):
+    """ATTN-8: also of windows, chunks, sinks and soft cap, and their gradients."""
+    for kind in layer_kinds(calls_of(built(config()))):
+        sequence = kind.random(lengths, 16)
+        expected = results(sequence, reference)
+        for kernel in (segments, grouped):
+            for made, right in zip(results(sequence, kernel), expected, strict=True):
+                torch.testing.assert_close(made.double(), right.double(), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("config", [gpt_oss, gemma2, mistral])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_result_of_flex_is_that_of_the_reference(config):
+    """ATTN-8: compiled, and backward, it runs on CUDA only; its window, soft cap and sinks are the same code."""
+    for kind in layer_kinds(calls_of(built(config()))):
+        sequence = kind.random(LENGTHS, 16)
+        for states in (sequence.query, sequence.key, sequence.value):
+            states.requires_grad_(False)
+        with torch.no_grad():
+            torch.testing.assert_close(
+                by_flex(sequence, flex_attention).double(), reference(sequence), atol=2e-5, rtol=2e-5
+            )
+
+
+def test_chunks_are_not_for_flex():
+    """ATTN-8"""
+    sequences = [kind.random(LENGTHS, 16) for kind in layer_kinds(calls_of(built(llama4())))]
+    with pytest.raises(CannotDo, match="knows causal masks"):
+        [by_flex(sequence, flex_attention) for sequence in sequences]
+
+
+@pytest.mark.parametrize("config", [gpt_oss, gemma2, llama4])
+def test_grouped_rows_equal_one_by_one(config):
+    """ATTN-1 ATTN-8"""
+    model = built(config())
+    attention.use_kernel(model, grouped)
+    assert max(compared(model, samples_of((23, 1, 40, 20, 21, 39)))) < 1e-5
+
+
+def test_what_a_kernel_cannot_do_segments_do():
+    """ATTN-8: images see themselves in both directions, so padding would be seen."""
+    model = built(gemma3_vision())
+    attention.use_kernel(model, grouped)
+    samples = samples_of((23, 30, 24))
+    for number, sample in enumerate(samples):
+        sample["token_type_ids"] = torch.zeros_like(sample["input_ids"])
+        sample["token_type_ids"][:, 3 + 4 * number : 9 + 4 * number] = 1
+    assert max(compared(model, samples, taken=lambda name: True)) < 1e-5
+
+
+# -- the choice -------------------------------------------------------------------------------------------------------
+
+
+def test_quickest_of_those_that_are_right_is_used():
+    """ATTN-8 ATTN-9"""
+    model = built(mistral())
+    kernels = {"segments": slower(segments, 0.01), "grouped": grouped, "sleepy": slower(grouped, 0.02)}
+    line = choose(model, forward_of(model), TYPICAL, kernels=kernels)
+    assert line.startswith("attention vlpack: grouped ")
+    assert "the quickest that is equal to the reference" in line
+    assert "7 samples of 318 tokens" in line
+    assert re.search(r"; segments \d+\.\d ms, sleepy \d+\.\d ms\)", line)
+    with recorded_calls() as calls:
+        forward_of(model)()
+    assert {attention._kernels[call.module] for call in calls} == {grouped}
+
+
+def ignores_boundaries(sequence):
+    return segments(replace(sequence, ends=(0, sequence.ends[-1])))
+
+
+def ignores_window(sequence):
+    return segments(replace(sequence, mask=None, window=None))
+
+
+def wrong_backward(sequence):
+    return segments(sequence) * 0.5 + segments(sequence).detach() * 0.5
+
+
+def not_a_number(sequence):
+    return segments(sequence) * torch.nan
+
+
+@pytest.mark.parametrize("wrong", [ignores_boundaries, ignores_window, wrong_backward, not_a_number])
+def test_wrong_kernel_is_never_chosen(wrong):
+    """ATTN-9"""
+    model = built(mistral())
+    kernels = {"segments": slower(segments, 0.01), "wrong": wrong}
+    line = choose(model, forward_of(model), TYPICAL, kernels=kernels)
+    assert line.startswith("attention vlpack: segments ")
+    assert "wrong differs from the reference by" in line
+    with pytest.raises(ConfigError, match=r"packing_attention=wrong: the kernel differs .* set packing_attention=auto"):
+        choose(model, forward_of(model), TYPICAL, wanted="wrong", kernels=kernels)
+
+
+def test_kernel_that_breaks_is_skipped_with_its_reason():
+    """ATTN-9"""
+
+    def broken(sequence):
+        raise RuntimeError("no such device\nand much more")
+
+    model = built(mistral())
+    line = choose(model, forward_of(model), TYPICAL, kernels={"segments": segments, "broken": broken})
+    assert "broken breaks with RuntimeError: no such device)" in line
+    assert line.startswith("attention vlpack: segments ")
+
+
+def test_kernel_that_knows_no_dropout_is_not_chosen_for_a_model_that_trains_with_it():
+    """ATTN-9: another one would train."""
+
+    def without_dropout(sequence):
+        if sequence.args.dropout:
+            raise CannotDo("knows no dropout")
+        return segments(sequence)
+
+    kernels = {"segments": slower(segments, 0.01), "quick": without_dropout}
+    for rate, chosen in ((0.0, "quick"), (0.1, "segments")):
+        config = mistral()
+        config.attention_dropout = rate
+        model = built(config)
+        state = torch.get_rng_state()
+        line = choose(model, forward_of(model), TYPICAL, kernels=kernels)
+        assert line.startswith(f"attention vlpack: {chosen} ")
+        assert ("quick knows no dropout" in line) == bool(rate)
+        assert torch.equal(torch.get_rng_state(), state), "training draws as without"
+        assert not any(module.training for module in model.modules())
+
+
+def test_kernels_of_cuda_say_why_they_are_not_used():
+    """ATTN-9"""
+    model = built(mistral())
+    line = choose(model, forward_of(model), TYPICAL)
+    assert "varlen needs CUDA, the sequence is on cpu" in line
+    assert "flex has no backward on cpu" in line
+    for name in ("varlen", "flex"):
+        with pytest.raises(
+            ConfigError, match=f"packing_attention={name}: the kernel .* cpu; set packing_attention=auto"
+        ):
+            choose(model, forward_of(model), TYPICAL, wanted=name)
+
+
+def test_kernel_that_is_asked_for_is_used():
+    """ATTN-9"""
+    model = built(mistral())
+    kernels = {**KERNELS, "grouped": slower(grouped, 0.01)}
+    line = choose(model, forward_of(model), TYPICAL, wanted="grouped", kernels=kernels)
+    assert line.startswith("attention vlpack: grouped ")
+    assert "as asked for" in line
+    assert {*attention._kernels.values()} >= {kernels["grouped"]}
+    assert choose(model, forward_of(model), TYPICAL, wanted="segments") == "attention vlpack: segments, as asked for"
+    assert attention._kernels[model] is segments
+
+
+def test_all_ranks_choose_the_same():
+    """ATTN-9: what a rank cannot use none uses, and the slowest rank counts."""
+    one = {"segments": Trial(1.0), "grouped": Trial(0.5), "varlen": Trial(0.1)}
+    two = {"segments": Trial(1.0), "grouped": Trial(0.8), "varlen": Trial(None, "breaks")}
+    merged = _slowest([one, two])
+    assert merged == {"segments": Trial(1.0), "grouped": Trial(0.8), "varlen": Trial(None, "breaks")}
+    assert _quickest(merged) == _quickest(_slowest([two, one])) == "grouped"
+    assert _quickest({"segments": Trial(1.0), "grouped": Trial(0.97)}) == "segments", "not worth it"
+    model = built(mistral())
+
+    def of_both(work):
+        return [work(), {**work(), "grouped": two["varlen"]}]
+
+    line = choose(model, forward_of(model), TYPICAL, results_of_all=of_both)
+    assert "grouped breaks" in line
+
+
+def test_model_is_left_as_it_was():
+    """ATTN-9"""
+    model = built(gemma2()).train()
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    state = torch.get_rng_state()
+    choose(model, forward_of(model), TYPICAL)
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_model_that_does_not_call_it_is_refused():
+    """ATTN-9"""
+    model = built(mistral())
+    forward = forward_of(model)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ConfigError, match="no layer of the model calls the attention vlpack"):
+        choose(model, forward, TYPICAL)
+
+
+def test_long_rows_are_scaled_down_to_be_timed():
+    """ATTN-9: measuring takes seconds, not minutes."""
+    (kind,) = layer_kinds(calls_of(built(mistral())))
+    assert kind.num_layers == 2
+    assert kind.affordable(TYPICAL) == TYPICAL
+    less = kind.affordable((100_000, 50_000, 3))
+    assert 100 < less[0] < 10_000
+    assert abs(less[0] - 2 * less[1]) <= 1
+    assert less[2] == 1

@@ -1,0 +1,82 @@
+"""`vlpack bench`, in process: both phases on a tiny run, and what is made of them."""
+
+import json
+import os
+
+import pytest
+
+from swift_vlpack.cli import bench_run
+from swift_vlpack.cli.bench import bench_report
+from swift_vlpack.cli.bench_report import bench_text
+from tests.cli.in_process import run_here
+from tests.data_rows import mixed_rows, text_row, write_jsonl
+from tests.host.runs import packed_argv
+
+FAMILY = "qwen2_5_vl"
+
+
+@pytest.fixture
+def measure(small_folder, tmp_path, monkeypatch, capfd):
+    """A phase, as its process measures it: exit code, report, stderr."""
+    for key in [key for key in os.environ if key.startswith("VLPACK_")]:
+        monkeypatch.delenv(key)
+    monkeypatch.setattr(bench_run, "workers_to_try", lambda cores: [0, 1])
+    dataset = write_jsonl(tmp_path / "photos.jsonl", mixed_rows(tmp_path / "images", 40, largest=120))
+    chat = write_jsonl(tmp_path / "chat.jsonl", [text_row(f"question {n}", "word " * (n + 1)) for n in range(10)])
+    (tmp_path / "mix.yaml").write_text(f"sources: [{{dataset: {dataset}, ratio: 0.9}}, {{dataset: {chat}}}]\n")
+    monkeypatch.setenv("VLPACK_FUSION_CONFIG", str(tmp_path / "mix.yaml"))
+
+    def measured(phase, **flags):
+        argv = packed_argv(small_folder(FAMILY), FAMILY, tmp_path / "out", max_length=200, **flags)
+        of_phase = ["--phase", phase, "--tokens_of_pack", 200 * (phase == "padded")]
+        code = run_here(["bench", *argv, "--steps", 3, "--rows", 20, *of_phase])
+        said = capfd.readouterr()
+        return code, json.loads(said.out) if said.out else None, said.err
+
+    return measured
+
+
+@pytest.mark.slow
+@pytest.mark.telling
+def test_both_phases_measure_the_same_rows_and_leave_nothing(measure, tmp_path):
+    """CLI-22"""
+    code, packed, said = measure("packed")
+    assert code == 0, said[-3000:]
+    code, padded, said = measure("padded", per_device_train_batch_size=2)
+    assert code == 0, said[-3000:]
+    assert packed["length_pass"]["rows"] == 30, "twenty rows of the one, ten of the other"
+    assert packed["length_pass"]["rows_per_second"] > 0
+    assert [one["workers"] for one in packed["loader"]] == [0, 1]
+    assert all(one["first_batch_seconds"] > 0 for one in packed["loader"])
+    assert packed["loader"][0]["samples_per_second"] > 0
+    assert packed["attention"].startswith("attention vlpack")
+    assert len(packed["rows"]) == len(padded["rows"]) == 3
+    assert all(0 < row["tokens"] <= 200 and row["batches"] == 1 for row in packed["rows"])
+    assert all(row["tokens"] >= 200 and row["samples"] == 2 * row["batches"] for row in padded["rows"])
+    assert all(row["seconds"] > 0 for row in [*packed["rows"], *padded["rows"]])
+    assert sum(row["patches"] for row in packed["rows"]) > 0
+    assert not (tmp_path / "out").exists()
+    report = bench_report(packed, padded, seconds=1.0)
+    json.dumps(report)
+    speeds = [report[name]["speed"]["tokens_per_second"] for name in ("packed", "padded")]
+    assert report["ratio"] == pytest.approx(speeds[0] / speeds[1], abs=1e-3)
+    assert "samples/s" in bench_text(report)
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"), [({"streaming": "true", "max_steps": 3}, "--streaming true"), ({"packing": "false"}, "no packs")]
+)
+def test_what_has_no_packs_to_measure_is_refused(flags, part, measure, monkeypatch, tmp_path):
+    """CLI-22"""
+    data = write_jsonl(tmp_path / "rows.jsonl", [text_row()])
+    monkeypatch.delenv("VLPACK_FUSION_CONFIG")
+    code, report, said = measure("packed", dataset=data, **flags)
+    assert (code, report) == (2, None)
+    assert part in said
+
+
+def test_workers_are_powers_of_two_up_to_the_cores():
+    """CLI-22"""
+    assert bench_run.workers_to_try(1) == [0, 1]
+    assert bench_run.workers_to_try(6) == [0, 1, 2, 4, 6]
+    assert bench_run.workers_to_try(8) == [0, 1, 2, 4, 8]

@@ -1,0 +1,126 @@
+"""What follows from the measurements of `vlpack bench`."""
+
+import copy
+
+import pytest
+
+from swift_vlpack.cli.bench_report import advice_on, bench_text, speed_of
+
+GB = 2**30
+
+
+def rows(*seconds, tokens=1000, samples=10):
+    return [{"tokens": tokens, "samples": samples, "seconds": each} for each in seconds]
+
+
+def loader(workers, samples):
+    tokens = None if samples is None else 100.0 * samples
+    return {"workers": workers, "samples_per_second": samples, "tokens_per_second": tokens, "first_batch_seconds": 0.5}
+
+
+def training(speed):
+    return {"speed": speed._asdict(), "between": 0.1, "memory": {"peak": 48 * GB, "total": 80 * GB}, "problem": None}
+
+
+@pytest.fixture
+def report():
+    """A run of which everything is as it should be: it trains 10 samples a second and reads 20."""
+    return {
+        "model": "m",
+        "device": "cuda:0",
+        "cores": 4,
+        "length_pass": {"rows": 500, "rows_per_second": 800.0, "processes": 4, "seconds": 0.6},
+        "plan": {
+            "packing_length": 8192, "suggested_length": 8192, "packs": 50, "mean_fill": 0.99, "mean_length": 400.0,
+            "longest": 5000, "patches_per_pack": {"median": 4000, "p95": 5000, "max": 5500}, "has_caps": False,
+        },
+        "loader": [loader(0, 8.0), loader(1, 11.0), loader(2, 20.0), loader(4, 30.0)],
+        "workers_of_run": 2,
+        "packed": training(speed_of(rows(1.0, 1.0, 1.0, 1.1))),
+        "padded": training(speed_of(rows(2.0, 2.0, 2.0, 2.1))),
+        "ratio": 2.0,
+        "seconds": 90.0,
+        "seconds_measured": 30.0,
+    }  # fmt: skip
+
+
+def changed(report, path, value):
+    made = copy.deepcopy(report)
+    *above, last = path.split("/")
+    at = made
+    for name in above:
+        at = at[name]
+    at[last] = value
+    return made
+
+
+def test_speed_is_a_median_with_its_spread():
+    """CLI-22: one row that took ten times as long changes neither."""
+    speed = speed_of(rows(1.0, 1.0, 1.0, 1.0, 10.0))
+    assert (speed.tokens_per_second, speed.samples_per_second, speed.spread) == (1000.0, 10.0, 0.0)
+    assert speed_of(rows(1.0, 2.0, 4.0)).spread > 0.3
+    assert speed_of([]) is None
+
+
+def test_what_is_right_is_left_alone(report):
+    """CLI-22"""
+    (only,) = advice_on(report)
+    assert only["advice"] == "leave dataloader_num_workers at 2"
+    assert only["because"].startswith("training takes 10.0 samples a second, and the loader gives 20.0")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "advice", "because"),
+    [
+        (
+            "workers_of_run",
+            0,
+            "set dataloader_num_workers to 2 (it is 0)",
+            "with 2 workers the loader gives 20.0, with 0",
+        ),
+        ("loader", [loader(0, 4.0), loader(1, 6.0)], "to 1, and expect to wait for data", "gives 6.0 at most"),
+        ("plan/suggested_length", 4096, "packing_length 4096 is enough (it is 8192)", "longest of the rows has 5000"),
+        ("plan/mean_fill", 0.7, "would leave less of a row empty", "packs are 70.0% full"),
+        (
+            "plan/patches_per_pack",
+            {"median": 1000, "p95": 3000, "max": 9000},
+            "packing_max_patches 3000",
+            "9000 at most",
+        ),
+        ("packed/memory", {"peak": 78 * GB, "total": 80 * GB}, "lower packing_length", "took 78 GB of 80 GB"),
+        ("packed/memory", {"peak": 10 * GB, "total": 80 * GB}, "a packing_length of 16384 may fit", "took 10 GB of 80"),
+        ("padded/speed", speed_of(rows(1.0, 2.0, 4.0))._asdict(), "take the padded speed as a rough one", "apart"),
+        ("packed/speed", speed_of(rows(1.0))._asdict(), "take the packed speed as a rough one", "its 1 measurements"),
+    ],
+)
+def test_each_advice_names_the_measurement_it_comes_from(path, value, advice, because, report):
+    """CLI-22"""
+    found = advice_on(changed(report, path, value))
+    assert any(advice in one["advice"] and because in one["because"] for one in found), found
+
+
+def test_advice_about_length_does_not_contradict_itself(report):
+    """CLI-22: where a shorter pack is enough, a longer one is not proposed for its room or its memory."""
+    made = changed(changed(report, "plan/suggested_length", 4096), "plan/mean_fill", 0.7)
+    found = [one["advice"] for one in advice_on(changed(made, "packed/memory", {"peak": 10 * GB, "total": 80 * GB}))]
+    assert [advice for advice in found if "packing_length" in advice] == [
+        "packing_length 4096 is enough (it is 8192): shorter rows, less memory"
+    ]
+
+
+def test_report_for_a_reader(report):
+    """CLI-22"""
+    said = bench_text({**report, "advice": advice_on(report)})
+    for part in (
+        "length pass  800 rows a second in 4 processes (500 rows, as at a first start)",
+        "2       20.0     2000.0       0.50 s  <- the run's",
+        "packed       1000 tokens a second, 10.0 samples (forward and backward, median of 4,",
+        "ratio        2.00 times the tokens a second",
+        "advice       leave dataloader_num_workers at 2: training takes",
+    ):
+        assert part in said
+    failed = {"speed": None, "between": None, "memory": None, "problem": "the padded run ended with code 1"}
+    said = bench_text({**report, "padded": failed, "ratio": None, "loader": [loader(0, None)], "advice": []})
+    assert "padded       could not be measured: the padded run ended with code 1" in said
+    assert "ratio" not in said
+    assert "-: too few packs to say" in said

@@ -1,0 +1,159 @@
+"""`vlpack doctor`: what it sees, and what it advises."""
+
+import copy
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from swift_vlpack.cli import environment, main
+from swift_vlpack.cli.doctor import advice_on, doctor_text
+from swift_vlpack.cli.environment import fits, packages, ranges, requirements, version_of
+from swift_vlpack.cli.lines import GB, MB
+from swift_vlpack.lengths.cache_folder import lengths_folder
+
+ROOT = Path(__file__).parent.parent.parent
+SEAM = {"torch": "2.15.0", "cuda": "12.8", "devices": [{"name": "H100", "memory": 80 * GB}], "seam": 37}
+
+
+@pytest.fixture(scope="module")
+def facts():
+    """Of this machine, and a process that saw a GPU and an ms-swift that fits; all that could be in the way is not."""
+    made = {
+        "version": "0.1.0",
+        "python": [3, 11, 7],
+        "packages": packages(),
+        "imported": {**SEAM, "swift_problem": None},
+        "machine": {
+            "cores": 8,
+            "memory": 64 * GB,
+            "shared_memory": {"total": 32 * GB, "free": 32 * GB},
+            "open_files": {"soft": 65536, "hard": 65536},
+            "cache": {"folder": "/cache", "num_files": 2, "bytes": 3 * MB, "disk": {"total": 99 * GB, "free": 9 * GB}},
+            "is_cache_writable": True,
+        },
+    }
+    made["packages"]["optional"]["decord"] = {"version": "0.6.0", "use": "reading videos"}
+    return made
+
+
+def changed(facts, path, value):
+    made = copy.deepcopy(facts)
+    *above, last = path.split("/")
+    at = made
+    for name in above:
+        at = at[name]
+    at[last] = value
+    return made
+
+
+def test_nothing_is_in_the_way_here(facts):
+    """CLI-18"""
+    assert advice_on(facts) == []
+    assert "none: nothing is in the way of training" in doctor_text({**facts, "advice": []})
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "level", "part"),
+    [
+        ("python", [3, 9, 1], "stop", "Python 3.10"),
+        (
+            "packages/required/ms-swift",
+            {"version": None, "wanted": "", "fits": False},
+            "stop",
+            "ms-swift not installed",
+        ),
+        (
+            "packages/required/ms-swift",
+            {"version": "4.9.0", "wanted": ">=4.5.3,<4.7", "fits": False},
+            "stop",
+            "pip install 'ms-swift>=4.5.3,<4.7'",
+        ),
+        ("imported/swift_problem", "Template.encode is gone", "stop", "Template.encode is gone"),
+        ("imported", {"torch_problem": "OSError: libcudart"}, "stop", "torch cannot be imported: OSError: libcudart"),
+        ("imported/devices", [], "warn", "built for CUDA 12.8 and sees no GPU"),
+        ("machine/shared_memory", {"total": 64 * MB, "free": 64 * MB}, "warn", "/dev/shm has 64 MB free"),
+        ("machine/shared_memory", {"total": GB, "free": GB}, "warn", "--shm-size=16g"),
+        ("machine/open_files", {"soft": 1024, "hard": 524288}, "warn", "`ulimit -n 65536`"),
+        ("machine/is_cache_writable", False, "warn", "packing_cache_dir"),
+        ("machine/cache/disk", {"total": GB, "free": 20 * MB}, "warn", "has 20 MB left"),
+        ("packages/optional/decord", {"version": None, "use": "reading videos"}, "note", "pip install decord"),
+    ],
+)
+def test_each_thing_in_the_way_is_said_with_its_way_out(path, value, level, part, facts):
+    """CLI-18"""
+    found = advice_on(changed(facts, path, value))
+    assert [advice.level for advice in found] == [level]
+    assert part in found[0].text
+    report = {**changed(facts, path, value), "advice": [advice._asdict() for advice in found]}
+    assert part in doctor_text(report)
+
+
+def test_what_is_required_is_what_the_project_says():
+    """CLI-18: every line of it is understood, and what is installed here fits."""
+    said = ranges(declared((ROOT / "pyproject.toml").read_text()))
+    assert {"ms-swift": ">=4.5.3,<4.7", "torchvision": ""}.items() <= said.items()
+    assert [name for name, wanted in said.items() if not fits(version_of(name), wanted)] == []
+    assert "ms-swift" in requirements()
+    assert all(package["fits"] for package in packages()["required"].values())
+
+
+def declared(text):
+    """Python 3.10 has no reader of TOML."""
+    block = text.partition("\ndependencies = [")[2].partition("]")[0]
+    lines = re.findall(r'"([^"]+)"', block)
+    assert len(lines) > 5
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("version", "wanted", "is_in"),
+    [
+        ("2.0", "~=1.26", False),
+        ("1.30", "~=1.26", True),
+        ("4.7.0.dev0", ">=4.5.3,<4.7", False),
+        ("2.15.0.dev20260101+cu128", ">=2.4", True),
+        ("2.15.0a0+git", ">=2.4", True),
+        ("unknown", ">=2", False),
+        ("4.7", "!=4.7.0", False),
+    ],
+)
+def test_ranges_mean_what_they_mean_to_installers(version, wanted, is_in):
+    """CLI-18: builds of a later version count, the one that an upper limit leaves out does not."""
+    assert fits(version, wanted) is is_in
+
+
+def test_cache_is_where_ms_swift_has_its_models():
+    """CLI-18 CLI-19"""
+    from modelscope.hub.utils.utils import get_cache_dir
+
+    assert lengths_folder(None, os.environ) == Path(get_cache_dir()) / "vlpack" / "lengths"
+    assert lengths_folder(None, {}) == Path.home() / ".cache" / "modelscope" / "hub" / "vlpack" / "lengths"
+    assert lengths_folder("~/x", {}) == Path.home() / "x"
+
+
+@pytest.mark.parametrize("code", ["import sys; sys.exit('libtorch.so is broken')", "import os; os.abort()"])
+def test_torch_that_takes_its_process_down_is_advice_and_no_crash(code, tmp_path, monkeypatch, capsys):
+    """CLI-18"""
+    (tmp_path / "broken_looker.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(environment, "IMPORTER", "broken_looker")
+    assert main(["doctor", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    first = report["advice"][0]
+    assert first["level"] == "stop"
+    assert "torch cannot be imported: the process that imported it ended with code" in first["text"]
+
+
+@pytest.mark.slow
+@pytest.mark.telling
+def test_doctor_of_this_environment(capsys):
+    """CLI-18: what holds on to ms-swift is really looked at."""
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["imported"]["seam"] > 30
+    assert report["imported"]["swift_problem"] is None
+    assert report["packages"]["required"]["ms-swift"]["fits"] is True
+    assert report["machine"]["cores"] >= 1

@@ -1,0 +1,298 @@
+"""`vlpack inspect`, in process, on real runs: what is shown is what was trained, before the run and after it."""
+
+import json
+import os
+import re
+import shutil
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from swift_vlpack.cli.inspect_run import as_json, look, told
+from swift_vlpack.cli.run_folder import run_found
+from swift_vlpack.cli.wanted import Wanted
+from swift_vlpack.errors import ConfigError
+from swift_vlpack.host.launch import run_launch
+from swift_vlpack.host.run import run_of
+from swift_vlpack.host.trainer import PackingTrainer
+from tests.browser import needs_chromium
+from tests.data_rows import image_row, mixed_rows, text_row, write_jsonl
+from tests.environment import restored_environment
+from tests.host.runs import log_lines, packed_argv, train
+from tests.images import photo
+from tests.pages.test_browser import opened
+from tests.pages.test_page import Elements
+
+FAMILY = "qwen2_5_vl"
+OPTIONS = {
+    "VLPACK_PACKING_STRATEGY": "exact",
+    "VLPACK_PACKING_VERIFY": "false",
+    "VLPACK_RECORD_PACKS": "true",  # to compare with: what is shown is computed
+    "VLPACK_TRAIN_ON_EOS": "false",
+}
+NUM_ROWS = 24
+NASTY = "</script><img src=x onerror=alert(1)> \x1b[2J \u202eabc"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment():
+    with restored_environment():
+        for key in [key for key in os.environ if key.startswith("VLPACK_")]:
+            del os.environ[key]
+        yield
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    rows = mixed_rows(folder / "images", NUM_ROWS - 2, largest=200)
+    rows.append(image_row([photo(folder, "nasty", 64, 48)], "what", NASTY))
+    two_turns = text_row("first", "not trained")["messages"]
+    two_turns[1]["loss"] = False
+    rows.append({"messages": [*two_turns, *text_row("second", "trained")["messages"]]})
+    return write_jsonl(folder / "train.jsonl", rows)
+
+
+def flags(small_folder, output, data, **options):
+    return packed_argv(
+        small_folder(FAMILY), FAMILY, output, dataset=data,
+        **{"num_train_epochs": 2, "gradient_accumulation_steps": 2, "split_dataset_ratio": 0, "save_strategy": "steps",
+           "save_steps": 2, **options},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(small_folder, data, tmp_path_factory):
+    """Two epochs; and every batch that was trained, by epoch and number of the pack."""
+    output = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch, restored_environment():
+        os.environ.update(OPTIONS)
+        trained = recorded_by_hand(patch, PackingTrainer)
+        train(flags(small_folder, output, data))
+    return output, {(record.epoch, record.number): row for record, row in trained}
+
+
+def recorded_by_hand(patch, trainer):
+    """Fills with every pack when it is trained: its record, and its tensors as they go to the model."""
+    trained, step = [], trainer.training_step
+
+    def remembered(self, model, inputs, *args, **kwargs):
+        row = {
+            "input_ids": inputs["input_ids"][0].tolist(),
+            "labels": inputs["labels"][0].tolist(),
+            "position_ids": inputs["position_ids"].reshape(-1, inputs["input_ids"].shape[1]).tolist(),
+            "cu_seqlens": inputs["cu_seq_lens_q"].tolist(),
+        }
+        trained.append((inputs.record, row))
+        return step(self, model, inputs, *args, **kwargs)
+
+    patch.setattr(trainer, "training_step", remembered)
+    return trained
+
+
+def recorded(output, rank=0):
+    """The ids of each step as the trainer wrote them down."""
+    found = {}
+    for line in (output / "vlpack" / f"packs_rank{rank}.jsonl").read_text().splitlines():
+        pack = json.loads(line)
+        found.setdefault(pack["step"], []).append((pack["epoch"], pack["pack"], pack["ids"]))
+    return found
+
+
+@contextmanager
+def looking(argv, num_ranks=1, folder=None, environ=()):
+    """A function that shows what the command finds, as JSON, for many questions about one run."""
+    with restored_environment():
+        os.environ.update(environ)
+        with run_of(argv, num_ranks=num_ranks) as run:
+            yield lambda **settings: as_json(look(run, Wanted.of({"folder": folder, **settings})))
+
+
+@contextmanager
+def looking_back(output):
+    """The same of a run that was trained, from what it left."""
+    found = run_found(output)
+    launch = run_launch(found.flags, {**os.environ, **found.variables}, num_ranks=found.num_ranks)
+    with looking(launch.flags, launch.num_ranks, str(output), launch.environ) as seen:
+        yield seen
+
+
+def test_what_is_shown_are_the_tensors_that_were_trained(small_folder, run, data, tmp_path):
+    """SEE-1"""
+    _, batches = run
+    shown = {}
+    with looking(flags(small_folder, tmp_path, data), environ=OPTIONS) as seen:
+        for epoch in (0, 1):
+            packs = seen(random=99, epoch=epoch)["packs"]
+            shown |= {(pack["epoch"], pack["number"]): pack["row"] for pack in packs}
+    assert len(batches) > 6
+    assert shown == batches
+
+
+def test_steps_of_a_run_lead_to_the_packs_that_were_trained(run, data):
+    """SEE-3 SEE-4: also from its checkpoints alone, and before it has any."""
+    output, _ = run
+    losses = {line["global_step/max_steps"].split("/")[0]: line["loss"] for line in log_lines(output) if "loss" in line}
+    trained = recorded(output)
+    assert len(trained) > 3
+    rows = Path(data).read_text().splitlines()
+    with looking_back(output) as seen:
+        for step, packs in trained.items():
+            (found,) = seen(step=step)["steps"]
+            assert [(pack["epoch"], pack["number"], list(pack["ids"])) for pack in found["packs"]] == packs
+            assert found["loss"] == losses[str(step)]
+            for pack in found["packs"]:
+                for name, where in zip(pack["ids"], pack["where"], strict=True):
+                    line = int(where.removeprefix(f"{data}:"))
+                    assert name == f"train:{line - 1}"
+                    assert "messages" in json.loads(rows[line - 1])
+        with pytest.raises(ConfigError, match=f"step 999: the run has {len(trained)} steps"):
+            seen(step=999)
+
+
+def test_jumps_of_the_loss_lead_to_the_packs_behind_them(run, tmp_path):
+    """SEE-4: the largest first, each with the loss before it."""
+    output = Path(shutil.copytree(run[0], tmp_path / "run", ignore=shutil.ignore_patterns("*.safetensors", "*.pt")))
+    lines = [json.loads(line) for line in (output / "logging.jsonl").read_text().splitlines()]
+    for line, jump in zip([line for line in lines if "loss" in line][1:], (5.0, 0.0, 9.0), strict=False):
+        line["loss"] += jump
+    (output / "logging.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    losses = [line["loss"] for line in log_lines(output) if "loss" in line]
+    jumps = sorted(((after - before, step) for step, (before, after) in enumerate(pairwise(losses), 2)), reverse=True)
+    expected = [(step, losses[step - 2], losses[step - 1]) for jump, step in jumps if jump > 0][:2]
+    assert [step for step, *_ in expected] == [4, 2]
+    with looking_back(output) as seen:
+        steps = seen(loss_spikes=2)["steps"]
+    assert [(step["step"], step["loss_before"], step["loss"]) for step in steps] == expected
+    trained = recorded(output)
+    for step in steps:
+        packs = [(pack["epoch"], pack["number"], list(pack["ids"])) for pack in step["packs"]]
+        assert packs == trained[step["step"]]
+
+
+def test_log_of_an_earlier_run_into_the_same_folder_is_not_read(small_folder, data, tmp_path):
+    """SEE-14: ms-swift appends to the log where add_version is false."""
+    output = tmp_path / "out"
+    with restored_environment():
+        os.environ.update(OPTIONS)
+        for num_epochs in (2, 1):
+            train(flags(small_folder, output, data, save_strategy="no", num_train_epochs=num_epochs, seed=num_epochs))
+    lines = (output / "logging.jsonl").read_text().splitlines(keepends=True)
+    of_losses = [number for number, line in enumerate(lines) if line.startswith('{"loss"')]
+    for at in (of_losses[len(of_losses) * 2 // 3 - 1], of_losses[-1]):  # a jump at the end of either
+        lines[at] = re.sub(r'("loss": )\d', r"\g<1>9", lines[at])
+    (output / "logging.jsonl").write_text("".join(lines))
+    with looking_back(output) as seen:
+        steps = seen(loss_spikes=9)["steps"]
+    own = [line["loss"] for line in log_lines(output) if "loss" in line][len(of_losses) * 2 // 3 :]
+    jumps = {step: after for step, (one, after) in enumerate(pairwise(own), 2) if after > one}
+    assert {step["step"]: step["loss"] for step in steps} == jumps
+    assert len(own) in jumps
+
+
+def test_checkpoints_alone_lead_back_and_so_does_a_run_that_was_killed_before_one(run, tmp_path):
+    """SEE-4"""
+    output, _ = run
+    step, packs = max(recorded(output).items())
+    only_checkpoints, none = tmp_path / "checkpoints", tmp_path / "none"
+    shutil.copytree(output, only_checkpoints, ignore=shutil.ignore_patterns("vlpack", "*.safetensors", "*.pt"))
+    shutil.copytree(output, none, ignore=shutil.ignore_patterns("checkpoint-*", "last-checkpoint", "packs_*"))
+    for folder in (only_checkpoints, none):
+        if folder is only_checkpoints:  # of what cannot be known without the record, train_on_eos is in the state
+            assert not (folder / "vlpack").exists()
+        with looking_back(folder) as seen:
+            (found,) = seen(step=step)["steps"]
+            assert [(pack["epoch"], pack["number"], list(pack["ids"])) for pack in found["packs"]] == packs
+
+
+def test_members_say_what_is_trained_and_what_is_not(small_folder, data, tmp_path):
+    """SEE-2"""
+    with looking(flags(small_folder, tmp_path, data), environ=OPTIONS) as seen:
+        (pack,) = seen(sample=f"train:{NUM_ROWS - 1}")["packs"]
+        turns = next(one for one in pack["members"] if one["id"] == f"train:{NUM_ROWS - 1}")
+        (pictured,) = seen(sample=f"train:{NUM_ROWS - 2}")["packs"]
+        nasty = next(one for one in pictured["members"] if one["id"] == f"train:{NUM_ROWS - 2}")
+        texts = [(piece["kind"], piece["text"]) for piece in turns["pieces"]]
+        with pytest.raises(ConfigError, match="there are train, and a sample is named as train:0"):
+            seen(sample="photos:1")
+        with pytest.raises(ConfigError, match=r"--pack 99: epoch 0 has \d+ packs; name one from 0 to"):
+            seen(pack=99)
+        with pytest.raises(ConfigError, match="--epoch 2: the run has 2 epochs; name one from 0 to 1"):
+            seen(epoch=2)
+        documents = seen(examples=3)["examples"]
+        assert [one["id"] for one in documents] == ["train:0", "train:1", "train:2"], "in the order of the file"
+    # EOS of the answer is masked by train_on_eos, the whole first answer by its row.
+    assert ("supervised", "trained") in texts
+    assert [text for kind, text in texts if kind == "masked"] == ["not trained<|im_end|>\n", "<|im_end|>"], texts
+    assert turns["num_supervised"] == sum(one["num_tokens"] for one in turns["pieces"] if one["kind"] == "supervised")
+    assert ("vision", "[image 64x48 = 4 tokens]") in [(one["kind"], one["text"]) for one in nasty["pieces"]]
+    assert nasty["pictures"][0]["width"] == 64
+    assert nasty["num_vision"] == 4
+    for member in pack["members"]:
+        inside = slice(member["start"], member["start"] + member["num_tokens"])
+        labels = pack["row"]["labels"][inside]
+        assert sum(label != -100 for label in labels) == member["num_supervised"]
+    assert len(documents) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.telling
+def test_choices_of_packs(small_folder, data, tmp_path):
+    """SEE-2"""
+    with looking(flags(small_folder, tmp_path, data), num_ranks=2, environ=OPTIONS) as seen:
+        everything = seen()
+        overview = everything["overview"]
+        all_packs = seen(random=99)["packs"]
+        tokens = [pack["num_tokens"] for pack in all_packs]
+        assert len(everything["packs"]) == 1
+        assert overview["num_packs"] == len(all_packs)
+        assert (overview["num_ranks"], len(all_packs) % 2) == (2, 0)
+        assert seen(longest=True)["packs"][0]["num_tokens"] == max(tokens)
+        assert seen(emptiest=True)["packs"][0]["num_tokens"] == min(tokens)
+        (step,) = seen(step=1)["steps"]
+        assert [pack["rank"] for pack in step["packs"]] == [0, 0, 1, 1]
+        assert [pack["number"] for pack in step["packs"]] == [0, 2, 1, 3]
+        assert [pack["number"] for pack in all_packs if pack["step"] == 1] == [0, 1, 2, 3]
+        twice = [[pack["number"] for pack in seen(random=2, seed=seed)["packs"]] for seed in (1, 1)]
+        assert twice[0] == twice[1]
+        assert len(twice[0]) == 2
+
+
+@needs_chromium
+def test_page_of_a_run_has_thumbnails_and_hostile_captions_as_text(small_folder, data, tmp_path):
+    """SEE-6 SEE-8"""
+    wanted = Wanted.of({"html": str(tmp_path / "packs.html")})
+    with restored_environment():
+        os.environ.update(OPTIONS)
+        with run_of(flags(small_folder, tmp_path, data), num_ranks=1) as run:
+            (said,) = told(look(run, wanted), wanted, {})
+    page = wanted.html.read_text()
+    numbers = {pack["number"] for pack in json.loads(Elements(page).inside["data"])["packs"]}
+    assert said == f"{wanted.html}: {len(numbers)} packs\n"
+    find = "document.getElementById('find').value = 'onerror'; filters.dispatchEvent(new Event('input'));"
+    shown = opened(page, tmp_path, find)
+    assert f"1 of {len(numbers)} packs" in shown.text
+    assert "</script><img src=x onerror=alert(1)>" in "".join(shown.texts)
+    sources = [attrs["src"] for tag, attrs in shown.elements if tag == "img"]
+    assert sources
+    assert all(source.startswith("data:image/jpeg;base64,") for source in sources)
+
+
+@pytest.mark.slow
+def test_parts_of_a_row_are_found_as_samples(small_folder, tmp_path):
+    """SEE-3: where rows longer than a pack are split."""
+    rows = [*mixed_rows(tmp_path / "images", 4, largest=100), text_row("long", "word " * 900)]
+    data = write_jsonl(tmp_path / "train.jsonl", rows)
+    output = tmp_path / "run"
+    with restored_environment():
+        os.environ.update({**OPTIONS, "VLPACK_PACKING_OVERFLOW": "split"})
+        train(flags(small_folder, output, data, num_train_epochs=1, gradient_accumulation_steps=1))
+    with looking_back(output) as seen:
+        for step, packs in recorded(output).items():
+            found = seen(step=step)
+            assert [list(pack["ids"]) for pack in found["steps"][0]["packs"]] == [names for _, _, names in packs]
+            assert [[one["id"] for one in pack["members"]] for pack in found["packs"]] == [names for *_, names in packs]
+        names = [one["id"] for pack in seen(sample="train:4")["packs"] for one in pack["members"]]
+    assert {"train:4/0", "train:4/1"} <= set(names)

@@ -1,0 +1,224 @@
+"""What a person gets wrong is refused before anything heavy is imported: by the command line, as it is typed."""
+
+import os
+import sys
+
+import pytest
+
+from swift_vlpack.cli import main
+from swift_vlpack.config import PackingConfig
+from swift_vlpack.errors import ConfigError
+from swift_vlpack.host import launch, run_checks
+from swift_vlpack.host.run_checks import Registered, check_run, given_options
+from tests.data_rows import text_row, write_jsonl
+
+
+class Started(Exception):
+    """The command would become the process that trains or plans."""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """A folder with data, a model, a training file and a checkpoint; nothing of it is started."""
+
+    def started(*command):
+        raise Started
+
+    monkeypatch.setattr(os, "execve", started)
+    monkeypatch.setattr(os, "dup2", lambda *numbers: None)  # `vlpack plan` sends what is printed elsewhere
+    for key in [key for key in os.environ if key.startswith("VLPACK_")]:
+        monkeypatch.delenv(key)
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "rows.jsonl", [text_row(n) for n in range(12)])
+    write_jsonl(tmp_path / "few.jsonl", [text_row(n) for n in range(4)])
+    (tmp_path / "empty.jsonl").write_text("\n  \n")
+    (tmp_path / "file.txt").write_text("no folder")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    (tmp_path / "out" / "checkpoint-8").mkdir(parents=True)
+    (tmp_path / "train.yaml").write_text("model: model\ndataset: rows.jsonl\n")
+    return tmp_path
+
+
+FILE = "train.yaml"
+MISTAKES = {
+    "second file": ([FILE, "other.yaml"], "other.yaml: give one training file, as the first word"),
+    "file not first": (["--model", "model", FILE], "train.yaml: give one training file, as the first word"),
+    "folder": (["model"], "model is a folder; name a training file in it (.yaml, .yml, .json), or --model model"),
+    "data": (["rows.jsonl"], "rows.jsonl is no training file; name data with --dataset rows.jsonl"),
+    "word": ([FILE, "--seed", "3", "foo"], "no option takes 'foo'; a training file comes first"),
+    "no model": (["--dataset", "rows.jsonl"], "there is no model to train: give --model"),
+    "no data": (["--model", "model"], "there is no data to train on: give --dataset or fusion_config"),
+    "no file": ([FILE, "--dataset", "rowz.jsonl"], "--dataset rowz.jsonl: no such file; did you mean rows.jsonl?"),
+    "no file like it": ([FILE, "--dataset", "data/x.jsonl#5"], "--dataset data/x.jsonl#5: no such file in FOLDER"),
+    "no validation": ([FILE, "--val_dataset", "/no/x"], "--val_dataset /no/x: no such file"),
+    "empty file": ([FILE, "--dataset", "empty.jsonl"], "--dataset empty.jsonl: the file is empty"),
+    "home": ([FILE, "--dataset", "~/rows.jsonl"], "ms-swift does not expand ~ here, write /"),
+    "no model folder": ([FILE, "--model", "./modle"], "--model ./modle: no such folder; did you mean model?"),
+    "model file": ([FILE, "--model", "file.txt"], "--model file.txt is a file"),
+    "data as model": ([FILE, "--model", "out"], "--model out: there is no config.json in it"),
+    "adapter as model": ([FILE, "--model", "adapter"], "it is an adapter: give it with --adapters"),
+    "no adapter": ([FILE, "--adapters", "./adaptr"], "--adapters ./adaptr: no such folder; did you mean adapter?"),
+    "no plugin": ([FILE, "--external_plugins", "mine.py"], "--external_plugins mine.py: no such file in FOLDER"),
+    "no checkpoint": (
+        [FILE, "--resume_from_checkpoint", "out/checkpoint-9"],
+        "--resume_from_checkpoint out/checkpoint-9: no such checkpoint; there is out/checkpoint-8",
+    ),
+    "run as checkpoint": (
+        [FILE, "--resume_from_checkpoint", "out"],
+        "--resume_from_checkpoint out is no checkpoint; there is out/checkpoint-8",
+    ),
+    "tuner": ([FILE, "--tuner_type", "lorra"], "--tuner_type must be one of adalora, adapter, "),
+    "tuner meant": ([FILE, "--tuner_type", "lorra"], "got 'lorra'; did you mean lora?"),
+    "dtype": ([FILE, "--torch_dtype", "bfloat"], "got 'bfloat'; did you mean bfloat16?"),
+    "no deepspeed": (
+        [FILE, "--deepspeed", "of_deepspeed.json"],
+        "--deepspeed of_deepspeed.json: no such file in FOLDER",
+    ),
+    "groups": ([FILE, "--group_by_length", "true"], "--group_by_length true cannot be used with packing"),
+    "no fusion": (["--model", "model", "--fusion_config", "no.yaml"], "fusion_config no.yaml: cannot be read"),
+    "no steps": ([FILE, "--streaming", "true"], "set --max_steps"),
+    "file after data": ([FILE, "--dataset", "rows.jsonl", "other.yaml"], "other.yaml: give one training file"),
+    "no value": ([FILE, "--packing_length", "--seed", "3"], "--packing_length needs a value: INT"),
+    "strategy": ([FILE, "--packing_strategy", "exakt"], "got 'exakt'; did you mean exact?"),
+    "mode": ([FILE, "--packing_mode", "plann"], "got 'plann'; did you mean plan?"),
+}
+
+
+@pytest.mark.parametrize("command", ["sft", "plan", "bench"])
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistake_is_one_line_before_anything_is_started(mistake, command, capsys, folder):
+    """CLI-31"""
+    argv, said = MISTAKES[mistake]
+    assert main([command, *argv]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"vlpack {command}: ")
+    assert said.replace("FOLDER", str(folder)) in err
+
+
+@pytest.mark.parametrize("given", ["file.txt", "file.txt/below", "/proc/none/of/it", "/dev/null/out"])
+def test_output_folder_that_cannot_be_is_refused_and_none_is_left(given, folder, capsys):
+    """CLI-31: by a training; a plan writes nothing there."""
+    assert main(["sft", FILE, "--output_dir", given]) == 2
+    assert f"--output_dir {given}: " in capsys.readouterr().err
+    with pytest.raises(Started):
+        main(["sft", FILE, "--output_dir", "new/folder"])
+    assert not (folder / "new").exists()
+    with pytest.raises(Started):
+        main(["plan", "--config", FILE, "--output_dir", given])
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [FILE],
+        [
+            FILE,
+            "--dataset",
+            "rows.jsonl#3",
+            "AI-ModelScope/alpaca#5",
+            "owner/name:a/b#9",
+            "hf::owner/name",
+            "name",
+            "rows.jsonl",
+        ],
+        [FILE, "--model", "owner/name", "--adapters", "owner/adapter"],
+        [FILE, "--dataset", "./of_the_plugin.jsonl", "--tuner_type", "mine", "--external_plugins", "plugin.py"],
+        [FILE, "--system", "--be brief and kind", "--learning_rate", "1e-4", "--gradient_checkpointing"],
+        [FILE, "--torch_dtype", "bfloat16", "--deepspeed", "zero3", "--resume_from_checkpoint", "out/checkpoint-7"],
+        [FILE, "--streaming", "true", "--max_steps", "3", "--interleave_prob", "0.5"],
+        [FILE, "--target_modules", "all-linear", "more", "--no_gradient_checkpointing"],
+        ["--adapters", "adapter", "--load_args", "true", "--load_data_args", "true"],
+        [FILE, "--group_by_length", "true", "--packing", "false"],
+        [FILE, "--use_ray", "true", "--dataset", "/data/of/the/cluster.jsonl"],
+        [FILE, "--ignore_args_error", "true", "word"],
+        [FILE, "--model", "~/model", "--adapters", "~/adapter:checkpoint-10"],
+        [FILE, "--model", "./models:inner/model", "--adapters", "owner/adapter:runs/checkpoint-10"],
+    ],
+)
+def test_what_may_be_right_is_started(argv, folder, monkeypatch):
+    """CLI-31: a name that a hub, a plugin, a checkpoint or another machine may know is theirs to judge."""
+    (folder / "plugin.py").write_text("")
+    (folder / "out" / "checkpoint-7").mkdir()
+    (folder / "out" / "checkpoint-7" / "trainer_state.json").write_text("{}")
+    monkeypatch.setenv("HOME", str(folder / "home"))
+    for place in ("home/model", "home/adapter/checkpoint-10", "models/inner/model"):
+        (folder / place).mkdir(parents=True)
+        (folder / place / "config.json").write_text("{}")
+    with pytest.raises(Started):
+        main(["sft", *argv])
+
+
+def test_nothing_is_checked_where_the_flags_of_ms_swift_cannot_be_read(folder, monkeypatch):
+    """CLI-31: without them nothing tells a list from a value."""
+    monkeypatch.setattr(launch, "flag_names", frozenset)
+    monkeypatch.setattr(run_checks, "flags_of_swift", dict)
+    (folder / "model").mkdir(exist_ok=True)
+    with pytest.raises(Started):
+        main(["sft", FILE, "--model", str(folder / "model"), "--max_steps", "100", "--streaming", "true"])
+
+
+def test_path_that_may_not_be_looked_at_is_one_line(monkeypatch, capsys):
+    """CLI-31: root may look at everything, so the system's refusal is made here."""
+
+    def refused(path):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr("swift_vlpack.host.run_checks._has_content", refused)
+    assert main(["sft", FILE]) == 2
+    assert capsys.readouterr().err == "vlpack sft: rows.jsonl cannot be looked at (Permission denied)\n"
+
+
+def test_check_needs_neither_torch_nor_ms_swift(folder):
+    """CLI-31"""
+    import subprocess
+
+    code = "import sys; from swift_vlpack.cli import main; main(['sft', 'rows.jsonl']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ratios"), [("first_exhausted", (1 / 3, 1)), ("all_exhausted", (1, 3))], ids=lambda value: str(value)
+)
+def test_shares_of_interleaving_are_shown_as_the_sources_that_do_the_same(strategy, ratios, folder, capsys):
+    """CLI-32"""
+    argv = [FILE, "--dataset", "rows.jsonl", "few.jsonl", "--interleave_prob", "0.5", "0.5"]
+    assert main(["sft", *argv, "--stopping_strategy", strategy]) == 2
+    said = capsys.readouterr().err
+    shown = (
+        f"sources: [{{dataset: rows.jsonl, ratio: {ratios[0]:.4g}}}, {{dataset: few.jsonl, ratio: {ratios[1]:.4g}}}]"
+    )
+    assert shown in said
+    (folder / "mix.yaml").write_text(shown + "\n")
+    with pytest.raises(Started):
+        main(["sft", "--model", "model", "--fusion_config", "mix.yaml"])
+
+
+def test_shares_of_data_on_a_hub_are_shown_as_a_rule(folder, capsys):
+    """CLI-32"""
+    argv = [FILE, "--dataset", "owner/a", "rows.jsonl#3", "--interleave_prob", "0.25", "0.75"]
+    assert main(["sft", *argv]) == 2
+    assert "{dataset: owner/a, ratio: N x 0.25 / ROWS}" in capsys.readouterr().err
+
+
+def test_options_are_those_that_argparse_takes():
+    """CLI-31: the beginning of a name, both kinds of dashes, a value behind =, the last of two."""
+    given = given_options(
+        ["--learning_rat=1e-4", "--torch-dtype", "float32", "--dataset", "a", "b", "--seed=1", "--seed", "2"]
+    )
+    assert given == {"learning_rate": 1e-4, "torch_dtype": "float32", "dataset": ["a", "b"], "seed": 2}
+
+
+def test_data_set_that_ms_swift_knows_by_a_path_is_no_missing_file(folder):
+    """CLI-31: in the training process, where plugins have registered theirs."""
+    options = {"model": "model", "dataset": ["./mine.jsonl"], "tuner_type": "mine"}
+    config = PackingConfig(packing=True, packing_length=8)
+    check_run(options, config, Registered({"./mine.jsonl"}, {"mine"}))
+    with pytest.raises(ConfigError, match=r"--dataset ./mine.jsonl: no such file"):
+        check_run(options, config, Registered((), {"mine"}))
+    with pytest.raises(ConfigError, match="--tuner_type must be one of lora, got 'mine'"):
+        check_run(options, config, Registered({"./mine.jsonl"}, {"lora"}))

@@ -1,0 +1,129 @@
+"""Packs and steps as text: what is told apart by colour is told apart without it."""
+
+import re
+
+import pytest
+
+from swift_vlpack.pages.overview import overview_parts
+from swift_vlpack.pages.terminal import MARKS, bar_widths, example_parts, pack_parts, printed, step_parts
+from swift_vlpack.pages.values import KINDS, Member, PackShown, Picture, Piece, Row, StepShown, Trained
+
+HOSTILE = "caption \x1b[2J\x07 \u202eabc\x9b31m"
+
+
+def member(name="photos:3", *, tokens=30, start=0, text="an answer"):
+    pieces = [
+        Piece("prompt", 4, "<|im_start|>user\n"),
+        Piece("vision", 12, "[image 640x480 = 12 tokens]"),
+        Piece("supervised", 10, text),
+        Piece("masked", tokens - 26, "<|im_end|>\n"),
+    ]
+    return Member(
+        id=name, where=f"/data/{name}", source=name.partition(":")[0], start=start, num_tokens=tokens,
+        num_supervised=10, num_vision=12, positions={"token": (0, tokens - 1)},
+        pictures=[Picture("image", 12, 640, 480, "a.jpg")], pieces=pieces,
+    )  # fmt: skip
+
+
+def pack(*members, number=7, capacity=100):
+    ends = [0]
+    for one in members:
+        ends.append(ends[-1] + one.num_tokens)
+    row = Row(input_ids=[], labels=[], position_ids=[], cu_seqlens=ends)
+    left_out = [{"id": "photos:9", "reason": "file_missing", "error": HOSTILE}]
+    return PackShown(
+        epoch=1, number=number, num_packs=12, rank=0, step=4, packing_length=capacity, members=members,
+        left_out=left_out, row=row,
+    )  # fmt: skip
+
+
+def plain(shown, width=80, is_colourful=False):
+    return printed(pack_parts(shown, width), width=width, is_colourful=is_colourful)
+
+
+def test_every_kind_of_token_has_a_mark_of_its_own_on_every_line():
+    """SEE-2: also where the width breaks a line."""
+    long = "word " * 40
+    lines = plain(pack(member(text=long.strip())), width=60).splitlines()
+    start = next(at for at, line in enumerate(lines) if line.startswith("A photos:3"))
+    marked = [(line[:2], line[2:]) for line in lines[start + 1 :] if line]
+    assert {mark.strip() for mark, _ in marked} == {mark.strip() for mark in MARKS.values()}
+    answer = [text for mark, text in marked if mark == "+ "]
+    assert " ".join(" ".join(answer).split()) == long.strip()
+    assert len(answer) > 3
+    assert max(map(len, lines)) <= 60
+
+
+def test_bar_is_to_scale_and_says_which_sample_is_which():
+    """SEE-2"""
+    lines = plain(pack(member("a:0", tokens=50), member("b:1", tokens=30, start=50)), width=102).splitlines()
+    assert "[" + "A" * 50 + "B" * 30 + "." * 20 + "]" in lines
+    assert re.search(r"A +a:0 +50 +10 +24% +640x480 = 12", "\n".join(lines))
+    assert "boundaries (cu_seqlens): 0, 50, 80" in lines
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_cells_of_a_bar_never_add_up_to_more_than_its_width(seed):
+    """SEE-2"""
+    import random
+
+    rng = random.Random(seed)
+    lengths = [rng.randint(1, 900) for _ in range(rng.randint(1, 200))]
+    widths = bar_widths(lengths, 4096, 78)
+    assert sum(widths) == round(min(sum(lengths), max(4096, sum(lengths))) * 78 / max(4096, sum(lengths)))
+    assert min(widths) >= 0
+
+
+def test_nothing_in_a_row_moves_the_cursor_or_turns_writing_around():
+    """SEE-6"""
+    step = StepShown(step=3, packs=[Trained(rank=0, epoch=0, number=1, ids=[HOSTILE], where=[HOSTILE])], known_from="x")
+    texts = [
+        plain(pack(member(name=HOSTILE, text=HOSTILE))),
+        printed(step_parts(step), width=80, is_colourful=False),
+        printed(example_parts(member(name=HOSTILE, text=HOSTILE), 80), width=80, is_colourful=False),
+    ]
+    for text in texts:
+        assert not set(text) & set("\x1b\x07\x9b\u202e")
+        assert "␛[2J␇" in text
+
+
+def test_colour_only_where_there_is_a_terminal():
+    """SEE-2"""
+    assert "\x1b[" in plain(pack(member()), is_colourful=True)
+    assert "\x1b" not in plain(pack(member()))
+    without = re.sub(r"\x1b\[[\d;]*m", "", plain(pack(member()), is_colourful=True))
+    assert without == plain(pack(member()))
+
+
+def test_step_says_loss_ranks_and_where_its_rows_are():
+    """SEE-3"""
+    packs = [
+        Trained(rank=0, epoch=0, number=4, ids=["a:1", "a:2"], where=["/d/a.jsonl:2", "/d/a.jsonl:3"], lengths=[5, 6]),
+        Trained(rank=1, epoch=0, number=5, ids=[]),
+    ]
+    step = StepShown(
+        step=3, packs=packs, known_from="packs as recorded", loss=2.5, loss_of=(1, 3), loss_before=1.0, notes=["a note"]
+    )
+    text = printed(step_parts(step), width=100, is_colourful=False)
+    assert "step 3: loss 2.5 (mean of steps 1-3), 1 before; 2 packs, 2 samples, packs as recorded" in text
+    assert re.search(r"0 +0 +4 +5 +a:1 +/d/a.jsonl:2", text)
+    assert re.search(r"1 +0 +5 +no sample, and so no loss", text)
+    assert "a note" in text
+
+
+def test_overview_names_the_packs_that_are_worth_a_look():
+    """SEE-2"""
+    overview = {
+        "epoch": 0, "num_packs": 9, "packing_length": 512, "num_ranks": 2, "num_samples": 40, "mean_fill": 0.97,
+        "fills": {"50-59%": 1, "90-99%": 8}, "sources": {"a": {"samples": 40, "tokens": 4000}},
+        "longest": 3, "emptiest": 8, "num_left_out": 2,
+    }  # fmt: skip
+    text = printed(overview_parts(overview), width=100, is_colourful=False)
+    assert "longest pack 3, emptiest pack 8, rows in no pack 2" in text
+    assert text.count("#") == 40 + 5
+
+
+def test_kinds_have_marks():
+    """SEE-2"""
+    assert set(MARKS) == set(KINDS)
+    assert len(set(MARKS.values())) == len(KINDS)

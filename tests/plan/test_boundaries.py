@@ -1,0 +1,106 @@
+import random
+
+import pytest
+
+from swift_vlpack import Boundaries
+from swift_vlpack.errors import BoundaryError
+
+
+def test_everything_is_derived_from_the_lengths():
+    """BOUND-1"""
+    pack = Boundaries((3, 1, 2))
+    assert pack.document_starts == (0, 3, 4)
+    assert pack.cu_seqlens == (0, 3, 4, 6)
+    assert pack.position_ids == (0, 1, 2, 0, 0, 1)
+    assert pack.segment_ids() == (1, 1, 1, 2, 3, 3)
+    assert pack.segment_ids(num_tokens=8) == (1, 1, 1, 2, 3, 3, 0, 0)
+    assert pack.num_tokens == 6
+
+
+def test_row_too_short_and_empty_sample_are_refused():
+    """BOUND-1"""
+    with pytest.raises(BoundaryError, match="row of 5 tokens cannot hold the 6"):
+        Boundaries((3, 3)).segment_ids(num_tokens=5)
+    with pytest.raises(BoundaryError, match="sample 2 of the pack has length 0"):
+        Boundaries((3, 0))
+
+
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        ((0, 1, 2, 3, 4), "do not restart at token 3, where sample 1 starts"),
+        ((0, 1, 0, 0, 1), "restart at token 2, in the middle"),
+        ((0, 1, 2, 0), "4 positions for a pack of 5"),
+        ((0, 1, 3, 0, 1), "jump from 1 to 3 at token 2"),
+        ((1, 2, 3, 0, 1), "do not restart at token 0"),
+    ],
+)
+def test_wrong_positions_are_found(positions, message):
+    """BOUND-2"""
+    Boundaries((3, 2)).check_positions((0, 1, 2, 0, 1))
+    with pytest.raises(BoundaryError, match=message):
+        Boundaries((3, 2)).check_positions(positions)
+
+
+def test_random_packs_accept_their_own_positions_and_no_others():
+    """BOUND-2"""
+    rng = random.Random(0)
+    for _ in range(200):
+        lengths = tuple(rng.randint(1, 6) for _ in range(rng.randint(1, 6)))
+        pack = Boundaries(lengths)
+        positions = list(pack.position_ids)
+        pack.check_positions(positions)
+        positions[rng.randrange(len(positions))] += 1
+        with pytest.raises(BoundaryError):
+            pack.check_positions(positions)
+
+
+E, P, B = 2, 0, 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ids", "lengths"),
+    [
+        ([5, 6, E, 7, E], {"eos_id": E}, (3, 2)),
+        ([5, 6, E, 7, 8], {"eos_id": E}, (3, 2)),  # the last sample was cut and has no EOS
+        ([5, 6, E, 7, E, P, P], {"eos_id": E, "pad_id": P}, (3, 2)),
+        ([5, 6, E, 7, E, E, E], {"eos_id": E, "pad_id": E}, (3, 2)),  # pad is EOS
+        ([5, 6, E, 7, 8, 9], {"eos_id": E, "pad_id": E}, (3, 3)),
+        ([B, 5, B, 6, 7], {"bos_id": B}, (2, 3)),
+        ([B, 5, B, 6, P, P], {"bos_id": B, "pad_id": P}, (2, 2)),
+        ([5, E, E, 7, E], {"eos_id": E}, (2, 1, 2)),  # a sample that is nothing but EOS, inside the row
+        ([P, P], {"eos_id": E, "pad_id": P}, ()),
+        ([E, E], {"eos_id": E, "pad_id": E}, ()),
+        ([], {"eos_id": E}, ()),
+    ],
+)
+def test_boundaries_from_tokens(tokens, ids, lengths):
+    """BOUND-3"""
+    assert Boundaries.from_tokens(tokens, **ids).lengths == lengths
+
+
+def test_random_packs_are_recovered_from_their_tokens():
+    """BOUND-3"""
+    rng = random.Random(1)
+    for _ in range(200):
+        lengths = tuple(rng.randint(2, 9) for _ in range(rng.randint(1, 6)))
+        padding = rng.randint(0, 4)
+        with_eos = [t for length in lengths for t in [*([7] * (length - 1)), E]] + [E] * padding
+        assert Boundaries.from_tokens(with_eos, eos_id=E, pad_id=E).lengths == lengths
+        with_bos = [t for length in lengths for t in [B, *([7] * (length - 1))]] + [P] * padding
+        assert Boundaries.from_tokens(with_bos, bos_id=B, pad_id=P).lengths == lengths
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ids", "message"),
+    [
+        ([P, P, 5, E], {"eos_id": E, "pad_id": P}, "starts with the pad token 0"),
+        ([5, B, 6], {"bos_id": B}, "not with the BOS token 1"),
+        ([5, E], {}, "either eos_id or bos_id"),
+        ([5, E], {"eos_id": E, "bos_id": B}, "either eos_id or bos_id"),
+    ],
+)
+def test_rows_that_cannot_start_so_are_refused(tokens, ids, message):
+    """BOUND-4"""
+    with pytest.raises(BoundaryError, match=message):
+        Boundaries.from_tokens(tokens, **ids)

@@ -1,0 +1,188 @@
+"""A read that never ends is a counted reason, in the length pass and when packs are loaded."""
+
+import fcntl
+import os
+import signal
+import time
+
+import pytest
+
+from swift_vlpack.config import PackingConfig
+from swift_vlpack.errors import DataError
+from swift_vlpack.feed import reader
+from swift_vlpack.feed.dataset import PackingDataset
+from swift_vlpack.lengths.cache import LengthCache
+from swift_vlpack.lengths.measure import measure
+from swift_vlpack.lengths.measured_sizes import LengthCaches
+from swift_vlpack.lengths.rows_work import Encoders
+from swift_vlpack.lengths.trust import Trust
+from swift_vlpack.rows import watch
+from swift_vlpack.rows.encoder import RowEncoder
+from swift_vlpack.rows.fusion import FusionCaptionDataset
+from swift_vlpack.rows.samples import LeftOut, SampleId
+from swift_vlpack.rows.source import RowSource
+from swift_vlpack.rows.watch import Waits, watched
+from tests.data_rows import image_row, text_row
+from tests.images import photo
+from tests.plain_template import PlainTemplate
+
+F_SETLEASE, SECONDS = 1024, 1.0
+
+
+@pytest.fixture
+def template():
+    return PlainTemplate()
+
+
+@pytest.fixture
+def short_limit(monkeypatch):
+    monkeypatch.setattr(watch, "READ_SECONDS", SECONDS)
+    monkeypatch.setattr(watch, "_num_left_behind", 0)
+
+
+@pytest.fixture
+def stuck():
+    """`stuck(path)`: whoever opens the file waits, as for a network mount that is gone: another process has a lease."""
+    holders = []
+
+    def hold(path):
+        reading, writing = os.pipe()
+        if (pid := os.fork()) == 0:
+            signal.signal(signal.SIGIO, signal.SIG_IGN)
+            try:
+                fcntl.fcntl(os.open(path, os.O_RDONLY), F_SETLEASE, fcntl.F_WRLCK)
+                os.write(writing, b"y")
+            except OSError:
+                os.write(writing, b"n")
+            time.sleep(600)
+            os._exit(0)
+        holders.append(pid)
+        if os.read(reading, 1) != b"y":
+            pytest.skip("this file system has no leases")
+
+    yield hold
+    for pid in holders:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def some_rows(folder):
+    return [*(image_row([photo(folder, str(n), 60 + n, 60)]) for n in range(6)), text_row()]
+
+
+def measured(rows, template, path, num_processes=1, is_strict=False):
+    caches = LengthCaches(cache=LengthCache(path, "context"), trust=Trust())
+    encoder = RowEncoder(template)
+    encoders = Encoders(by_header=encoder, in_full=encoder, is_strict=is_strict, num_processes=num_processes)
+    return measure(RowSource(name="data", rows=rows), caches, encoders)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_file_that_nobody_answers_for_is_left_out_and_tried_again(
+    num_processes, template, tmp_path, stuck, short_limit
+):
+    """LEN-19"""
+    rows = some_rows(tmp_path)
+    right = measured(rows, template, tmp_path / "right")
+    stuck(rows[2]["images"][0])
+    sizes = measured(rows, template, tmp_path / "lengths", num_processes)
+    assert sizes.failures == {2: "file_timeout"}
+    assert sizes.faults[2].files == tuple(rows[2]["images"])
+    assert sizes.faults[2].error == f"nothing was read for {SECONDS:g} seconds (files: {rows[2]['images'][0]})"
+    others = [0, 1, 3, 4, 5, 6]
+    assert sizes.lengths[others].tolist() == right.lengths[others].tolist()
+    (tmp_path / "2.jpg").rename(tmp_path / "held.jpg")  # the lease is on the file, not on its name
+    photo(tmp_path, "2", 62, 60)
+    assert measured(rows, template, tmp_path / "lengths").failures == {}
+
+
+def test_strict_pass_stops_at_it(template, tmp_path, stuck, short_limit):
+    """LEN-19 LEN-11"""
+    rows = some_rows(tmp_path)
+    stuck(rows[2]["images"][0])
+    with pytest.raises(DataError, match=r"data:2: file_timeout: nothing was read for 1 seconds .*2\.jpg"):
+        measured(rows, template, tmp_path / "lengths", is_strict=True)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_pack_is_loaded_without_it(num_threads, template, tmp_path, stuck, short_limit, monkeypatch):
+    """LEN-19"""
+    rows = some_rows(tmp_path)
+    source = RowSource(name="data", rows=rows, sizes=measured(rows, template, tmp_path / "lengths"))
+    data = FusionCaptionDataset([source], template, shuffle=False)
+    packs = PackingDataset(data, template, PackingConfig(packing_length=2000, packing_drop_last=False))
+    stuck(rows[2]["images"][0])
+    monkeypatch.setattr(reader, "threads_per_worker", lambda: num_threads)
+    pack = packs[0]
+    assert [left_out.sample_id for left_out in pack.record.left_out] == [SampleId("data", 2)]
+    assert (
+        pack.record.left_out[0][1:]
+        == LeftOut(
+            SampleId("data", 2),
+            "file_timeout",
+            f"nothing was read for {SECONDS:g} seconds (files: {rows[2]['images'][0]})",
+            tuple(rows[2]["images"]),
+        )[1:]
+    )
+    assert len(pack) == len(rows) - 1
+
+
+class Clock:
+    """Time in which every look of the watch is 0.1 seconds after the one before; counts the looks."""
+
+    def __init__(self, share_of_work):
+        self.share_of_work = share_of_work
+        self.num_looks = 0
+
+    def monotonic(self):
+        self.num_looks += 1
+        return 0.1 * self.num_looks
+
+    def process_time(self):
+        return 0.1 * self.share_of_work * self.num_looks
+
+
+def ends_after(clock, num_looks):
+    """Work that goes on until it was looked at so often."""
+
+    def work():
+        while clock.num_looks < num_looks:
+            time.sleep(0.001)
+        return "done"
+
+    return work
+
+
+@pytest.mark.parametrize(
+    ("share_of_work", "num_places", "is_given_up"),
+    [(0.5, 1, False), (0.0, 40, False), (0.0, 1, True), (0.05, 1, True)],
+    ids=["computes", "comes along", "waits", "hardly computes"],
+)
+def test_work_that_computes_or_comes_along_is_not_given_up(share_of_work, num_places, is_given_up, monkeypatch):
+    """LEN-19: 30 looks, of which 10 are within the limit."""
+    clock = Clock(share_of_work)
+    monkeypatch.setattr(watch, "READ_SECONDS", 1.0)
+    monkeypatch.setattr(watch, "_num_left_behind", 0)
+    monkeypatch.setattr(watch, "time", clock)
+    work, where = ends_after(clock, 30), lambda: clock.num_looks * num_places // 40
+    if is_given_up:
+        with pytest.raises(Waits, match="nothing was read for 1 seconds"):
+            watched(work, where)
+        clock.num_looks = 30  # lets the thread that was left behind end
+    else:
+        assert watched(work, where) == "done"
+
+
+def test_error_of_the_work_is_raised():
+    """LEN-19"""
+    with pytest.raises(KeyError, match="mine"):
+        watched(lambda: {}["mine"])
+
+
+def test_each_read_given_up_shortens_the_next(monkeypatch):
+    """LEN-19: a thousand files of one mount."""
+    seconds = []
+    for number in range(8):
+        monkeypatch.setattr(watch, "_num_left_behind", number)
+        seconds.append(watch.seconds_to_wait())
+    assert seconds == [60, 30, 15, 7.5, 3.75, 2, 2, 2]

@@ -1,0 +1,146 @@
+"""The registry of reasons: what is counted is in it; what is in it is given, documented, and keeps its number."""
+
+import ast
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+
+from swift_vlpack.reasons import REASONS, Kind, Reason, of_part_code, warning_of_left_out
+from swift_vlpack.runlog.counts import Counts
+from tests.doc_tables import reason_row
+from tests.parsed import nodes_of
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "swift_vlpack"
+REGISTRY = PACKAGE / "reasons.py"
+TAKES_A_REASON = {"LeftOut": 1, "Fault": 0, "SampleError": 1, "_with_files": 0, "_drop": 1, "dropped": 1}
+"""Calls, and which of their arguments is the reason."""
+
+
+def nodes_beside_the_registry():
+    return [node for path in PACKAGE.rglob("*.py") if path != REGISTRY for node in nodes_of(path)]
+
+
+CODES = {
+    1: "encode_failed",
+    2: "over_max_length",
+    3: "file_missing",
+    4: "file_is_folder",
+    5: "file_empty",
+    6: "image_unreadable",
+    7: "image_too_large",
+    8: "aspect_ratio",
+    9: "images_malformed",
+    10: "no_messages",
+    11: "video_reader_missing",
+    12: "video_unreadable",
+    13: "file_unreadable",
+    14: "file_timeout",
+    15: "url_unreachable",
+}
+OF_LENGTH = {Reason.OVER_MAX_LENGTH}
+"""What an encoding finds and is no failure: rows that are left out for their length never stop a run."""
+PART_CODES = {1: "overflow", 2: "truncated", 3: "image_over_length", 4: "cannot_be_cut", 5: "too_short"}
+
+
+def test_numbers_in_files_never_change():
+    """STAT-7: files outlive versions, and a number that is given to another word makes them lie. New ones may come."""
+    assert {code: REASONS[code] for code in CODES} == CODES
+    assert REASONS[0] == ""
+    assert {code: of_part_code(code).value for code in PART_CODES} == PART_CODES
+    assert of_part_code(0) is None
+
+
+def given_in(nodes):
+    """The names of the reasons that code gives: `Reason.X`."""
+    return {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "Reason"
+    }
+
+
+def missing(reason, given, given_to_parts, page):
+    """What is missing of a reason, each with the place where to add it."""
+    about, name = reason.about, f"Reason.{reason.name}"
+    is_of_encoding = about.kind is Kind.ENCODING
+    is_of_part = about.kind is Kind.CUT or reason.name in given_to_parts
+    codes = [other.about.code for other in Reason if other.about.code is not None]
+    part_codes = [other.about.part_code for other in Reason if other.about.part_code is not None]
+    wanted = {
+        f"swift_vlpack/reasons.py: {name} needs a meaning": bool(about.meaning),
+        f"swift_vlpack/reasons.py: an encoding finds {name}, so it needs a code, the next is {max(codes) + 1}": (
+            (about.code is not None) == is_of_encoding
+        ),
+        f"swift_vlpack/reasons.py: the code of {name} is another one's, or leaves a gap": (
+            about.code is None or (codes.count(about.code) == 1 and about.code <= len(codes))
+        ),
+        f"swift_vlpack/reasons.py: say when a row that failed with {name} is retried": (
+            bool(about.retried) == is_of_encoding
+        ),
+        f"swift_vlpack/reasons.py: {name} is given to parts, so it needs a part_code, the next is "
+        f"{max(part_codes) + 1}": about.part_code is not None or not is_of_part,
+        f"swift_vlpack/plan/parts.py: {name} has a part_code and is given to no part": (
+            about.part_code is None or reason.name in given_to_parts
+        ),
+        f"swift_vlpack/reasons.py: the part_code of {name} is another one's": (
+            about.part_code is None or part_codes.count(about.part_code) == 1
+        ),
+        f"swift_vlpack/reasons.py: is_failure is for what an encoding finds, other than a length, and for all of that; "
+        f"{name} is of Kind.{about.kind.name}": about.is_failure == (is_of_encoding and reason not in OF_LENGTH),
+        f"nothing gives {name}: where it is found, write LeftOut(sample_id, {name}.value, ...), a Fault or a "
+        f"SampleError; or delete it": reason.name in given,
+        f"docs/reasons.md: run `make docs-tables`, which writes the row of {name}": reason_row(reason) in page,
+    }
+    return [place for place, is_there in wanted.items() if not is_there]
+
+
+def test_every_reason_is_declared_whole_and_given():
+    """STAT-7 DATA-17: for what is missing, the message says where to add it."""
+    given = given_in(nodes_beside_the_registry())
+    given_to_parts = given_in(nodes_of(PACKAGE / "plan" / "parts.py"))
+    page = (ROOT / "docs" / "reasons.md").read_text()
+    todo = [one for reason in Reason for one in missing(reason, given, given_to_parts, page)]
+    unknown = sorted(given - {reason.name for reason in Reason})
+    todo += [f"swift_vlpack/reasons.py: Reason.{name} is given and not declared" for name in unknown]
+    assert not todo, "\n" + "\n".join(todo)
+
+
+def test_no_reason_is_a_literal():
+    """STAT-7: a word beside the registry would be the beginning of a second one."""
+    found = []
+    for node in nodes_beside_the_registry():
+        if isinstance(node, ast.Constant) and node.value in set(Reason):
+            found.append(node.value)
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            given = node.args[TAKES_A_REASON[name] :][:1] if name in TAKES_A_REASON else []
+            given += [keyword.value for keyword in node.keywords if keyword.arg == "reason"]
+            found += [arg.value for arg in given if isinstance(arg, ast.Constant)]
+    assert found == []
+
+
+def test_a_word_that_is_not_registered_is_not_counted():
+    """STAT-7"""
+    stats = Counts(packing_length=8)
+    with pytest.raises(ValueError, match="too_blue"):
+        stats.dropped("a", "too_blue")
+    assert stats.num_dropped == {}
+
+
+def test_a_reason_is_its_word_wherever_it_is_written():
+    """STAT-7"""
+    for reason in Reason:
+        assert f"{reason}" == "%s" % reason == str(reason) == reason.value  # noqa: UP031 - the way of logging
+        assert json.loads(json.dumps({reason: reason})) == {reason.value: reason.value}
+        assert {reason: 1}[reason.value] == 1
+        assert pickle.loads(pickle.dumps(reason)) is reason
+
+
+def test_a_warning_has_the_remedy_of_every_reason():
+    """STAT-5 STAT-7"""
+    for reason in Reason:
+        warning = warning_of_left_out({reason.value: 5}, num_of=10)
+        assert (reason.about.remedy or "mend or remove the rows") in warning
