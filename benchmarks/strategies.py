@@ -29,10 +29,10 @@ from numpy.typing import NDArray
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.plan import strategies
-from swift_vlpack.plan.bounds import lower_bound
 from swift_vlpack.plan.length_files import read_lengths
 from swift_vlpack.plan.packs import Plan
 from swift_vlpack.plan.planner import plan
+from swift_vlpack.plan.strategies import lower_bound
 
 Lengths = NDArray[np.int64]
 EXAMPLE = Path(__file__).parent.parent / "configs" / "example_lengths.json"

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.plan.boundaries import Boundaries
+from swift_vlpack.plan.items import Item, Pack
 from swift_vlpack.plan.mix import schedule
 from swift_vlpack.plan.packer import Packer
 from swift_vlpack.plan.packs import Plan
 from swift_vlpack.plan.planner import plan
-from swift_vlpack.plan.records import Item, Pack
 from swift_vlpack.plan.registry import register_strategy
 from swift_vlpack.words import INSTALL
 

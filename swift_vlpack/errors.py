@@ -3,22 +3,24 @@
 VLPackError
 |-- ConfigError        an option is unknown, impossible, or contradicts another one
 |-- DataError          an item, a length file or a source cannot be what it claims to be
-|-- SourceError        a source of documents cannot be read (text/streams/reading.py)
+|-- SourceError        a source of documents cannot be read (text/reading.py)
 |-- PlanError          a plan cannot be given the shape that was asked for
 |-- StrategyError      a strategy of one's own broke the rules (plan/registry.py)
 |-- BoundaryError      positions or tokens disagree with where samples start
-|-- AttentionError     a model asks of attention what packing does not know, or the boundaries are another row's
+|-- AttentionError     a model asks of attention what packing does not know, or boundaries are another sequence's
 |-- StateMismatch      a saved state belongs to other data, another config or another version
 |-- SampleError        a row cannot be encoded (rows/samples.py); becomes a counted reason
 |-- TooManyFailures    so many rows in a row that the data must be broken (rows/samples.py)
-|-- IsolationError     samples of a pack see each other, or the proof cannot be made (proof/isolation.py)
-|-- RanksDiffer        the ranks would train on different data (host/ranks.py)
+|-- IsolationError     samples of a pack see each other, or the proof cannot be made
+|-- RanksDiffer        the ranks would train on different data (host/same_on_ranks.py)
 |-- RankGone           something between the ranks died, as one of them has left (feed/waiting.py)
 |-- StateNotSaved      the state of the data cannot be written into a checkpoint (host/state.py)
 |-- WorkerDied         a dataloader worker was killed, or left (host/loader.py)
 |-- PhaseFailed        a process of `vlpack bench` ended without a result (cli/bench.py)
 `-- UnsupportedSwift   this ms-swift has moved something that packing holds on to (host/seam.py)
 """
+
+from typing import Any
 
 
 class VLPackError(Exception):
@@ -50,7 +52,17 @@ class BoundaryError(VLPackError, ValueError):
 
 
 class AttentionError(VLPackError):
-    """A model asks of attention what packing does not know how to give, or the boundaries are another row's."""
+    """A model asks of attention what packing does not know how to give, or the boundaries are another sequence's."""
+
+
+class IsolationError(VLPackError):
+    """Samples of a pack see each other, or the proof cannot be made; the message names the cause."""
+
+    def __init__(self, message: str, *, cause: str = "", measured: Any = None) -> None:
+        """Take as `measured` the `proof.verdict.Proof` that failed, if it failed after its numbers were measured."""
+        super().__init__(message)
+        self.cause = cause
+        self.measured = measured
 
 
 class StateMismatch(VLPackError, ValueError):

@@ -43,7 +43,6 @@ def cases(num_cases: int, *, strategies: tuple[str, ...] = STRATEGIES, first_see
             packing_strategy=strategy,
             packing_buffer=rng.choice((1, 2, 7, 32, 200)),
             packing_min_fill_ratio=rng.choice((0.6, 0.65, 0.9, 1.0)),
-            packing_max_carry=rng.choice((0, 1, 4)),
             packing_drop_last=rng.random() < 0.5,
             packing_allow_single_long=rng.random() < 0.5,
             packing_max_samples=rng.choice((None, 1, 3)) if has_caps else None,

@@ -193,7 +193,6 @@ EFFECTS = {
     "packing_strategy": "greedy",
     "packing_buffer": 4,
     "packing_min_fill_ratio": 1.0,
-    "packing_max_carry": 0,
     "packing_drop_last": True,
     "packing_allow_single_long": False,
     "packing_max_samples": 2,
@@ -204,6 +203,7 @@ EFFECTS = {
 SHOWN_ELSEWHERE = {
     *("packing", "packing_mode", "packing_attention", "packing_verify", "packing_any_family"),
     "packing_max_failures",
+    "packing_max_carry",
     *("packing_max_failed_share", "packing_cache_dir", "eval_packing", "fusion_config"),
     *("packing_overflow", "packing_stride", "packing_min_len"),
     *("mask_boundary_loss", "train_on_eos", "packing_loss", "packing_pad_to"),

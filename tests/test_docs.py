@@ -30,7 +30,7 @@ from tests.parsed import nodes_of
 
 LIGHT = [
     module.name
-    for folder in ("", "plan", "runlog", "feed", "pages", "cli")
+    for folder in ("", "plan", "runlog", "rows", "feed", "pages", "cli")
     for module in pkgutil.iter_modules(
         [str(ROOT / "swift_vlpack" / folder)], f"swift_vlpack.{folder}.".replace("..", ".")
     )

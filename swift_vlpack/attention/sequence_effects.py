@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,13 +23,13 @@ _REMEMBERS = (
 )
 
 
-def check_rope(model_config: Any, rows: Any, max_length: int | None, config: PackingConfig) -> None:
+def check_rope(model_config: Any, sources: Sequence[Any], max_length: int | None, config: PackingConfig) -> None:
     """Raise `ConfigError` if a long sample would change the RoPE frequencies of the samples beside it.
 
     Up to the length that the model was trained with, all samples have the same frequencies. A longer sample does no
     harm if it does not fit a pack, because then it has a sequence of its own.
     """
-    longest, most_padding = _longest(rows, max_length), config.sequence_multiple - 1
+    longest, most_padding = _longest(sources, max_length), config.sequence_multiple - 1
     if config.cuts_rows:
         longest = min(longest, config.packing_length)
     for rope_type, limit in rope_limits(model_config):
@@ -66,9 +66,9 @@ def rope_limits(model_config: Any) -> Iterator[tuple[str, int]]:
         yield rope_type, int(limit)
 
 
-def _longest(rows: Any, max_length: int | None) -> int:
+def _longest(sources: Sequence[Any], max_length: int | None) -> int:
     """Return the tokens of the longest sample; the most it can have if rows were not measured."""
-    sizes = [source.sizes for source in rows.sources]
+    sizes = [source.sizes for source in sources]
     if sizes and all(of_source is not None for of_source in sizes):
         return max(int(of_source.lengths.max(initial=0)) for of_source in sizes)
     return max_length or 0

@@ -27,7 +27,7 @@ from swift_vlpack import __version__
 from swift_vlpack.cli.command import Command, Parser
 from swift_vlpack.cli.in_run import is_in_run
 from swift_vlpack.errors import ConfigError, VLPackError
-from swift_vlpack.host.run_checks import OF_TRAINING
+from swift_vlpack.host.run_flags import OF_TRAINING
 from swift_vlpack.words import INSTALL, did_you_mean
 
 EXIT_USAGE = 2

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -32,9 +33,9 @@ class PhaseFailed(VLPackError):
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     add_run_flags(parser, num_ranks=False)
     for name, default, text in (
-        ("steps", 10, "rows that are measured, packed and padded"),
-        ("seconds", 60, "that measuring rows may take at most, packed and padded each"),
-        ("rows", 1000, "rows of each source that are looked at, from all over it"),
+        ("steps", 10, "sequences to measure, packed and padded each"),
+        ("seconds", 60, "longest time to measure sequences, packed and padded each"),
+        ("rows", 1000, "rows to take from each source, from all over it"),
     ):
         parser.add_argument(
             f"--{name}", type=int, default=default, metavar="INT", help=f"{text} (default: %(default)s)"
@@ -75,9 +76,14 @@ def measured_apart(argv: Sequence[str], phase: str, *, tokens_of_pack: int = 0) 
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
         try:
             report, _ = running.communicate()
+        except KeyboardInterrupt:
+            with suppress(subprocess.TimeoutExpired):
+                running.wait(10)  # a terminal interrupts it too, and another signal would disturb its cleaning up
+            raise
         finally:
             if running.poll() is None:
                 running.terminate()
+                running.wait()
     if running.returncode or not report:
         raise PhaseFailed(f"the {phase} run ended with code {running.returncode}; what it said is above")
     found: dict[str, Any] = json.loads(report)
@@ -85,7 +91,7 @@ def measured_apart(argv: Sequence[str], phase: str, *, tokens_of_pack: int = 0) 
 
 
 def bench_report(packed: Mapping[str, Any], padded: Mapping[str, Any], *, seconds: float) -> dict[str, Any]:
-    """Both together, the ratio, and what follows."""
+    """Put both phases together, with their ratio and advice."""
     of_packed, of_padded = _training(packed), _training(padded)
     speeds = [one["speed"] for one in (of_packed, of_padded)]
     known = all(speeds)
@@ -126,8 +132,8 @@ BENCH = Command(
         "loader by workers, tokens a second of forward and backward on the real model, packed and as ms-swift trains "
         "them un-packed, and memory; with advice, each with the measurement it comes from. Looks at --rows rows of "
         "each source. Takes two starts of ms-swift with the model, 5 s for each number of workers, and at most "
-        "--seconds for each of packed and padded (two rows to warm up and at least one are always trained). Nothing "
-        "is saved."
+        "--seconds for each of packed and padded (two sequences to warm up and at least one more are always trained). "
+        "Nothing is saved."
     ),
     add_flags=_add_flags,
     run=_run,

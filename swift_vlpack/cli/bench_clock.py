@@ -1,4 +1,4 @@
-"""The clocks of `vlpack bench`: of the rows that a trainer trains, and of its loader."""
+"""Clocks of `vlpack bench`: one around the steps of a trainer, one around its loader, and the memory taken."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from typing import Any
 import torch
 
 SECONDS_OF_LOADER = 5.0
-"""For each number of workers."""
+"""Time for each number of workers."""
 NUM_WARM = 2
-"""Rows that are trained before any is measured: kernels are chosen, memory is taken."""
+"""Sequences that are trained before the first measurement: kernels are chosen then, and memory is taken."""
 MOST_PADDED = 64
-"""Padded batches that are one measurement, if they have fewer tokens than a pack."""
+"""Most padded batches in one measurement, if they have fewer tokens than a pack."""
 
 
 class Enough(Exception):
-    """So much was asked for."""
+    """All measurements are taken."""
 
 
 class RowTimer:
-    """In the place of a trainer's `training_step`: forward and backward of a row, and what comes between two."""
+    """Replace a trainer's `training_step`, to time forward and backward, and what comes between two steps."""
 
     def __init__(self, trainer: Any, bench: argparse.Namespace) -> None:
         self._step = trainer.training_step
         self._trainer = trainer
         self._num_wanted, self._seconds = bench.steps, bench.seconds
         self._least_tokens = bench.tokens_of_pack
-        """Of a measurement: padded batches are small, and are put together until they are as much as a pack."""
+        """Tokens in one measurement: padded batches are small, so several are added up to the size of a pack."""
         self._parts: list[tuple[float, float, int, int, int]] = []
         self._blocks: list[dict[str, float]] = []
         self._num_seen = 0
         self._began = self._ended = time.perf_counter()
 
     def __call__(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Train the row, and note how long it took."""
+        """Train one batch, and note how long it took. Raises `Enough` after the last measurement."""
         started = self._now()
         tokens, samples, patches = sizes_of(inputs)
         loss = self._step(model, inputs, *args, **kwargs)
@@ -62,7 +62,7 @@ class RowTimer:
         block = {"seconds": seconds, "between": between, "tokens": tokens, "samples": samples, "patches": patches}
         self._blocks.append({**block, "batches": len(self._parts)})
         self._parts = []
-        say(f"row {len(self._blocks)} of {self._num_wanted}")
+        say(f"measurement {len(self._blocks)} of {self._num_wanted}")
 
     def _now(self) -> float:
         if self._trainer.args.device.type == "cuda":
@@ -70,12 +70,12 @@ class RowTimer:
         return time.perf_counter()
 
     def measured(self) -> list[dict[str, float]]:
-        """Every measurement: seconds of forward and backward, and between, tokens, samples."""
+        """Return every measurement: seconds in and between steps, tokens, samples, patches, batches."""
         return [{name: round(value, 5) for name, value in block.items()} for block in self._blocks]
 
 
 def sizes_of(inputs: Any) -> tuple[int, int, int]:
-    """Real tokens, samples and patches of a batch, packed or padded."""
+    """Count tokens without padding, samples and patches of a batch, packed or padded."""
     grids = [inputs[name] for name in ("image_grid_thw", "video_grid_thw") if inputs.get(name) is not None]
     patches = sum(int(grid.prod(-1).sum()) for grid in grids)
     if (record := getattr(inputs, "record", None)) is not None:
@@ -86,7 +86,7 @@ def sizes_of(inputs: Any) -> tuple[int, int, int]:
 
 
 def loader_speed(trainer: Any, num_workers: int) -> dict[str, Any]:
-    """Samples a second of the training loader with so many workers, behind its first batch."""
+    """Measure the samples a second of the training loader with `num_workers`, from its first batch on."""
     say(f"loader with {num_workers} workers")
     trainer.args.dataloader_num_workers = num_workers
     trainer.feed.begin(0)
@@ -104,7 +104,7 @@ def loader_speed(trainer: Any, num_workers: int) -> dict[str, Any]:
             if last - start > SECONDS_OF_LOADER:
                 break
     seconds = last - (first or last)
-    is_measured = seconds > 0 and num_batches > num_workers + 1  # what was read ahead would count for nothing
+    is_measured = seconds > 0 and num_batches > num_workers + 1  # fewer were read ahead while the first was waited for
     return {
         "workers": num_workers,
         "first_batch_seconds": None if first is None else round(first - start, 3),
@@ -116,7 +116,7 @@ def loader_speed(trainer: Any, num_workers: int) -> dict[str, Any]:
 
 @contextmanager
 def _closed(batches: Iterator[Any]) -> Iterator[Iterator[Any]]:
-    """Without workers that live on and take the time of what is measured next."""
+    """End the workers, which would go on and slow down what is measured next."""
     try:
         yield batches
     finally:
@@ -124,7 +124,7 @@ def _closed(batches: Iterator[Any]) -> Iterator[Iterator[Any]]:
 
 
 def memory() -> dict[str, Any]:
-    """The most that was taken at a time, in bytes, and how much there is."""
+    """Return the largest memory taken so far and the memory there is, in bytes."""
     if torch.cuda.is_available():
         at = torch.cuda.current_device()
         return {"peak": torch.cuda.max_memory_allocated(at), "total": torch.cuda.get_device_properties(at).total_memory}
@@ -132,5 +132,5 @@ def memory() -> dict[str, Any]:
 
 
 def say(what: str) -> None:
-    """Progress, where it is no part of the report."""
+    """Show progress on stderr, which is no part of the report."""
     print(f"vlpack bench: {what}", file=sys.stderr, flush=True)

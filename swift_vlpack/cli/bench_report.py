@@ -30,19 +30,21 @@ class Speed(NamedTuple):
     num_measured: int
 
 
-def speed_of(rows: Sequence[Mapping[str, float]]) -> Speed | None:
+def speed_of(measurements: Sequence[Mapping[str, float]]) -> Speed | None:
     """Summarize measurements; None if there are none.
 
     >>> speed_of([{"tokens": 800, "samples": 4, "seconds": seconds} for seconds in (1.0, 2.0, 2.0)])
     Speed(tokens_per_second=400.0, samples_per_second=2.0, seconds=2.0, spread=0.5, num_measured=3)
     """
-    if not rows:
+    if not measurements:
         return None
-    tokens = [row["tokens"] / row["seconds"] for row in rows]
+    tokens = [one["tokens"] / one["seconds"] for one in measurements]
     low, middle, high = np.percentile(tokens, (25, 50, 75)).tolist()
-    samples = float(np.median([row["samples"] / row["seconds"] for row in rows]))
-    seconds = float(np.median([row["seconds"] for row in rows]))
-    return Speed(round(middle, 1), round(samples, 2), round(seconds, 4), round((high - low) / middle, 3), len(rows))
+    samples = float(np.median([one["samples"] / one["seconds"] for one in measurements]))
+    seconds = float(np.median([one["seconds"] for one in measurements]))
+    return Speed(
+        round(middle, 1), round(samples, 2), round(seconds, 4), round((high - low) / middle, 3), len(measurements)
+    )
 
 
 def advice_on(report: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -93,12 +95,12 @@ def _on_length(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     plan = report["plan"]
     if plan["packing_length"] > (suggested := plan["suggested_length"]):
         yield (
-            f"packing_length {suggested} is enough (it is {plan['packing_length']}): shorter rows, less memory",
+            f"packing_length {suggested} is enough (it is {plan['packing_length']}): shorter sequences, less memory",
             f"the longest of the rows has {plan['longest']} tokens, the mean {plan['mean_length']:.0f}",
         )
     elif plan["mean_fill"] < 0.9:
         yield (
-            "a longer packing_length, or packing_strategy exact, would leave less of a row empty",
+            "a longer packing_length, or packing_strategy exact, would leave less of a sequence empty",
             f"packs are {100 * plan['mean_fill']:.1f}% full at packing_length {plan['packing_length']}",
         )
 
@@ -107,7 +109,7 @@ def _on_caps(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     patches = report["plan"]["patches_per_pack"]
     if not report["plan"]["has_caps"] and patches["max"] > 2 * max(1, patches["median"]) > 2:
         yield (
-            f"packing_max_patches {patches['p95']} would keep the heaviest rows out (with packing_strategy exact, "
+            f"packing_max_patches {patches['p95']} would keep the heaviest sequences out (with packing_strategy exact, "
             "first_fit or best_fit)",
             f"a pack has {patches['median']} vision patches in the median and {patches['max']} at most",
         )
@@ -119,7 +121,7 @@ def _on_memory(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         return
     taken = f"training took {size(peak)} of {size(total)}"
     if peak > FULL * total:
-        yield "lower packing_length, or turn gradient checkpointing on: a longer row may not fit", taken
+        yield "lower packing_length, or turn gradient checkpointing on: a longer sequence may not fit", taken
     elif peak < EMPTY * total and report["plan"]["packing_length"] <= report["plan"]["suggested_length"]:
         yield f"a packing_length of {2 * report['plan']['packing_length']} may fit, and be quicker", taken
 

@@ -1,7 +1,7 @@
-"""What `vlpack bench` measures of a run, in a process for each phase: its own memory, and nothing left of the other.
+"""Measure one phase of `vlpack bench`, in a process that measures nothing else.
 
-`packed`: the length pass on some rows, the loader by workers, and rows of packs. `padded`: the same rows as ms-swift
-trains them un-packed. Every part ends by itself after so many seconds.
+`packed`: the length pass on some rows of every source, the loader with several numbers of workers, and training of
+packs. `padded`: the same rows as ms-swift trains them un-packed. Every part ends after a given time.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import tempfile
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,13 +22,13 @@ from swift_vlpack.cli.bench_clock import MOST_PADDED, NUM_WARM, Enough, RowTimer
 from swift_vlpack.cli.environment import num_cores
 from swift_vlpack.config import PackingConfig, checked, chosen_options
 from swift_vlpack.errors import ConfigError, DataError
-from swift_vlpack.host.args import is_ours, packing_config
+from swift_vlpack.host.args import packing_config
 from swift_vlpack.host.launch import RunLaunch
 from swift_vlpack.host.pipeline import measured_rows, planned_feed
-from swift_vlpack.host.run import NO_TRACE, NOT_PACKED, TrainableRun, instead_of_proof, run_of
+from swift_vlpack.host.run import TrainableRun, instead_of_proof, need_packing, run_of
 from swift_vlpack.host.sources import load_sources
 from swift_vlpack.host.use_attention import choose_for, use_attention
-from swift_vlpack.plan.advice import suggested_length
+from swift_vlpack.plan.report import suggested_length
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.fusion_config import read_fusion_config
 from swift_vlpack.rows.samples import Address, SampleError
@@ -36,100 +37,85 @@ from swift_vlpack.rows.source import RowSource
 ALONE = (
     *("--gradient_accumulation_steps", "1", "--save_strategy", "no", "--eval_strategy", "no"),
     *("--logging_steps", "1000000", "--logging_first_step", "false", "--disable_tqdm", "true"),
+    *("--dataloader_persistent_workers", "false"),
 )
-"""Every row is a step, and nothing comes between them."""
+"""Make every sequence a step, with nothing in between: no accumulation, evaluation, checkpoint or log."""
 
 
 def measured(args: argparse.Namespace, launch: RunLaunch) -> dict[str, Any]:
-    """Measure a phase of `vlpack bench` with these flags."""
+    """Measure the phase of these flags of `vlpack bench`."""
     is_packed = args.phase == "packed"
-    kind: type[BenchRun] = PackedRun if is_packed else PaddedRun
     most = NUM_WARM + args.steps * (1 if is_packed else MOST_PADDED)
     flags = [*launch.flags, *ALONE, "--max_steps", str(most), *([] if is_packed else _unpacked())]
-    with run_of(flags, num_ranks=1, command=launch.command, kind=kind) as run:
-        run.bench = args
-        run.found = {"model": run.args.model}
-        run.at_training = run.measure
+    with run_of(flags, num_ranks=1, command=launch.command, kind=TrainableRun) as run:
+        found: dict[str, Any] = {"model": run.args.model}
+        run.make_data = partial(_packed_data if is_packed else _padded_data, run, args, found)
+        run.at_training = partial(_measure_packed if is_packed else _measure, args, found)
         run.run()
-        return {**run.found, "memory": memory()}
+        return {**found, "memory": memory()}
 
 
 def _unpacked() -> list[str]:
-    """What makes it a run of ms-swift alone, which knows no `fusion_config`."""
+    """Return the flags of the same run by ms-swift alone, which knows no `fusion_config`."""
     path = chosen_options(os.environ).get("fusion_config")
     sources = read_fusion_config(path).sources if path else ()
     return ["--packing", "false", *(["--dataset", *(spec.dataset for spec in sources)] if sources else [])]
 
 
-class BenchRun(TrainableRun):
-    """A run that stops when enough is measured."""
-
-    overridden = (*NO_TRACE, "--dataloader_persistent_workers", "false")
-    bench: argparse.Namespace
-    """The flags of the command."""
-    found: dict[str, Any]
-
-    def measure(self, trainer: Any) -> None:
-        """Measure rows."""
-        timer = RowTimer(trainer, self.bench)
-        trainer.training_step = timer
+def _packed_data(run: TrainableRun, args: argparse.Namespace, found: dict[str, Any]) -> list[Any]:
+    """Measure the length pass and plan, as training would, on some rows of every source."""
+    need_packing(run.args)
+    if run.args.streaming:
+        raise ConfigError("--streaming true has nothing to plan and no loader that ends; bench the files without it")
+    with tempfile.TemporaryDirectory(prefix="vlpack-") as folder:  # as at a first start, when no length is remembered
+        config = replace(packing_config(run.args), packing_cache_dir=folder)
+        use_attention(run.model, run.args.attn_impl)
+        sources = _some_sources(run, args, config)
+        say("length pass")
         start = time.perf_counter()
-        with suppress(Enough):
-            trainer.train()
-        self.found |= {"device": str(trainer.args.device), "rows": timer.measured()}
-        self.found["seconds"] = round(time.perf_counter() - start, 2)
-
-    def _some_sources(self, config: PackingConfig) -> list[RowSource]:
-        sources, _ = load_sources(self.args, config)
-        return [some_of(source, self.bench.rows) for source in sources]
-
-
-class PackedRun(BenchRun):
-    """The run as it is, on some of its rows."""
-
-    def _prepare_dataset(self) -> list[Any]:
-        if not is_ours(self.args):
-            raise ConfigError(NOT_PACKED)
-        if self.args.streaming:
-            raise ConfigError(
-                "--streaming true has nothing to plan and no loader that ends; bench the files without it"
-            )
-        with tempfile.TemporaryDirectory(prefix="vlpack-") as folder:  # nothing is remembered: a first start
-            config = replace(packing_config(self.args), packing_cache_dir=folder)
-            use_attention(self.model, self.args.attn_impl)
-            sources = self._some_sources(config)
-            say("length pass")
-            start = time.perf_counter()
-            rows = measured_rows(sources, self.template, self.args, config)
-            seconds = time.perf_counter() - start
-        feed = planned_feed(rows, self.template, self.args, config)
-        self.found |= {
-            "length_pass": _length_pass(rows, seconds, self.args.dataset_num_proc or 1),
-            "plan": _about_plan(feed),
-            "accumulation": self.args.gradient_accumulation_steps,
-        }
-        return [feed, None]
-
-    def measure(self, trainer: Any) -> None:
-        """Measure the loader first, while nothing else runs; then rows, by the attention that would be chosen."""
-        self.found["workers_of_run"] = trainer.args.dataloader_num_workers
-        self.found["loader"] = [loader_speed(trainer, workers) for workers in workers_to_try(num_cores())]
-        trainer.args.dataloader_num_workers = self.found["workers_of_run"]
-        # The proof is not what is measured.
-        instead_of_proof(trainer, lambda *args, **kwargs: self.found.update(attention=choose_for(trainer)))
-        super().measure(trainer)
+        rows = measured_rows(sources, run.template, run.args, config)
+        seconds = time.perf_counter() - start
+    feed = planned_feed(rows, run.template, run.args, config)
+    found["length_pass"] = _length_pass(rows, seconds, run.args.dataset_num_proc or 1)
+    found["plan"] = _about_plan(feed)
+    found["accumulation"] = run.args.gradient_accumulation_steps
+    return [feed, None]
 
 
-class PaddedRun(BenchRun):
-    """ms-swift's own batches of the same rows, by its own trainer."""
+def _padded_data(run: TrainableRun, args: argparse.Namespace, found: dict[str, Any]) -> list[Any]:
+    """Take the same rows for ms-swift's own batches, by its own trainer."""
+    sources = _some_sources(run, args, checked(chosen_options(os.environ)))
+    return [UnpackedRows(FusionCaptionDataset(sources, run.template, shuffle=False)), None]
 
-    def _prepare_dataset(self) -> list[Any]:
-        sources = self._some_sources(checked(chosen_options(os.environ)))
-        return [UnpackedRows(FusionCaptionDataset(sources, self.template, shuffle=False)), None]
+
+def _some_sources(run: TrainableRun, args: argparse.Namespace, config: PackingConfig) -> list[RowSource]:
+    sources, _ = load_sources(run.args, config)
+    return [some_of(source, args.rows) for source in sources]
+
+
+def _measure_packed(args: argparse.Namespace, found: dict[str, Any], trainer: Any) -> None:
+    """Measure the loader while nothing else runs, then training, with the attention that the run would choose."""
+    found["workers_of_run"] = trainer.args.dataloader_num_workers
+    found["loader"] = [loader_speed(trainer, workers) for workers in workers_to_try(num_cores())]
+    trainer.args.dataloader_num_workers = found["workers_of_run"]
+    # The proof is not what is measured.
+    instead_of_proof(trainer, lambda *of, **more: found.update(attention=choose_for(trainer)))
+    _measure(args, found, trainer)
+
+
+def _measure(args: argparse.Namespace, found: dict[str, Any], trainer: Any) -> None:
+    """Train until enough is measured."""
+    timer = RowTimer(trainer, args)
+    trainer.training_step = timer
+    start = time.perf_counter()
+    with suppress(Enough):
+        trainer.train()
+    found |= {"device": str(trainer.args.device), "rows": timer.measured()}
+    found["seconds"] = round(time.perf_counter() - start, 2)
 
 
 class UnpackedRows(Dataset[Any]):
-    """Rows, each encoded when it is asked for; in place of one that cannot be, the next."""
+    """Encode rows when they are read; in place of a row that cannot be encoded, the next one."""
 
     def __init__(self, rows: FusionCaptionDataset) -> None:
         self.rows = rows
@@ -146,7 +132,7 @@ class UnpackedRows(Dataset[Any]):
 
 
 def workers_to_try(cores: int) -> list[int]:
-    """None, and powers of two up to the cores.
+    """Try no worker, and powers of two up to the cores.
 
     >>> workers_to_try(1), workers_to_try(6), workers_to_try(8)
     ([0, 1], [0, 1, 2, 4, 6], [0, 1, 2, 4, 8])
@@ -156,7 +142,7 @@ def workers_to_try(cores: int) -> list[int]:
 
 
 def some_of(source: RowSource, num_rows: int) -> RowSource:
-    """Rows from all over a source."""
+    """Take rows from all over a source, because files are often sorted."""
     if len(source.rows) <= num_rows:
         return source
     indices = np.unique(np.linspace(0, len(source.rows) - 1, num_rows).astype(np.int64)).tolist()

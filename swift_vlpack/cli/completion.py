@@ -13,7 +13,7 @@ from typing import Any
 from swift_vlpack.cli import parser as parser_of_all
 from swift_vlpack.cli.command import Command
 from swift_vlpack.cli.schema_values import flag_schema
-from swift_vlpack.host.launch import COMMANDS
+from swift_vlpack.host.launch import SWIFT_COMMANDS
 from swift_vlpack.host.swift_flags import Flag, flags
 
 SHELLS = ("bash", "zsh", "fish")
@@ -54,7 +54,7 @@ def _add_what_help_leaves_out(parser: argparse.ArgumentParser) -> None:
 def _add_line_of_run(parser: argparse.ArgumentParser) -> None:
     """Add what the command reads by itself: which training it is about, and any flag of ms-swift."""
     if "--config" in parser._option_string_actions:
-        parser.add_argument("command", nargs="?", choices=COMMANDS)
+        parser.add_argument("command", nargs="?", choices=SWIFT_COMMANDS)
     else:
         parser.add_argument("config", nargs="?", type=Path)
     for name, flag in sorted(flags().items()):

@@ -10,7 +10,7 @@ from pathlib import Path
 from swift_vlpack.cli.command import Command
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.host.launch import plugin_path
-from swift_vlpack.host.run_checks import check_folder
+from swift_vlpack.host.path_checks import check_folder
 from swift_vlpack.words import did_you_mean
 
 FOLDER = Path(__file__).parents[1] / "configs"

@@ -27,7 +27,7 @@ from types import FrameType
 from typing import NoReturn, TextIO
 
 from swift_vlpack.errors import ConfigError
-from swift_vlpack.host.launch import COMMANDS, RunLaunch, check_launch, run_launch
+from swift_vlpack.host.launch import SWIFT_COMMANDS, RunLaunch, check_launch, run_launch
 from swift_vlpack.words import INSTALL
 
 PACKAGE = Path(__file__).parents[1]
@@ -44,14 +44,15 @@ def in_run(args: argparse.Namespace, *, needs_gpu: bool = False) -> Iterator[tup
 
     The first execution does not return from here. With `needs_gpu` the process sees the GPUs of one rank.
     """
-    if is_in_run():
-        logging.disable(logging.WARNING)  # because the first execution has said what there is to warn of
-    run = run_named(args, needs_gpu=needs_gpu)
-    logging.disable(logging.NOTSET)
     if not is_in_run():
+        run = run_named(args, needs_gpu=needs_gpu)
         check_launch(run)
         command = [sys.executable, "-m", "swift_vlpack", *args.argv]
         replace_process(command, {**run.environ, MARK: str(os.getpid())})
+
+    logging.disable(logging.WARNING)  # because the first execution has said what there is to warn of
+    run = run_named(args, needs_gpu=needs_gpu)
+    logging.disable(logging.NOTSET)
     signal.signal(signal.SIGTERM, end_by_signal)
     if not args.verbose and "LOG_LEVEL" not in os.environ:
         _quiet_libraries()
@@ -76,7 +77,7 @@ def run_named(args: argparse.Namespace, *, needs_gpu: bool = False) -> RunLaunch
 def command_and_flags(args: argparse.Namespace) -> tuple[str, list[str]]:
     """Split `[sft|pt] [flags of the run]`. Raises `ConfigError` if they name no run."""
     command, flags = "sft", args.flags
-    if flags and flags[0] in COMMANDS:
+    if flags and flags[0] in SWIFT_COMMANDS:
         command, *flags = flags
     if args.config is None and not flags:
         otherwise = "--lengths FILE, " if args.command == "plan" else ""

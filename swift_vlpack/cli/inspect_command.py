@@ -14,9 +14,9 @@ from typing import Any
 
 from swift_vlpack.cli.command import Command, PassThrough, add_packing_flags, add_run_flags
 from swift_vlpack.cli.in_run import in_run
-from swift_vlpack.cli.run_folder import run_found, run_meant
+from swift_vlpack.cli.run_options import run_named, run_options
 from swift_vlpack.errors import ConfigError
-from swift_vlpack.host.run_checks import check_file
+from swift_vlpack.host.path_checks import check_file
 
 _WIDTH_OF_FILES = 120
 _NUM_SPIKES = 5
@@ -98,8 +98,8 @@ def _inspect(args: argparse.Namespace) -> int:
 
 def _find_run(args: argparse.Namespace) -> None:
     """Take the flags of the run from where the run left them; flags that are given here come after them and win."""
-    args.run = run_meant(args.run)
-    found = run_found(args.run)
+    args.run = run_named(args.run)
+    found = run_options(args.run)
     for name, value in found.variables.items():
         os.environ.setdefault(name, value)
     if args.num_ranks is None:
@@ -156,9 +156,8 @@ def _is_of_blocks(args: argparse.Namespace) -> bool:
 
 
 def _inspect_blocks(args: argparse.Namespace) -> int:
-    from swift_vlpack.text.look import examples_of, saved_blocks, text_of_examples
-    from swift_vlpack.text.report import block_report
-    from swift_vlpack.text.vocabulary import tokenizer_named
+    from swift_vlpack.text.report import block_report, examples_of, saved_blocks, text_of_examples
+    from swift_vlpack.text.tokenizer import tokenizer_named
 
     at = args.flags.index("--dataset")
     dataset, unknown = args.flags[at + 1 : at + 2], [*args.flags[:at], *args.flags[at + 2 :]]

@@ -43,7 +43,6 @@ def look(run: Run, wanted: Wanted) -> Found:
         return found_on_record(run, trained, wanted)
     if not can_be_planned:
         feed, _ = build_feed(run.args, run.template, config)
-        assert isinstance(feed, StreamedFeed)
         return found_of_stream(run, feed, wanted)
     planned = feed_of(run)[0] if trained is None else trained.feed(run)
     return PlannedRun(run, planned, trained, with_thumbnails=wanted.html is not None).found(wanted)

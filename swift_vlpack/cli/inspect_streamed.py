@@ -12,7 +12,7 @@ from swift_vlpack.cli.trained import TrainedRun
 from swift_vlpack.cli.wanted import Found, Wanted
 from swift_vlpack.config import RECORD_PACKS
 from swift_vlpack.errors import ConfigError
-from swift_vlpack.feed.streamed_feed import StreamedFeed
+from swift_vlpack.feed.feed import Feed
 from swift_vlpack.host.pipeline import data_seed
 from swift_vlpack.host.run import Run
 from swift_vlpack.host.sources import load_stream
@@ -26,7 +26,7 @@ NUM_ON_PAGE = 20
 RECORDED = "packs as recorded"
 
 
-def found_of_stream(run: Run, feed: StreamedFeed, wanted: Wanted) -> Found:
+def found_of_stream(run: Run, feed: Feed, wanted: Wanted) -> Found:
     """The first packs of the first rank; anything else would need a plan."""
     wish = wanted.wish
     if wish.sample is not None or wish.longest or wish.emptiest or wish.random or wanted.epoch:

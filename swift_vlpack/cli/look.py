@@ -12,9 +12,9 @@ import torch
 from swift.model import get_model_processor
 from torch.utils.data import DataLoader
 
+from swift_vlpack.feed.feed import Feed
 from swift_vlpack.feed.planned import address_of
 from swift_vlpack.feed.planned_feed import PlannedFeed
-from swift_vlpack.feed.streamed_feed import StreamedFeed
 from swift_vlpack.host.loader import collator_of
 from swift_vlpack.pages.shown_packs import Place, Reading, member_of, shown
 from swift_vlpack.pages.values import Member, PackShown
@@ -82,7 +82,7 @@ class PlannedPacks:
 class StreamedPacks:
     """The first packs of the first rank, whose readers are those of training."""
 
-    def __init__(self, run: Any, feed: StreamedFeed) -> None:
+    def __init__(self, run: Any, feed: Feed) -> None:
         self.feed = feed
         self._run = run
         with_shape(run.template)
@@ -97,8 +97,9 @@ class StreamedPacks:
     def shown(self, most: int) -> Iterator[PackShown]:
         """So many packs from the beginning."""
         args = self._run.args.training_args
+        packs_of_rank: Any = self.feed.packs
         loader: Iterable[Any] = DataLoader(
-            self.feed.packs,
+            packs_of_rank,
             batch_size=1,
             collate_fn=collator_of(self._run.args, self._run.template, self.feed.seed),
             # One worker reads what no worker reads: the whole share of the rank.

@@ -21,13 +21,13 @@ from swift_vlpack.cli.in_run import in_run
 from swift_vlpack.cli.plan_text import plan_text
 from swift_vlpack.config import PackingConfig, chosen_options
 from swift_vlpack.errors import ConfigError, DataError
-from swift_vlpack.host.launch import checked_num_ranks, split_flags
-from swift_vlpack.host.run_checks import check_file
-from swift_vlpack.plan.length_files import read_lengths
-from swift_vlpack.plan.planner import plan_of_rows
+from swift_vlpack.host.launch import checked_num_ranks
+from swift_vlpack.host.path_checks import check_file
+from swift_vlpack.host.run_flags import split_flags
+from swift_vlpack.plan.length_files import plan_of_rows, read_lengths
 from swift_vlpack.plan.report import plan_report
 from swift_vlpack.rows.families import merge_size
-from swift_vlpack.runlog.left_out_list import listed
+from swift_vlpack.runlog.left_out import listed
 from swift_vlpack.words import by_reason, counted
 
 if TYPE_CHECKING:

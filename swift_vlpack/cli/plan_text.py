@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from swift_vlpack.cli.lines import labelled
-from swift_vlpack.plan.advice import StepSize, nothing_packed
 from swift_vlpack.plan.registry import WINDOW
+from swift_vlpack.plan.report import StepSize, nothing_packed
 from swift_vlpack.reasons import kept_by
 from swift_vlpack.words import by_reason, counted
 
@@ -20,37 +20,37 @@ def plan_text(report: dict[str, Any]) -> str:
 
 
 def _about_packs(report: dict[str, Any]) -> list[tuple[str, str]]:
-    padded = report["num_samples"] * report["packing_length"]
-    saved = 1 - report["num_packs"] * report["packing_length"] / padded if padded else 0.0
-    per_step = f"{counted(report['packs_per_rank'], 'pack')} each, slowest rank {report['balance']:.3f} x mean"
-    if report["num_giants"]:
-        giants = counted(report["num_giants"], "sample costs", "samples cost")
-        per_step += f" (floor {report['balance_floor']:.3f}: {giants} more than a mean pack)"
     rows = counted(report["num_rows"], "row") + (" in epoch 0" if "sources" in report else "")
     samples, split = counted(report["num_samples"], "sample"), counted(report["packs_split"], "pack")
-    cut = report.get("cut")
-    num_left_out_by_cutting = sum(lost["num_parts"] for lost in cut["lost_by_cutting"].values()) if cut else 0
-    num_all = cut["num_samples"] - num_left_out_by_cutting if cut else report["num_rows"]
-    num_unreadable = num_all - report["num_samples"] - report["num_dropped"]
-    unreadable = f", and {num_unreadable} unreadable" if num_unreadable else ""
+    samples_per_pack = report["num_samples"] / max(1, report["num_packs"])
+    # Un-packed, every sample would be a sequence.
+    saved = 1 - report["num_packs"] / report["num_samples"] if report["num_samples"] else 0.0
+    per_rank = f"{counted(report['packs_per_rank'], 'pack')} each, slowest rank {report['balance']:.3f} x mean"
+    if report["num_giants"]:
+        giants = counted(report["num_giants"], "sample costs", "samples cost")
+        per_rank += f" (floor {report['balance_floor']:.3f}: {giants} more than a mean pack)"
     return [
         ("rows", f"{rows}, {samples} packed, {counted(report['num_tokens'], 'token')}"),
         ("packs", f"{counted(report['num_packs'], 'pack')} of {report['packing_length']} tokens by {report['method']}"),
-        (
-            "",
-            f"{report['num_samples'] / max(1, report['num_packs']):.1f} samples a pack, {100 * saved:.1f}% fewer rows",
-        ),
+        ("", f"{samples_per_pack:.1f} samples a pack, {100 * saved:.1f}% fewer sequences"),
         *_about_fill(report),
         *_about_padding(report),
-        ("ranks", f"{report['num_ranks']}: {per_step}"),
+        ("ranks", f"{report['num_ranks']}: {per_rank}"),
         ("", f"{split} cut in two, {report['packs_empty']} without a sample, for equal steps"),
-        ("single-long", f"{counted(report['single_long'], 'sample')} too large for a pack, in a row alone"),
-        (
-            "left out",
-            f"{report['num_dropped']} ({by_reason(report['dropped'])}{kept_by(report['dropped'])}){unreadable}",
-        ),
-        *(_about_cutting(cut, report["packing_strategy"]) if cut else []),
+        ("single-long", f"{counted(report['single_long'], 'sample')} too large for a pack, alone in a sequence"),
+        ("left out", _left_out(report)),
+        *(_about_cutting(report["cut"], report["packing_strategy"]) if report.get("cut") else []),
     ]
+
+
+def _left_out(report: dict[str, Any]) -> str:
+    """Say what the packer left out and why, and how many samples never reached it because they cannot be read."""
+    num_all = report["num_rows"]
+    if cut := report.get("cut"):
+        num_all = cut["num_samples"] - sum(lost["num_parts"] for lost in cut["lost_by_cutting"].values())
+    num_unreadable = num_all - report["num_samples"] - report["num_dropped"]
+    unreadable = f", and {num_unreadable} unreadable" if num_unreadable else ""
+    return f"{report['num_dropped']} ({by_reason(report['dropped'])}{kept_by(report['dropped'])}){unreadable}"
 
 
 def _about_fill(report: dict[str, Any]) -> list[tuple[str, str]]:
@@ -67,7 +67,8 @@ def _about_padding(report: dict[str, Any]) -> list[tuple[str, str]]:
         return []
     num_padding, pad_to = report["num_padding"], report["packing_pad_to"]
     share = num_padding / max(1, report["num_tokens"] + num_padding)
-    return [("padding", f"{counted(num_padding, 'token')} by packing_pad_to={pad_to}, {share:.1%} of all in the rows")]
+    padding = f"{counted(num_padding, 'token')} by packing_pad_to={pad_to}, {share:.1%} of all in the sequences"
+    return [("padding", padding)]
 
 
 def _about_cutting(cut: dict[str, Any], strategy: str) -> list[tuple[str, str]]:

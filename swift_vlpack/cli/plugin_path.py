@@ -1,4 +1,4 @@
-"""`vlpack plugin-path`: where ms-swift finds the plugin."""
+"""`vlpack plugin-path`: print the plugin file, for ms-swift's `--external_plugins`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`vlpack report`: what a run has come to, from the files it left; nothing of torch or ms-swift is loaded."""
+"""`vlpack report`: report a run from the files in its output directory, without importing torch or ms-swift."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from swift_vlpack.cli.command import Command
-from swift_vlpack.host.run_checks import check_file
+from swift_vlpack.host.path_checks import check_file
 from swift_vlpack.pages.page import write_page
 from swift_vlpack.pages.report_page import report_page
 from swift_vlpack.pages.report_text import print_report
@@ -46,7 +46,7 @@ REPORT = Command(
     text="report what a run has trained: fill, speed, padding saved, sources, left-out rows",
     usage="vlpack report OUTPUT_DIR [--html FILE] [--json]",
     description=(
-        "Report what a run has trained so far, during training or after it, also where it was killed: fill and speed "
+        "Report what a run has trained so far, during training or after it, also if it was killed: fill and speed "
         "over time, padding saved, shares of sources, left-out rows with reasons, checkpoints and resumes."
     ),
     add_flags=_add_flags,

@@ -32,7 +32,7 @@ from swift_vlpack.files import write_whole
 from swift_vlpack.host.swift_flags import flags
 from swift_vlpack.plan.mix import RATIOS_BY
 from swift_vlpack.rows import fusion_config
-from swift_vlpack.text.streams import stream_file
+from swift_vlpack.text import stream_file
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
 """The draft that editors know best."""

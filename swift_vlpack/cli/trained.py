@@ -68,7 +68,8 @@ class TrainedRun:
     def spans(self) -> list[EpochSpan]:
         """Return where epochs began and went on: from the run log, else from the checkpoints."""
         if self.segments:
-            return [span for segment in self.segments for span in segment.spans()]
+            planned = (segment for segment in self.segments if segment.start["mode"] == PlannedFeed.kind)
+            return [span for segment in planned for span in segment.spans()]
         return self._spans_of_checkpoints()
 
     def _spans_of_checkpoints(self) -> list[EpochSpan]:
@@ -103,7 +104,7 @@ class TrainedRun:
         """Build the feed of the run over its rows as they were planned; a checkpoint spares the length pass."""
         config = packing_config(run.args)
         sources, _ = load_sources(run.args, config)
-        if not self.checkpoints:
+        if not self.checkpoints:  # killed before the first one: sizes have to be measured again
             return planned_feed(measured_rows(sources, run.template, run.args, config), run.template, run.args, config)
         path = self.checkpoints[-1].path
         _, state = read_state(path, PlannedFeed.kind)
@@ -116,6 +117,8 @@ class TrainedRun:
     def recorded_step(self, step: int) -> list[Trained]:
         """Return the packs of a step as every rank recorded them."""
         origins = self.segments[-1].start.get("origins", {}) if self.segments else {}
+        # The last segment that began before the step, because it trained the step again if another one had.
+        folder = next((one.folder for one in reversed(self.segments) if one.start["step"] < step), self.folder)
         return [
             Trained(
                 rank=rank,
@@ -124,14 +127,15 @@ class TrainedRun:
                 ids=line["ids"],
                 where=[_place(name, origins) for name in line["ids"]],
             )
-            for rank in recorded_ranks(self.folder)
-            for line in packs_of_step(read_packs(pack_file(self.folder, rank)), step)
+            for rank in recorded_ranks(folder)
+            for line in packs_of_step(read_packs(pack_file(folder, rank)), step)
         ]
 
     def recorded_steps(self) -> tuple[int, int] | None:
         """Return the first and the last step on record."""
-        ranks = recorded_ranks(self.folder)
-        steps = [line["step"] for rank in ranks for line in read_packs(pack_file(self.folder, rank))]
+        folders = {self.folder, *(segment.folder for segment in self.segments)}
+        files = [pack_file(folder, rank) for folder in folders for rank in recorded_ranks(folder)]
+        steps = [line["step"] for file in files for line in read_packs(file)]
         return (min(steps), max(steps)) if steps else None
 
 

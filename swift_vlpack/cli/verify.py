@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from swift_vlpack.cli.command import Command, add_packing_flags, add_run_flags
 from swift_vlpack.cli.in_run import in_run
 from swift_vlpack.cli.lines import labelled, listed
-from swift_vlpack.errors import AttentionError, BoundaryError, DataError, VLPackError
+from swift_vlpack.errors import AttentionError, BoundaryError, DataError, IsolationError, VLPackError
 from swift_vlpack.words import counted
 
 if TYPE_CHECKING:
     from swift_vlpack.lengths.audit import SourceLengths
-    from swift_vlpack.proof.isolation import Proof
+    from swift_vlpack.proof.verdict import Proof
 
 EXIT_DOES_NOT_HOLD, EXIT_NOT_VERIFIED = 1, 2
 NUM_SHOWN = 5
@@ -91,7 +91,6 @@ def _proved(trainer: Any) -> dict[str, Any]:
     from swift_vlpack.host.losses import add_up
     from swift_vlpack.host.proof import attention_of, prove_isolation
     from swift_vlpack.host.use_attention import choose_for
-    from swift_vlpack.proof.isolation import IsolationError
 
     name = attention_of(trainer)
     attention = {"name": name, "chosen": f"attention {name}: nothing is chosen for rows that are wrong"}
@@ -132,7 +131,7 @@ def _numbers(proof: Proof | None) -> dict[str, Any]:
     return {
         "num_samples": proof.num_samples,
         "num_samples_in_rows_of_plan": proof.num_more,
-        "num_rows_left_out": proof.num_rows_left_out,
+        "num_rows_left_out": proof.num_sequences_left_out,
         "measured": _finite(
             {
                 "moved_by_others": proof.moved,

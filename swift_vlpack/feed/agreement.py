@@ -1,10 +1,10 @@
-"""Ranks agree, pack by pack, before they consume: all go on, or all are at the end of the epoch.
+"""Let ranks agree, pack by pack, before they consume: all of them go on, or all are at the end of the epoch.
 
     fetch the next pack -> vote (asynchronous) -> train the pack before -> read the votes -> ...
 
-One number a step goes round, on the CPU, while the step before it trains. A rank that has run dry while another has a
-pack left trains a pack without loss; when nobody has one, the epoch ends for all. Nothing fetched is thrown away. A
-rank that fails lets the others know, so that they stop with it instead of waiting for it.
+Each step costs one number, exchanged on the CPU while the step before trains. A rank that has no pack left trains one
+without loss for as long as another rank has packs; then the epoch ends for all. No fetched pack is thrown away. A rank
+that fails tells the others, so that they stop with it instead of waiting for it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 
 class AnotherRankFailed(VLPackError):
-    """Training cannot go on without the rank that could not get its next pack."""
+    """Another rank could not get its next pack, and training cannot go on without it."""
 
 
 class Vote(IntEnum):
-    """What a rank has for the next step; the largest vote counts."""
+    """What a rank has for the next step; the largest vote of all ranks counts."""
 
     DRY = 0
     PACK = 1
@@ -31,24 +31,24 @@ class Vote(IntEnum):
 
 
 class Voting(Protocol):
-    """The ranks of a run, as far as they vote."""
+    """A group of ranks that can vote."""
 
     def vote(self, mine: Vote) -> Callable[[], Vote]:
-        """Start a vote; what comes back waits for its outcome."""
+        """Start a vote. Returns a function that waits for the outcome."""
 
 
 def in_step(packs: Iterable[T], empty: Callable[[], T], ranks: Voting) -> Iterator[T]:
-    """This rank's packs, then empty ones for as long as another rank has packs: equally many on all ranks."""
+    """Yield this rank's packs, then empty ones for as long as another rank has packs: the same number on all ranks."""
     iterator = iter(packs)
     pack, error, mine = _fetch(iterator)
     outcome = ranks.vote(mine)
     while (decided := outcome()) is Vote.PACK:
         current = empty() if mine is Vote.DRY else pack
-        # Before the current pack is given out: it trains while the vote is on its way.
+        # Vote before the current pack is yielded, so that it trains while the vote is on its way.
         pack, error, mine = _fetch(iterator)
         outcome = ranks.vote(mine)
         yield current  # type: ignore[misc]  # a vote for PACK comes with one
-    # The rank's own error before the word that one has failed: it has the cause.
+    # The rank's own error comes first, because it has the cause.
     if error is not None:
         raise error
     if decided is Vote.FAILED:
@@ -60,6 +60,6 @@ def _fetch(packs: Iterator[T]) -> tuple[T | None, Exception | None, Vote]:
         return next(packs), None, Vote.PACK
     except StopIteration:
         return None, None, Vote.DRY
-    # Raised once all have heard of it: the others would wait for this rank's vote.
+    # Raised after the vote, because the others would wait for this rank.
     except Exception as error:
         return None, error, Vote.FAILED

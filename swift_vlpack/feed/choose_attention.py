@@ -13,7 +13,7 @@ from swift_vlpack.errors import ConfigError
 from swift_vlpack.feed.collate import NOT_FOR_THE_MODEL, on_device
 from swift_vlpack.feed.packs import Packs
 from swift_vlpack.feed.sequence import packed_sequence, placeholder
-from swift_vlpack.plan.typical import typical_row
+from swift_vlpack.plan.report import typical_lengths
 
 
 def choose_attention(
@@ -47,5 +47,5 @@ def choose_attention(
             model(**on_device(inputs, next(model.parameters()).device))
 
     plan = packs.epoch_plan
-    lengths = typical_row(() if plan is None else plan.lengths, packs.config.packing_length)
+    lengths = typical_lengths(() if plan is None else plan.lengths, packs.config.packing_length)
     return choose(model, forward, lengths, wanted=wanted, results_of_all=results_of_all)

@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.config import PackingConfig
-from swift_vlpack.plan.advice import StepSize, step_size
 from swift_vlpack.plan.epoch import EpochPlan
-from swift_vlpack.plan.report import plan_report
+from swift_vlpack.plan.report import StepSize, plan_report, step_size
 from swift_vlpack.plan.resume_schedule import num_steps
 from swift_vlpack.reasons import warning_of_left_out
 from swift_vlpack.rows.fusion import FusionCaptionDataset
@@ -69,9 +68,9 @@ def plan_facts(plan: EpochPlan, *, accumulation: int, seconds: float = 0.0) -> d
 
 
 def data_report(epoch: EpochPlan, dataset: FusionCaptionDataset, merge_size: int | None = None) -> dict[str, Any]:
-    """Lengths, images and mix of an epoch, and how many rows of its sources cannot be encoded.
+    """Return lengths, images and mix of an epoch, and how many rows of its sources cannot be encoded.
 
-    `merge_size`: a vision token stands for so many patches in height and in width; None where that is not known.
+    `merge_size` is the number of patches in height and in width that a vision token stands for; None if not known.
     """
     is_usable = epoch.lengths > 0
     lengths = epoch.lengths[is_usable]
@@ -92,7 +91,7 @@ def data_report(epoch: EpochPlan, dataset: FusionCaptionDataset, merge_size: int
 
 
 def size_of_step(epoch: EpochPlan, *, accumulation: int) -> StepSize:
-    """What an optimizer step of the epoch is made of."""
+    """Count the packs, samples and targets of an optimizer step of the epoch."""
     members = epoch.packs.members
     return step_size(
         num_packs=len(epoch),
@@ -104,7 +103,7 @@ def size_of_step(epoch: EpochPlan, *, accumulation: int) -> StepSize:
 
 
 def _cut(epoch: EpochPlan, dataset: FusionCaptionDataset) -> dict[str, Any]:
-    """What cutting makes of the rows of an epoch, and their account, as the report of the epoch will have it."""
+    """Count the rows that cutting made parts of, with the account that the epoch will have when it is trained."""
     num_samples = len(epoch.schedule)
     is_part = np.zeros(num_samples, dtype=bool) if epoch.spans is None else epoch.spans.astype(bool).max(axis=0)
     account = account_json(_account_of(epoch, dataset))
@@ -119,7 +118,7 @@ def _cut(epoch: EpochPlan, dataset: FusionCaptionDataset) -> dict[str, Any]:
 
 
 def _account_of(epoch: EpochPlan, dataset: FusionCaptionDataset) -> Counts:
-    """Of an epoch whose packs are all trained, counted as one."""
+    """Count an epoch as if all of its packs were trained; one pack stands for all, as the account asks for samples."""
     counted = Counts(packing_length=epoch.packs.config.packing_length)
     count_rows(counted, epoch, dataset)
     members, names = epoch.packs.members, epoch.schedule.names
@@ -131,7 +130,7 @@ def _account_of(epoch: EpochPlan, dataset: FusionCaptionDataset) -> Counts:
 
 
 def left_out_rows(epoch: EpochPlan, dataset: FusionCaptionDataset) -> Iterator[dict[str, Any]]:
-    """Every row that is in no pack, as a run lists them; those of no epoch can be encoded in none."""
+    """List every row that is in no pack, in the form of `left_out.jsonl`; no epoch, if it can be packed in none."""
     origins = {source.name: source.origin or source.name for source in dataset.sources}
     for number, source in enumerate(dataset.sources):
         for left_out in deleted_by_loader(source):
@@ -155,7 +154,7 @@ def _summary(lengths: NDArray[Any]) -> dict[str, float]:
 
 
 def _mix(epoch: EpochPlan, dataset: FusionCaptionDataset) -> dict[str, dict[str, Any]]:
-    """What each source was asked for, and what it has in the packs."""
+    """Compare the share that each source was asked to have with its share of the packs."""
     packed = epoch.packs.members
     num_sources = len(dataset.sources)
     is_by_tokens = dataset.mix.ratio_by == "tokens"

@@ -1,4 +1,4 @@
-"""The epochs of a run: all of equal length, the next one made while one trains."""
+"""Plan the epochs of a run: all of the same number of packs, and the next one while one trains."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from swift_vlpack.plan.cuts import Cut
 from swift_vlpack.plan.epoch import EpochPlan, NameOfRow, PackedEpoch, Recipe, pack_epoch, plan_epoch
 
 NUM_ROWS_SHOWN = 500_000
-"""Planning more rows than that takes long enough for a progress bar."""
+"""Rows from which on planning takes long enough for a progress bar."""
 NUM_EPOCHS_LOOKED_AT = 8
-"""Epochs that are planned ahead to know their length where not epochs but steps are given: more would be a guess about
-epochs that may never come, and a later one that needs more packs simply has more."""
+"""Epochs whose length is looked at if the run is bounded by steps: more would be a guess about epochs that may never
+come, and a later epoch that needs more packs simply has more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How long a run is: so many epochs, or, where steps are given instead, as many as so many packs take."""
+    """How long a run is: a number of epochs, or, if the run is bounded by steps, as many as `num_packs` packs take."""
 
     num_epochs: int = 1
     num_packs: int | None = None
-    """Of all ranks together."""
+    """Packs that all ranks train together."""
 
     def needs(self, epoch: int, most_packs: int) -> bool:
-        """Whether the length of this epoch matters, where those before it have so many packs at most."""
+        """Return whether the length of this epoch matters, if each epoch before it has `most_packs` packs or fewer."""
         if self.num_packs is None:
             return epoch < max(1, self.num_epochs)
         return epoch == 0 or (epoch < NUM_EPOCHS_LOOKED_AT and epoch * most_packs < self.num_packs)
 
     def has(self, epoch: int) -> bool:
-        """Whether there is such an epoch, as far as that is known."""
+        """Return whether the run has such an epoch, as far as that is known."""
         return self.num_packs is not None or epoch < self.num_epochs
 
 
@@ -44,14 +44,14 @@ ONE_EPOCH = Extent()
 
 
 class Epochs:
-    """Every epoch of a run on demand, and the next one ahead of time, in a thread.
+    """Plan each epoch of a run when it is asked for, and the next one ahead of time, in a thread.
 
-    A thread and not a process: what it computes is arrays that the trainer reads at once, much of the time is spent
-    in numpy, outside of Python's lock, and a process would have to import or inherit everything for it.
+    A thread and not a process: its arrays are read by the trainer without a copy, it spends much of the time in numpy,
+    outside of Python's lock, and a process would have to import or inherit everything first.
     """
 
     def __init__(self, recipe: Recipe, extent: Extent = ONE_EPOCH, name_of: NameOfRow | None = None) -> None:
-        """Looks at the epochs of the run, so that all of them get as many packs as the one that needs most."""
+        """Look at the epochs of the run, so that all of them get as many packs as the one that needs most."""
         self.recipe = recipe
         self.extent = extent
         self._name_of = name_of
@@ -65,7 +65,7 @@ class Epochs:
         ) as bar:
             while extent.needs(epoch, self.num_packs):
                 packed = pack_epoch(recipe, epoch, name_of if epoch == 0 else None)
-                if epoch == 0:  # a large plan is not made twice
+                if epoch == 0:  # kept, because training begins with it and a large plan takes long
                     self._ahead = 0, _done(packed)
                 self.num_packs = max(self.num_packs, -(-len(packed.packs) // recipe.num_ranks) * recipe.num_ranks)
                 fewest_samples = min(fewest_samples, len(packed.packs.with_remainder().members))
@@ -74,20 +74,20 @@ class Epochs:
         _check_steps(self.num_packs, fewest_samples, recipe)
 
     def plan(self, epoch: int, cuts: Sequence[Cut] = ()) -> EpochPlan:
-        """An epoch; waits for it where it is being made. An error of the thread that makes it is raised here."""
+        """Plan an epoch, or wait for the thread that is at it; an error of that thread is raised here."""
         return plan_epoch(self.recipe, epoch, cuts, least_packs=self.num_packs, packed=self.packed(epoch))
 
     def packed(self, epoch: int) -> PackedEpoch:
-        """The packs of an epoch before ranks share them."""
+        """Pack an epoch: the packs before ranks share them."""
         number, ahead = self._ahead or (None, None)
         if ahead is None or number != epoch:
             return pack_epoch(self.recipe, epoch, self._name_of)
-        # Each future is asked for once; kept, it would hold the arrays of an epoch that has ended.
+        # Forget the future, which would keep the arrays of an epoch that has ended.
         self._ahead = None
         return ahead.result()
 
     def make_ahead(self, epoch: int) -> None:
-        """Begin with an epoch that will be asked for, if the run has it."""
+        """Begin to pack an epoch that will be asked for, if the run has it."""
         if not self.extent.has(epoch) or (self._ahead is not None and self._ahead[0] == epoch):
             return
         future: Future[PackedEpoch] = Future()
@@ -96,12 +96,15 @@ class Epochs:
         threading.Thread(target=_fill, args=(future, self.recipe, epoch, self._name_of), daemon=True).start()
 
     def __getstate__(self) -> dict[str, object]:
-        """For spawned workers, which plan nothing: what is made ahead stays at home."""
+        """Leave out what is made ahead: spawned workers plan nothing."""
         return {**self.__dict__, "_ahead": None}
 
 
 def _check_steps(num_packs: int, fewest_samples: int, recipe: Recipe) -> None:
-    """Only where ratios count tokens or rows are cut: else all epochs have equally many samples."""
+    """Raise `PlanError` if an epoch has too few samples for the steps of the longest one.
+
+    Epochs differ in samples only if ratios count tokens, or if a source of which a part is drawn has rows that are cut.
+    """
     if fewest_samples >= num_packs // recipe.num_ranks:
         return
     why, way_out = "ratio_by: tokens", "use ratio_by: rows"
@@ -116,7 +119,7 @@ def _check_steps(num_packs: int, fewest_samples: int, recipe: Recipe) -> None:
 def _fill(future: Future[PackedEpoch], recipe: Recipe, epoch: int, name_of: NameOfRow | None) -> None:
     try:
         future.set_result(pack_epoch(recipe, epoch, name_of))
-    # Exits and interrupts too: whoever waits for the result would wait for ever.
+    # Exits and interrupts too, or the trainer would wait for the result for ever.
     except BaseException as error:
         future.set_exception(error)
 

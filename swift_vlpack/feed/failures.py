@@ -37,7 +37,7 @@ class FailedShare:
 
     def __init__(self, most: float) -> None:
         self.most = most
-        self._reasons: deque[str] = deque(maxlen=NUM_ROWS)  # empty for a row that was read
+        self._reasons: deque[str] = deque(maxlen=NUM_ROWS)  # of each row why it failed; "" if it was read
         self._last: LeftOut | None = None
         self._is_warned_of = False
 

@@ -3,7 +3,7 @@
     begin(epoch) -> loader(...) -> consumed(records) ... state() -> checkpoint -> restore(state)
 
 `PlannedFeed` (planned_feed.py) trains packs that are planned ahead of time, `StreamedFeed` (streamed_feed.py) trains
-packs that are made as rows come. `build_feed` (host/pipeline.py) chooses one; nobody else asks which one it has.
+packs that are made as rows come. `build_feed` (host/pipeline.py) chooses one; no other code asks which one it has.
 
 >>> from swift_vlpack import PackingConfig, PackingDataset
 >>> from swift_vlpack.feed.planned_feed import PlannedFeed
@@ -154,7 +154,7 @@ class Feed(ABC):
         """Return whether the epoch has no packs left to train on."""
 
     @abstractmethod
-    def batches_behind(self, accumulation: int) -> int:
+    def batches_trained(self, accumulation: int) -> int:
         """Return how many batches of the epoch the trainer should count as trained, in whole optimizer steps."""
 
     @property

@@ -16,7 +16,7 @@ from swift_vlpack.attention.prepare import check_ready
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import DataError
 from swift_vlpack.plan.epoch import EpochPlan
-from swift_vlpack.plan.oversize import is_single_long
+from swift_vlpack.plan.items import is_single_long
 from swift_vlpack.rows.contents import size_of
 from swift_vlpack.rows.encoder import Template
 from swift_vlpack.rows.fusion import FusionCaptionDataset
@@ -26,7 +26,7 @@ from swift_vlpack.rows.streams import StreamedRows
 
 
 class Packs:
-    """Packs of the samples of some rows, epoch after epoch. The number of the epoch has its one home here."""
+    """Packs of the samples of some rows, epoch after epoch; the one place that holds the number of the epoch."""
 
     def __init__(
         self, dataset: Any, template: Template, config: PackingConfig, *, seed: int = 0, num_ranks: int = 1

@@ -12,6 +12,7 @@ import uuid
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.samples import Address, Encoded, PackAddress, PackedSamples, SampleError
 from swift_vlpack.rows.source import RowSource
 from swift_vlpack.words import counted
+
+MOST_FAILURES_OF_PREVIEW = 16
+"""Rows that may fail in a preview: if a disk is gone, training says so better, and sooner than a try of every row."""
 
 
 class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
@@ -133,8 +137,8 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
             raise StateMismatch(f"damaged: state.cuts are not of this plan: {error}") from error
         if found != digest:
             raise StateMismatch(
-                f"the same data and options give another plan of epoch {epoch} than then ({found}, then "
-                f"{digest}): swift_vlpack, numpy or binpacking is another version"
+                f"the same data and options now give another plan of epoch {epoch} ({found}, saved was {digest}): "
+                "swift_vlpack, numpy or binpacking is another version"
             )
         self._go_to(plan)
 
@@ -169,9 +173,9 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
     def preview(self, num_samples: int) -> Iterator[Encoded]:
         """Encode the first samples of the epoch, one when it is asked for; rows that fail are passed over."""
         epoch = self.epoch_plan
-        for where in epoch.samples(epoch.packs.members[:num_samples].tolist()):
-            if not isinstance(sample := self.dataset.sample_or_error(Address(*where)), SampleError):
-                yield sample
+        tried = epoch.samples(epoch.packs.members[: num_samples + MOST_FAILURES_OF_PREVIEW].tolist())
+        samples = (self.dataset.sample_or_error(Address(*where)) for where in tried)
+        return islice((sample for sample in samples if not isinstance(sample, SampleError)), num_samples)
 
 
 def recipe_of(rows: FusionCaptionDataset, config: PackingConfig, *, seed: int, num_ranks: int) -> Recipe:

@@ -13,7 +13,7 @@ from swift_vlpack.feed.reader import PackReader
 from swift_vlpack.feed.saved_rows import NUM_PLANNED_COLUMNS, digest_of
 from swift_vlpack.plan.cuts import CUTS, Cut, cuts_from, with_consumed
 from swift_vlpack.plan.epoch import EpochPlan
-from swift_vlpack.plan.resume_schedule import batches_behind
+from swift_vlpack.plan.resume_schedule import batches_trained
 from swift_vlpack.rows.samples import Encoded, PackAddress, PackRecord, SampleError
 from swift_vlpack.runlog.counts import Counts
 
@@ -70,10 +70,10 @@ class PlannedFeed(Feed):
         """Return whether the epoch has no packs left to train on."""
         return self.epoch_plan.is_finished
 
-    def batches_behind(self, accumulation: int) -> int:
+    def batches_trained(self, accumulation: int) -> int:
         """Return what was consumed of the epoch, in whole steps of the present ranks."""
         consumed = self.epoch_plan.num_consumed
-        return batches_behind(consumed, num_ranks=self.num_ranks, accumulation=accumulation)
+        return batches_trained(consumed, num_ranks=self.num_ranks, accumulation=accumulation)
 
     @property
     def batches_left(self) -> int:
@@ -83,7 +83,7 @@ class PlannedFeed(Feed):
     # -- batches ----------------------------------------------------------------------------------------------------
 
     def loader(self, rank: int, make: MakeLoader, *, ranks: Callable[[], Voting], **options: Any) -> Any:
-        """Make a loader whose sampler hands out addresses, so that workers that live on need no plan; nobody votes."""
+        """Make a loader whose sampler hands out addresses, so that workers that live on need no plan. No rank votes."""
         return make(self.packs.reader, feed=self, batch_sampler=PackSampler(self, rank), **options)
 
     def consumed(self, records: Sequence[PackRecord]) -> None:
@@ -130,7 +130,11 @@ class PlannedFeed(Feed):
 
 
 class PackSampler:
-    """The packs of one rank in order, as addresses."""
+    """The packs of one rank in order, as addresses.
+
+    A step takes the next packs of each rank. An order in which a step keeps the samples of an un-packed step would be
+    an order of the plan (`numbers_left`), so nothing changes here for it.
+    """
 
     def __init__(self, feed: PlannedFeed, rank: int) -> None:
         self.feed = feed

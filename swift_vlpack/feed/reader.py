@@ -1,4 +1,4 @@
-"""What a dataloader worker does for a planned pack: it gets an address, encodes the rows and keeps what fits."""
+"""Encode planned packs in a dataloader worker: an address comes in, its rows are encoded, and what fits is kept."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class PackReader(Dataset[PackedSamples]):
-    """Encodes packs by their addresses; has neither plan nor schedule, nor, in a spawned worker, the sizes of rows."""
+    """Encode packs by their addresses, without plan and schedule, and in a spawned worker without the sizes of rows."""
 
     def __init__(self, dataset: FusionCaptionDataset, config: PackingConfig, seed: int, num_packs: int) -> None:
         self.dataset = dataset
@@ -34,10 +34,10 @@ class PackReader(Dataset[PackedSamples]):
         self._num_failed_in_a_row = 0
         self._failed_row: tuple[int, int] | None = None
         self._draws_at_random = False
-        self._kept: dict[tuple[int, Address], Encoded] = {}  # by epoch, the row that the last pack ended inside of
+        self._kept: dict[tuple[int, Address], Encoded] = {}  # by epoch, the row that the last pack ended in
 
     def __len__(self) -> int:
-        """Packs of an epoch, over all ranks; a trainer shows the number."""
+        """Return the packs of an epoch, over all ranks, because a trainer shows the number."""
         return self._num_packs
 
     def __getstate__(self) -> dict[str, Any]:
@@ -45,12 +45,12 @@ class PackReader(Dataset[PackedSamples]):
         return {**self.__dict__, "dataset": unsized, "_kept": {}}
 
     def __getitem__(self, address: PackAddress) -> PackedSamples:
-        """Encode the samples of a pack. The true length decides: what does not fit is left out, with a reason."""
+        """Encode the samples of a pack; by their true lengths, so what does not fit is left out with a reason."""
         found: list[tuple[Encoded, bool]] = []
         left_out: list[LeftOut] = []
         for where, size, sample in zip(address.samples, address.sizes, self.encoded(address), strict=True):
             if isinstance(sample, SampleError):
-                # All parts of a row fail with it, and are one failure.
+                # Count a row once: all of its parts fail with it.
                 self._num_failed_in_a_row += where[:2] != self._failed_row
                 self._failed_row = where[:2]
                 left_out.append(counted_failure(sample, self._num_failed_in_a_row, self.config.packing_max_failures))
@@ -63,11 +63,11 @@ class PackReader(Dataset[PackedSamples]):
         return packed_samples(kept, address.epoch, address.number, self.config, left_out + longer)
 
     def _fitting(self, found: list[tuple[Encoded, bool]]) -> tuple[list[Encoded], list[LeftOut]]:
-        """Those that fit beside each other, in their order. Samples that grew give way to those that did not."""
+        """Keep the samples that fit beside each other, in their order. Returns them, and those that are left out."""
         keeps, left_out, num_tokens = [False] * len(found), [], 0
-        # A row that grew beyond a pack is to be cut, which the next run does.
+        # If rows are cut, a row that grew beyond a pack has to be cut as well, which the next run does.
         may_be_longer = self.config.packing_allow_single_long and not self.config.cuts_rows
-        # Those that are as long as planned first, which fit beside each other by the plan.
+        # Samples as long as planned come first: they fit by the plan, and samples that grew give way to them.
         for at in sorted(range(len(found)), key=lambda at: found[at][1]):
             sample, has_grown = found[at]
             is_alone = not any(keeps) and (may_be_longer or not has_grown)
@@ -82,9 +82,9 @@ class PackReader(Dataset[PackedSamples]):
         return [sample for (sample, _), is_kept in zip(found, keeps, strict=True) if is_kept], left_out
 
     def encoded(self, address: PackAddress) -> list[Encoded | SampleError]:
-        """The samples of a pack. A row that is cut is encoded once for all of its parts there.
+        """Encode the samples of a pack; a row that is cut is encoded once for all of its parts in the pack.
 
-        Where documents are laid end to end the row that a pack ends inside of is kept: the next pack goes on with it.
+        With the strategy `window`, the row that a pack ends in is kept, because the next pack goes on with it.
         """
         whole = [where for where in address.samples if where.span is None]
         cut = list(dict.fromkeys(_row_of(where) for where in address.samples if where.span is not None))
@@ -104,9 +104,9 @@ class PackReader(Dataset[PackedSamples]):
         ]
 
     def _rows(self, address: PackAddress, cut: list[Address], whole: list[Address]) -> list[Encoded | SampleError]:
-        """Encode in as many threads as this worker may use: images are decoded and resized outside of Python's lock.
+        """Encode rows in as many threads as this worker may use: images are decoded outside of Python's lock.
 
-        Threads draw random numbers in no order, so a template that draws any encodes one row after the other.
+        Threads draw random numbers in no order, so the rows of a template that draws are encoded one after the other.
         """
         name = (self.seed, address.epoch, address.number)
         num_threads = min(len(cut) + len(whole), threads_per_worker())
@@ -116,13 +116,13 @@ class PackReader(Dataset[PackedSamples]):
             self._draws_at_random = stream.has_drawn
             if not self._draws_at_random:
                 return encoded
-        # Encoded anew where any was drawn: in threads the numbers went to whoever came first.
+        # Again, if a number was drawn: in threads the numbers went to whoever came first.
         with RandomStream(*name):
             of_cut = [self._row_to_cut(row, address.epoch) for row in cut]
             return of_cut + [self.dataset.sample_or_error(row) for row in whole]
 
     def _row_to_cut(self, row: Address, epoch: int) -> Encoded | SampleError:
-        """By its own numbers: all parts of it, in whichever packs, have to be of one and the same text."""
+        """Encode a row by random numbers of its own, so that its parts in several packs are of the same tokens."""
         with RandomStream(self.seed, epoch, "parts", *row[:2]):
             return self.dataset.sample_or_error(row)
 
@@ -132,7 +132,7 @@ def _row_of(where: Address) -> Address:
 
 
 def threads_per_worker() -> int:
-    """The cores of this machine, shared by its ranks and their dataloader workers."""
+    """Share the cores of this machine out to its ranks and their dataloader workers."""
     worker = get_worker_info()
     num_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * (worker.num_workers if worker else 1)
     # The cores that this process may use, which in a container are fewer than the machine has.

@@ -1,7 +1,11 @@
-"""What a checkpoint remembers of the rows: the sizes its plan was made of, and digests of what is in them.
+"""Save what a checkpoint needs of the rows: the sizes that its plan was made of, and digests of their content.
 
-So a resumed run has the plan it had, although a file is gone meanwhile or has come back, and where the data is really
-another one the error can say which rows are.
+With them a resumed run has the plan it had, although a file of a row is gone or came back meanwhile. If the data itself
+changed, the error names the rows.
+
+    rows = RunRows(sources)                                   digests of the rows as they are now
+    rows.as_file() -> vlpack_rows.npz -> from_bytes(...)      in a checkpoint, and out of it
+    rows.compared(saved) -> Changes, rows.take_sizes(saved)   on resume
 """
 
 from __future__ import annotations
@@ -19,39 +23,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.errors import StateMismatch
-from swift_vlpack.plan.cut_rows import CutRows
 from swift_vlpack.plan.mix import Mix
+from swift_vlpack.plan.parts import CutRows
 from swift_vlpack.plan.shuffle import permutation
 from swift_vlpack.reasons import about
 from swift_vlpack.rows.media import looks_like_path, names_of_files
 from swift_vlpack.rows.sizes import NUM_COLUMNS, LengthIndex
 from swift_vlpack.rows.source import RowSource, row_bytes
 
-NUM_ROWS_READ = 10_000
-"""Rows of a source whose content has a digest; all rows have a size."""
+NUM_ROWS_WITH_DIGEST = 10_000
+"""Rows of a source whose content is compared, because reading all would take too long; all rows have a size."""
 NUM_CHANGES_NAMED = 3
 """Rows of each kind of change that the error of a resume names; a reader looks at one or two."""
 _CUT = ("cut", "cut_offsets", "cut_parts")
-"""Arrays of the parts of rows."""
+"""Names of the arrays that say into which parts rows are cut."""
 NUM_PLANNED_COLUMNS = 3
-"""Length, images and patches, which is all that a plan follows from."""
+"""Columns of sizes that a plan follows from: length, images and patches."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SavedSource:
-    """One source: sizes of all rows, digests of some."""
+    """A source as a checkpoint has it: sizes of all rows, digests of some."""
 
     name: str
     sizes: LengthIndex
     contents: NDArray[np.uint64]
-    """Digests of the rows `rows_read(num_rows)`."""
+    """Digests of the rows `rows_with_digest(num_rows)`."""
     numbers: NDArray[np.int64]
     """Numbers of these rows in their file, which the loader may have shuffled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Some:
-    """Some rows: how many, and the first of them in words."""
+    """How many rows changed in one way, and the first of them in words."""
 
     num_rows: int = 0
     first: tuple[str, ...] = ()
@@ -69,180 +73,20 @@ class Some:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Changes:
-    """What became of the rows since."""
+    """The rows that differ from the saved ones, by what became of them."""
 
     texts: Some = Some()
-    """Rows that are other ones."""
+    """Rows with other content."""
     sizes: Some = Some()
-    """Rows that have another size, which is no matter of a file that is gone or came back."""
+    """Rows with another size although their files are there, then and now."""
     gone: Some = Some()
+    """Rows that cannot be read any more, because of a file."""
     back: Some = Some()
+    """Rows that could not be read, and can be now."""
 
     def __add__(self, other: Changes) -> Changes:
         both = {spec.name: getattr(self, spec.name) + getattr(other, spec.name) for spec in fields(self)}
         return Changes(**both)
-
-
-def rows_read(num_rows: int) -> NDArray[np.int64]:
-    """The rows of a source whose content has a digest, in order."""
-    # A name of its own and no seed: which rows are compared must be the same in every run over the data.
-    return np.sort(permutation(num_rows, "content")[:NUM_ROWS_READ])
-
-
-def row_digests(source: RowSource) -> NDArray[np.uint64]:
-    """8 bytes for each of the `rows_read`."""
-    digests = [hashlib.blake2b(row_bytes(source.rows[at]), digest_size=8).digest() for at in _indices(source)]
-    return np.frombuffer(b"".join(digests), dtype="<u8").astype(np.uint64)
-
-
-def _indices(source: RowSource) -> list[int]:
-    indices: list[int] = rows_read(len(source.rows)).tolist()
-    return indices
-
-
-def saved_source(source: RowSource, contents: NDArray[np.uint64]) -> SavedSource:
-    """What is remembered of a source; one without lengths has sizes of 0."""
-    sizes = source.sizes or LengthIndex(np.zeros((NUM_COLUMNS, len(source.rows)), dtype=np.int64), {})
-    return SavedSource(name=source.name, sizes=sizes, contents=contents, numbers=_numbers(source))
-
-
-def _numbers(source: RowSource) -> NDArray[np.int64]:
-    return np.array([source.row_number(at) for at in _indices(source)], dtype=np.int64)
-
-
-# -- as a file --------------------------------------------------------------------------------------------------------
-
-
-def to_bytes(sources: Sequence[SavedSource]) -> bytes:
-    """As a compressed file of numpy."""
-    reasons = sorted({reason for source in sources for reason in source.sizes.failures.values()})
-    arrays: dict[str, NDArray[Any]] = {"names": _text([source.name for source in sources]), "reasons": _text(reasons)}
-    for number, source in enumerate(sources):
-        failed = sorted(source.sizes.failures)
-        # Fixed sizes in one byte order: a checkpoint may be resumed from on another kind of machine.
-        arrays[f"sizes{number}"] = source.sizes.columns.astype("<i4")
-        arrays[f"failed{number}"] = np.array(failed, dtype="<i8")
-        arrays[f"reason{number}"] = np.array([reasons.index(source.sizes.failures[at]) for at in failed], dtype="<i4")
-        arrays[f"contents{number}"] = source.contents.astype("<u8")
-        arrays[f"numbers{number}"] = source.numbers.astype("<i8")
-        if source.sizes.cut is not None:
-            arrays |= {f"{name}{number}": array.astype("<i8") for name, array in _cut_arrays(source.sizes.cut)}
-    file = io.BytesIO()
-    np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
-    return file.getvalue()
-
-
-def from_bytes(content: bytes) -> list[SavedSource]:
-    """What was saved; anything else is refused."""
-    try:
-        # Without pickles, which can run code: a checkpoint may come from somebody else.
-        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-            reasons = arrays["reasons"].tolist()
-            return [_loaded(arrays, number, name, reasons) for number, name in enumerate(arrays["names"].tolist())]
-    except (ValueError, KeyError, IndexError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise StateMismatch(f"damaged: {type(error).__name__}: {error}") from error
-
-
-def _loaded(arrays: Mapping[str, NDArray[Any]], number: int, name: str, reasons: list[str]) -> SavedSource:
-    columns = arrays[f"sizes{number}"].astype(np.int64)
-    why = [reasons[at] for at in arrays[f"reason{number}"].tolist()]
-    failures = dict(zip(arrays[f"failed{number}"].tolist(), why, strict=True))
-    cut = None
-    if f"{_CUT[0]}{number}" in arrays:
-        cut = CutRows(*(arrays[f"{word}{number}"].astype(np.int64) for word in _CUT))
-    sizes = LengthIndex(columns, failures, cut=cut)
-    contents, numbers = arrays[f"contents{number}"], arrays[f"numbers{number}"]
-    return SavedSource(name=name, sizes=sizes, contents=contents, numbers=numbers)
-
-
-def _cut_arrays(cut: CutRows) -> Iterable[tuple[str, NDArray[np.int64]]]:
-    return zip(_CUT, cut.arrays, strict=True)
-
-
-def _text(words: list[str]) -> NDArray[Any]:
-    return np.array(words, dtype=str)
-
-
-# -- against what is there now ----------------------------------------------------------------------------------------
-
-
-def changes(saved: SavedSource, source: RowSource, contents: NDArray[np.uint64]) -> Changes:
-    """What became of the rows of a source; `contents` are the digests of now."""
-    num_now = len(source.rows)
-    if len(saved.sizes) != num_now:
-        return Changes(texts=Some(1, (_first_of_another_number(saved, source, contents),)))
-    others = rows_read(num_now)[saved.contents != contents]
-    texts = _some(others, lambda at: f"{_place(source, at)} is another row than then")
-    if source.sizes is None:
-        return Changes(texts=texts)
-    sizes = source.sizes
-    then, now = _planned(saved.sizes), _planned(sizes)
-    kinds: dict[str, list[int]] = {"sizes": [], "gone": [], "back": []}
-    for at in np.flatnonzero((then != now).any(axis=0)).tolist():
-        reasons = {saved.sizes.failures.get(at), sizes.failures.get(at)}
-        is_other = (then[0, at] and now[0, at]) or any(about(word).is_of_row for word in reasons if word)
-        kinds["sizes" if is_other else "back" if now[0, at] else "gone"].append(at)
-
-    def said(at: int) -> str:
-        return f"{_place(source, at)} has {_size(sizes, at)}, then {_size(saved.sizes, at)}"
-
-    return Changes(texts=texts, **{kind: _some(rows, said) for kind, rows in kinds.items()})
-
-
-def _some(rows: Sequence[int] | NDArray[np.int64], said: Callable[[int], str]) -> Some:
-    return Some(len(rows), tuple(said(int(at)) for at in rows[:NUM_CHANGES_NAMED]))
-
-
-def with_sizes(sources: Iterable[RowSource], saved: Iterable[SavedSource]) -> tuple[RowSource, ...]:
-    """The sources with the sizes that the plan of the saved run was made of; the same ones where those are theirs."""
-    return tuple(map(_with_sizes, sources, saved))
-
-
-def _with_sizes(source: RowSource, saved: SavedSource) -> RowSource:
-    if source.sizes is None:
-        return replace(source, sizes=saved.sizes)
-    if np.array_equal(_planned(source.sizes), _planned(saved.sizes)) and source.sizes.cut == saved.sizes.cut:
-        return source
-    # A checkpoint has the reasons only; what was said of rows is known where they fail now as then.
-    said = {at: fault for at, fault in source.sizes.faults.items() if saved.sizes.failures.get(at) == fault.reason}
-    return replace(source, sizes=replace(saved.sizes, faults=said))
-
-
-def _planned(sizes: LengthIndex) -> NDArray[np.int64]:
-    return sizes.columns[:NUM_PLANNED_COLUMNS]
-
-
-def _first_of_another_number(saved: SavedSource, source: RowSource, contents: NDArray[np.uint64]) -> str:
-    num_then, num_now = len(saved.sizes), len(source.rows)
-    said = f"{source.name} has {num_now} rows, then {num_then}"
-    if max(num_then, num_now) > NUM_ROWS_READ:  # the digests are of other rows
-        return said
-    then = dict(zip(saved.numbers.tolist(), saved.contents.tolist(), strict=True))
-    at_number = {source.row_number(at): at for at in range(num_now)}
-    now = {number: int(contents[at]) for number, at in at_number.items()}
-    differing = [number for number in sorted({*then, *now}) if then.get(number) != now.get(number)]
-    if not differing:
-        return said
-    number = differing[0]
-    where = (
-        _place(source, at_number[number]) if number in now else f"row {number + 1} of the saved run, which is missing,"
-    )
-    return f"{said}; they differ from {where} on"
-
-
-def _place(source: RowSource, at: int) -> str:
-    files = ", ".join(filter(looks_like_path, names_of_files(source.rows[at])))
-    return f"{source.sample_id(at)} ({source.where(at)}{f', files: {files}' if files else ''})"
-
-
-def _size(sizes: LengthIndex, at: int) -> str:
-    length, images, patches = sizes.columns[:NUM_PLANNED_COLUMNS, at].tolist()
-    if not length:
-        return sizes.failures.get(at, "no size")
-    return f"{length} tokens" + (f" ({images} images, {patches} patches)" if images else "")
-
-
-# -- the rows of a run ------------------------------------------------------------------------------------------------
 
 
 class RunRows:
@@ -281,6 +125,36 @@ class RunRows:
         }
 
 
+# -- digests ----------------------------------------------------------------------------------------------------------
+
+
+def rows_with_digest(num_rows: int) -> NDArray[np.int64]:
+    """Choose the rows of a source whose content has a digest, in order."""
+    # A name of its own and no seed: which rows are compared must be the same in every run over the data.
+    return np.sort(permutation(num_rows, "content")[:NUM_ROWS_WITH_DIGEST])
+
+
+def row_digests(source: RowSource) -> NDArray[np.uint64]:
+    """Return a digest of 8 bytes for each of the `rows_with_digest`."""
+    digests = [hashlib.blake2b(row_bytes(source.rows[at]), digest_size=8).digest() for at in _indices(source)]
+    return np.frombuffer(b"".join(digests), dtype="<u8").astype(np.uint64)
+
+
+def _indices(source: RowSource) -> list[int]:
+    indices: list[int] = rows_with_digest(len(source.rows)).tolist()
+    return indices
+
+
+def saved_source(source: RowSource, contents: NDArray[np.uint64]) -> SavedSource:
+    """Collect what is saved of a source; without lengths its sizes are 0."""
+    sizes = source.sizes or LengthIndex(np.zeros((NUM_COLUMNS, len(source.rows)), dtype=np.int64), {})
+    return SavedSource(name=source.name, sizes=sizes, contents=contents, numbers=_numbers(source))
+
+
+def _numbers(source: RowSource) -> NDArray[np.int64]:
+    return np.array([source.row_number(at) for at in _indices(source)], dtype=np.int64)
+
+
 def _content(source: RowSource, digests: NDArray[np.uint64]) -> list[bytes]:
     """List what a source is made of: how it takes part, which rows of its file it has, and what is in them."""
     numbers = () if source.row_numbers is None else source.row_numbers
@@ -300,3 +174,135 @@ def digest_of(*parts: bytes) -> str:
         total.update(len(part).to_bytes(8, "little"))
         total.update(part)
     return total.hexdigest()[:16]
+
+
+# -- as a file --------------------------------------------------------------------------------------------------------
+
+
+def to_bytes(sources: Sequence[SavedSource]) -> bytes:
+    """Write the sources as a compressed file of numpy arrays."""
+    reasons = sorted({reason for source in sources for reason in source.sizes.failures.values()})
+    arrays: dict[str, NDArray[Any]] = {"names": _text([source.name for source in sources]), "reasons": _text(reasons)}
+    for number, source in enumerate(sources):
+        failed = sorted(source.sizes.failures)
+        # Fixed sizes in one byte order: a checkpoint may be resumed from on another kind of machine.
+        arrays[f"sizes{number}"] = source.sizes.columns.astype("<i4")
+        arrays[f"failed{number}"] = np.array(failed, dtype="<i8")
+        arrays[f"reason{number}"] = np.array([reasons.index(source.sizes.failures[at]) for at in failed], dtype="<i4")
+        arrays[f"contents{number}"] = source.contents.astype("<u8")
+        arrays[f"numbers{number}"] = source.numbers.astype("<i8")
+        if source.sizes.cut is not None:
+            arrays |= {f"{name}{number}": array.astype("<i8") for name, array in _cut_arrays(source.sizes.cut)}
+    file = io.BytesIO()
+    np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+    return file.getvalue()
+
+
+def from_bytes(content: bytes) -> list[SavedSource]:
+    """Read what `to_bytes` wrote. Raises `StateMismatch` for anything else."""
+    try:
+        # Without pickles, because they can run code and a checkpoint may come from somebody else.
+        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+            reasons = arrays["reasons"].tolist()
+            return [_loaded(arrays, number, name, reasons) for number, name in enumerate(arrays["names"].tolist())]
+    except (ValueError, KeyError, IndexError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise StateMismatch(f"damaged: {type(error).__name__}: {error}") from error
+
+
+def _loaded(arrays: Mapping[str, NDArray[Any]], number: int, name: str, reasons: list[str]) -> SavedSource:
+    columns = arrays[f"sizes{number}"].astype(np.int64)
+    why = [reasons[at] for at in arrays[f"reason{number}"].tolist()]
+    failures = dict(zip(arrays[f"failed{number}"].tolist(), why, strict=True))
+    cut = None
+    if f"{_CUT[0]}{number}" in arrays:
+        cut = CutRows(*(arrays[f"{word}{number}"].astype(np.int64) for word in _CUT))
+    sizes = LengthIndex(columns, failures, cut=cut)
+    contents, numbers = arrays[f"contents{number}"], arrays[f"numbers{number}"]
+    return SavedSource(name=name, sizes=sizes, contents=contents, numbers=numbers)
+
+
+def _cut_arrays(cut: CutRows) -> Iterable[tuple[str, NDArray[np.int64]]]:
+    return zip(_CUT, cut.arrays, strict=True)
+
+
+def _text(words: list[str]) -> NDArray[Any]:
+    return np.array(words, dtype=str)
+
+
+# -- compared with the rows of now ------------------------------------------------------------------------------------
+
+
+def changes(saved: SavedSource, source: RowSource, contents: NDArray[np.uint64]) -> Changes:
+    """Compare the rows of a source with the saved ones; `contents` are the digests of its rows now."""
+    num_now = len(source.rows)
+    if len(saved.sizes) != num_now:
+        return Changes(texts=Some(1, (_first_of_another_number(saved, source, contents),)))
+    others = rows_with_digest(num_now)[saved.contents != contents]
+    texts = _some(others, lambda at: f"{_place(source, at)} is not the row that was saved")
+    if source.sizes is None:
+        return Changes(texts=texts)
+    sizes = source.sizes
+    then, now = _planned(saved.sizes), _planned(sizes)
+    kinds: dict[str, list[int]] = {"sizes": [], "gone": [], "back": []}
+    for at in np.flatnonzero((then != now).any(axis=0)).tolist():
+        reasons = {saved.sizes.failures.get(at), sizes.failures.get(at)}
+        is_other = (then[0, at] and now[0, at]) or any(about(word).is_of_row for word in reasons if word)
+        kinds["sizes" if is_other else "back" if now[0, at] else "gone"].append(at)
+
+    def said(at: int) -> str:
+        return f"{_place(source, at)} has {_size(sizes, at)}, saved was {_size(saved.sizes, at)}"
+
+    return Changes(texts=texts, **{kind: _some(rows, said) for kind, rows in kinds.items()})
+
+
+def _some(rows: Sequence[int] | NDArray[np.int64], said: Callable[[int], str]) -> Some:
+    return Some(len(rows), tuple(said(int(at)) for at in rows[:NUM_CHANGES_NAMED]))
+
+
+def with_sizes(sources: Iterable[RowSource], saved: Iterable[SavedSource]) -> tuple[RowSource, ...]:
+    """Give the sources the sizes that the saved plan was made of; a source that has them is returned as it is."""
+    return tuple(map(_with_sizes, sources, saved))
+
+
+def _with_sizes(source: RowSource, saved: SavedSource) -> RowSource:
+    if source.sizes is None:
+        return replace(source, sizes=saved.sizes)
+    if np.array_equal(_planned(source.sizes), _planned(saved.sizes)) and source.sizes.cut == saved.sizes.cut:
+        return source
+    # A checkpoint has reasons without details; the details of now hold for rows that fail for the saved reason.
+    said = {at: fault for at, fault in source.sizes.faults.items() if saved.sizes.failures.get(at) == fault.reason}
+    return replace(source, sizes=replace(saved.sizes, faults=said))
+
+
+def _planned(sizes: LengthIndex) -> NDArray[np.int64]:
+    return sizes.columns[:NUM_PLANNED_COLUMNS]
+
+
+def _first_of_another_number(saved: SavedSource, source: RowSource, contents: NDArray[np.uint64]) -> str:
+    num_then, num_now = len(saved.sizes), len(source.rows)
+    said = f"{source.name} has {num_now} rows, saved were {num_then}"
+    if max(num_then, num_now) > NUM_ROWS_WITH_DIGEST:  # the digests are of different rows then
+        return said
+    then = dict(zip(saved.numbers.tolist(), saved.contents.tolist(), strict=True))
+    at_number = {source.row_number(at): at for at in range(num_now)}
+    now = {number: int(contents[at]) for number, at in at_number.items()}
+    differing = [number for number in sorted({*then, *now}) if then.get(number) != now.get(number)]
+    if not differing:
+        return said
+    number = differing[0]
+    where = (
+        _place(source, at_number[number]) if number in now else f"row {number + 1} of the saved run, which is missing,"
+    )
+    return f"{said}; they differ from {where} on"
+
+
+def _place(source: RowSource, at: int) -> str:
+    files = ", ".join(filter(looks_like_path, names_of_files(source.rows[at])))
+    return f"{source.sample_id(at)} ({source.where(at)}{f', files: {files}' if files else ''})"
+
+
+def _size(sizes: LengthIndex, at: int) -> str:
+    length, images, patches = sizes.columns[:NUM_PLANNED_COLUMNS, at].tolist()
+    if not length:
+        return sizes.failures.get(at, "no size")
+    return f"{length} tokens" + (f" ({images} images, {patches} patches)" if images else "")

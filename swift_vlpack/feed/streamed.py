@@ -1,8 +1,9 @@
-"""Packs as samples come: the iterable form of `PackingDataset`.
+"""Pack samples as rows come: the iterable form of `PackingDataset`.
 
-Every dataloader worker of every rank reads its own share of the rows (`plan/shares.py`), encodes and packs it; no
-sample ever travels between processes. With each pack goes a small JSON of where its worker stands after it: rows read,
-what is still held. The training process keeps the latest of them (`ReaderProgress`), which a checkpoint saves.
+Every dataloader worker of every rank reads its own share of the rows (plan/shares.py), encodes and packs it; no sample
+travels between processes. Each pack carries the state of its worker after it, as JSON: how many rows were read, which
+samples still wait. The training process keeps the latest state of each worker (`ReaderProgress`) for the checkpoint. A
+resumed worker encodes the waiting samples again: a state has their ids and lengths, never their tensors.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from swift_vlpack.envelope import Named, Whole, check_shape
 from swift_vlpack.errors import StateMismatch
 from swift_vlpack.feed.failures import counted_failure
 from swift_vlpack.feed.packs import Packs, packed_samples
+from swift_vlpack.plan.items import Item, ItemId
 from swift_vlpack.plan.packer import Packer
 from swift_vlpack.plan.parts import Span
-from swift_vlpack.plan.records import Item, ItemId
 from swift_vlpack.plan.shares import Share, share_of
 from swift_vlpack.reasons import Reason
 from swift_vlpack.rows.contents import size_of
@@ -45,11 +46,11 @@ PROGRESS = {
         }
     ],
 }
-"""The shape of a rank's saved state; the packer checks its own."""
+"""The shape of a rank's saved state; the packer checks its part by itself."""
 
 
 class StreamedPackingDataset(Packs, IterableDataset[PackedSamples]):
-    """The iterable form: a buffer of encoded samples, the packer over their lengths, packs as they fill.
+    """Encode row by row, hold `packing_buffer` samples, and yield packs as they fill.
 
     `rank` of `num_ranks` and the dataloader worker that iterates decide which share of the rows is read.
     """
@@ -68,7 +69,7 @@ class StreamedPackingDataset(Packs, IterableDataset[PackedSamples]):
         if isinstance(self.dataset, StreamedRows):
             self.dataset.seed = seed
         elif self.dataset.mix.ratio_by != "rows":
-            self.dataset.mix.schedule(0)  # refuses tokens without lengths: here, and not in a worker
+            self.dataset.mix.schedule(0)  # raises for ratios by tokens, which need lengths: here, and not in a worker
         self.rank = rank
         self._restored: ReaderProgress | None = None
 
@@ -88,7 +89,7 @@ class StreamedPackingDataset(Packs, IterableDataset[PackedSamples]):
         return islice((sample for _, sample in read if isinstance(sample, dict)), num_samples)
 
     def restore(self, progress: ReaderProgress) -> None:
-        """Iterate the saved epoch from where it was left: the next pack is the one after the last trained one."""
+        """Iterate the saved epoch from the pack after the last trained one."""
         self._restored = progress
         self.set_epoch(progress.epoch)
 
@@ -108,29 +109,29 @@ class StreamedPackingDataset(Packs, IterableDataset[PackedSamples]):
 
 
 class ReaderProgress:
-    """How far a rank has trained: the epoch, whose turn it is, and where each of its workers stands."""
+    """How far a rank has trained an epoch, with the state of each of its workers."""
 
     def __init__(self, num_workers: int) -> None:
         self.num_workers = max(1, num_workers)
         self.epoch = 0
         self.turn = 0
         self.num_trained = 0
-        """Batches of the epoch, rows without loss included: on all ranks equally many."""
+        """Batches of the epoch, those without loss included, so that all ranks have the same number."""
         self.workers: dict[int, WorkerState] = {}
 
     def trained(self, record: PackRecord) -> None:
-        """Note a pack that has been trained. One of another epoch starts anew."""
-        # The pack says which epoch it is of, as readers are ahead of what is trained.
+        """Note a pack that has been trained; the first pack of another epoch starts the count anew."""
+        # By the epoch of the pack, because readers may be in the next epoch already.
         if record.epoch != self.epoch:
             self.epoch, self.turn, self.num_trained, self.workers = record.epoch, 0, 0, {}
         self.num_trained += 1
         for state in record.progress:
             self.workers[state["worker"]] = state
-            # Dataloaders take turns, and pass over workers that are at their end.
+            # The worker that a dataloader asks next: it takes turns, and passes over workers that are at their end.
             self.turn = (state["worker"] + 1) % self.num_workers
 
     def state(self) -> dict[str, Any]:
-        """As JSON: cursors, and ids and lengths of what is held."""
+        """Return the progress as JSON: cursors, and ids and lengths of the samples that wait."""
         return {
             "num_workers": self.num_workers,
             "epoch": self.epoch,
@@ -141,7 +142,7 @@ class ReaderProgress:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> ReaderProgress:
-        """What `state` was taken from; one that cannot be is refused."""
+        """Restore what `state()` returned. Raises `StateMismatch` if it cannot be one."""
         check_shape(state, PROGRESS, "state")
         if state["turn"] >= state["num_workers"]:
             raise StateMismatch(f"damaged: state.turn is {state['turn']} of {state['num_workers']} workers")
@@ -152,10 +153,10 @@ class ReaderProgress:
 
 
 class _Buffer:
-    """Encoded samples that wait for a pack: the core's packer decides, this holds the tensors.
+    """The encoded samples of one worker that wait for a pack: the packer decides by lengths, this holds the tensors.
 
-    A sample's id is the number of its row in the share, 0, 1, 2 and so on; that of a part is [number of row, part], and
-    of a part of a window [number of row, *span].
+    The id of a sample is the number of its row in the share (0, 1, 2 ...); of a part of a row (number of row, part);
+    of a part in a window of a token stream, which no row knows, (number of row, *span).
     """
 
     def __init__(
@@ -175,9 +176,9 @@ class _Buffer:
         self._is_at_end = False
 
     def packs(self, dataset: Any, share: Share) -> Iterator[PackedSamples]:
-        """Pack a share. One pack is kept back, so that what the end leaves out has a record to travel in."""
+        """Pack a share. One pack is kept back, so that what is left out at the end has a record to travel in."""
         samples = dataset.samples(self._epoch, share, start=self._num_read, held=set(self._held_rows()))
-        # Before the rows that follow, as the one iterator gives both.
+        # First, because the iterator yields the rows of waiting samples before the rows that are new.
         self._encode_held_again(samples)
         if not self._is_at_end:
             for sample in samples:
@@ -189,13 +190,12 @@ class _Buffer:
         while self._ready:
             yield self._next()
         if self._left_out:
-            # A pack without samples: what was left out needs a record to travel in.
-            yield self._pack([])
+            yield self._pack([])  # without samples, for its record
 
     def state(self) -> WorkerState:
-        """What a fresh buffer needs after a pack to have the same future, as JSON without a sample in it.
+        """Return, as JSON without tensors, what a fresh buffer needs to make the same packs from here on.
 
-        What was left out so far is not part of it: the pack's record has told of it.
+        Samples left out so far are not part of it, because the record of the pack has them.
         """
         return {
             "worker": self._worker,
@@ -208,7 +208,7 @@ class _Buffer:
         }
 
     def load(self, state: WorkerState) -> None:
-        """Continue where `state` was taken; the held samples are encoded when `packs` begins."""
+        """Restore what `state()` returned; the samples that wait are encoded when `packs` begins."""
         self._num_read = state["num_read"]
         self._num_packs = state["num_packs"]
         self._num_failed_in_a_row = state["num_failed_in_a_row"]
@@ -217,7 +217,7 @@ class _Buffer:
         self._packer.load(state["packer"])
 
     def _held_rows(self) -> dict[int, list[Item]]:
-        """What is held, by the number of its row: in the order in which rows come when they are read again."""
+        """Group the waiting samples by their rows, in the order in which the rows are read again."""
         rows: dict[int, list[Item]] = {}
         for item in (*self._packer.held, *(item for items in self._ready for item in items)):
             rows.setdefault(_row_of(item.id), []).append(item)
@@ -257,12 +257,12 @@ class _Buffer:
     def _cut_again(
         self, number: int, row: Encoded, items: Sequence[Item]
     ) -> Mapping[ItemId, Encoded | SampleError | LeftOut]:
-        """The samples of a row that is held: of windows, whose cuts no row knows, by the spans in their ids."""
+        """Cut a row again into its waiting samples; in windows of a token stream by the spans in their ids."""
         if self._cutter is None or not self._cutter.lays_end_to_end:
             return {_id(number, span): sample for span, sample in in_parts(row, self._cutter)}
         found: dict[ItemId, Encoded | SampleError | LeftOut] = {}
         for item in items:
-            with suppress(SampleError):  # it is not there then, which is said of the state
+            with suppress(SampleError):  # `_unchanged` refuses a sample that is missing
                 spans = item.id[1:] if isinstance(item.id, tuple) else None
                 found[item.id] = row if spans is None else self._cutter.planned(row, Span(*spans))
         return found
@@ -271,7 +271,7 @@ class _Buffer:
         samples = []
         for item in self._ready.popleft():
             sample = self._waiting.pop(item.id)
-            if isinstance(sample, SampleError):  # it could be read before the run was interrupted
+            if isinstance(sample, SampleError):  # it could be read before the run was interrupted, and now it cannot
                 self._left_out.append(counted_failure(sample, 1, self._config.packing_max_failures))
             else:
                 samples.append(sample)
@@ -281,7 +281,7 @@ class _Buffer:
         left_out, self._left_out = self._left_out, []
         self._num_packs += 1
         pack = packed_samples(samples, self._epoch, self._num_packs - 1, self._config, left_out)
-        # Behind the pack, whose own samples are no longer held: the state is that after it.
+        # Taken now, because the samples of this pack no longer wait: the state is that after the pack.
         pack.record = replace(pack.record, progress=(self.state(),))
         return pack
 
@@ -315,7 +315,7 @@ def _part_of(item: Item) -> int | None:
 
 
 def _unchanged(sample: Encoded | SampleError | LeftOut | None, row: Encoded, item: Item) -> Encoded:
-    """A sample that is held, encoded again; refused where it is another one."""
+    """Return a waiting sample that was encoded again. Raises `StateMismatch` if it is not what it was."""
     if isinstance(sample, dict) and sample["length"] == item.length:
         return sample
     now = f"{sample['length']} tokens" if isinstance(sample, dict) else "another number of parts"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -18,12 +17,12 @@ from swift_vlpack.feed.feed import CannotReadAgain, EpochStart, Feed, MakeLoader
 from swift_vlpack.feed.packs import packed_samples
 from swift_vlpack.feed.saved_rows import digest_of
 from swift_vlpack.feed.streamed import ReaderProgress, StreamedPackingDataset
-from swift_vlpack.plan.advice import long_row_warning
 from swift_vlpack.plan.registry import WINDOW
-from swift_vlpack.plan.shares import Share, share_of
+from swift_vlpack.plan.report import long_sequence_warning
+from swift_vlpack.plan.shares import share_of
 from swift_vlpack.reasons import warning_of_left_out
 from swift_vlpack.rows.cutting import in_parts
-from swift_vlpack.rows.samples import Address, Encoded, LeftOut, PackRecord, SampleError
+from swift_vlpack.rows.samples import Encoded, LeftOut, PackRecord, SampleError
 from swift_vlpack.rows.source import row_bytes
 from swift_vlpack.rows.streams import StreamedRows
 from swift_vlpack.runlog.counts import Counts
@@ -33,12 +32,14 @@ logger = logging.getLogger(__name__)
 
 NUM_ROWS_COMPARED = 16
 """Rows by which a stream's data is recognized: to read more would cost what streams are there to save."""
+AFTER_ALL_ROWS = 2**43
+"""A row that no share reaches: to start there reads the rows that are asked for, and no others."""
 FARTHEST_ROW = 20_000
-"""Highest row of a stream whose samples are encoded again: the stream has to be read again from its start."""
+"""Highest row of a stream that is read a second time, because the stream has to be read from its start."""
 
 
 class StreamedFeed(Feed):
-    """Packs as their readers make them."""
+    """Packs in the order in which the readers of each rank make them."""
 
     kind = "buffer"
     can_plan_again = False
@@ -49,6 +50,8 @@ class StreamedFeed(Feed):
 
     def __init__(self, packs: StreamedPackingDataset, num_workers: int, **options: Any) -> None:
         super().__init__(packs, **options)
+        # None for rows that have a length and are packed as they come all the same (packing_mode=buffer).
+        self._stream = packs.dataset if isinstance(packs.dataset, StreamedRows) else None
         self.progress = ReaderProgress(num_workers)
         self._left_out_after: list[LeftOut] = []
         self._has_warned_of_length = False
@@ -57,14 +60,23 @@ class StreamedFeed(Feed):
         """Encode the samples of a pack of the epoch again, from the shares of this rank's readers."""
         if self.config.packing_strategy == WINDOW:
             raise CannotReadAgain("where a stream cuts its rows depends on all that came before")
-        if isinstance(self.dataset, StreamedRows):
-            if isinstance(self.dataset.rows, Iterator):
+        if self._stream is not None:
+            if isinstance(self._stream.rows, Iterator):
                 raise CannotReadAgain("the stream cannot be read again")
             if (farthest := max(key.row for key in record.sample_ids)) > FARTHEST_ROW:
                 raise CannotReadAgain(f"the stream would have to be read again to row {farthest}")
-        num_workers = max(1, num_workers)
-        shares = [share_of(rank, self.num_ranks, worker, num_workers) for worker in range(num_workers)]
-        return _of_shares(self.dataset, record, shares)
+        return self._samples_of(record, rank, max(1, num_workers))
+
+    def _samples_of(self, record: PackRecord, rank: int, num_workers: int) -> Iterator[Encoded | SampleError]:
+        """Yield the samples of a pack's rows, or the parts they are cut into; of each reader of the rank, its rows."""
+        rows, wanted = self.dataset, {key._replace(part=None) for key in record.sample_ids}
+        for worker in range(num_workers):
+            share = share_of(rank, self.num_ranks, worker, num_workers)
+            held = rows.numbers_in(share, record.epoch, wanted)
+            for row in islice(rows.samples(record.epoch, share, start=AFTER_ALL_ROWS, held=held), len(held)):
+                for _, sample in in_parts(row, rows.encoder.cutter):
+                    if not isinstance(sample, LeftOut):
+                        yield sample
 
     # -- epochs -----------------------------------------------------------------------------------------------------
 
@@ -73,7 +85,7 @@ class StreamedFeed(Feed):
         self.packs.set_epoch(epoch)
         return EpochStart()
 
-    def batches_behind(self, accumulation: int) -> int:
+    def batches_trained(self, accumulation: int) -> int:
         """Return all that were trained: readers go on by themselves, and steps end where they would have ended."""
         return self.progress.num_trained
 
@@ -129,7 +141,7 @@ class StreamedFeed(Feed):
             self.progress.trained(record)
         if not self._has_warned_of_length:
             num_tokens = np.array([sum(record.lengths) for record in records], dtype=np.int64)
-            if warning := long_row_warning(num_tokens, self.config):
+            if warning := long_sequence_warning(num_tokens, self.config):
                 self._has_warned_of_length = True
                 logger.warning("%s", warning)
 
@@ -156,12 +168,12 @@ class StreamedFeed(Feed):
 
     def fingerprint(self) -> dict[str, Any]:
         """Return everything that the packs of every reader follow from."""
-        rows = self.dataset
+        stream = self._stream
         return {
             "num_ranks": self.num_ranks,
             "num_workers": self.progress.num_workers,
             "seed": self.seed,
-            **(_of_stream(rows) if isinstance(rows, StreamedRows) else self.saved_rows.fingerprint(rows.mix)),
+            **(self.saved_rows.fingerprint(self.dataset.mix) if stream is None else _fingerprint(stream)),
             **self.config.pack_options(),
             **self.config.objective(),
             **self.objective,
@@ -182,39 +194,17 @@ class StreamedFeed(Feed):
         self.packs.restore(self.progress)
 
     def _warn_of_shared_rows(self, num_shares: int, *, is_first: bool) -> None:
-        rows = self.dataset
-        if is_first and num_shares > 1 and isinstance(rows, StreamedRows) and not rows.has_shards_for(num_shares):
+        stream = self._stream
+        if is_first and num_shares > 1 and stream is not None and not stream.has_shards_for(num_shares):
             logger.warning(
                 "the stream has %d shards for %d readers (ranks x workers): each reads all rows and encodes every "
                 "%dth. Split the data into at least %d files to spare the reading",
-                getattr(rows.rows, "num_shards", 1), num_shares, num_shares, num_shares,
+                getattr(stream.rows, "num_shards", 1), num_shares, num_shares, num_shares,
             )  # fmt: skip
 
 
-def _of_shares(rows: Any, record: PackRecord, shares: Sequence[Share]) -> Iterator[Encoded | SampleError]:
-    """Yield the samples of a pack's rows, or the parts they are cut into, from the shares of the readers of a rank."""
-    wanted = {key._replace(part=None) for key in record.sample_ids}
-    for share in shares:
-        if isinstance(rows, StreamedRows):
-            rows_of = {key.row for key in wanted if key.row % share.num_shares == share.number}
-            held = {row // share.num_shares for row in rows_of}
-        else:
-            schedule = rows.mix.schedule(record.epoch)
-            positions = range(share.number, len(schedule), share.num_shares)
-            held, missing = set(), set(wanted)
-            for index, position in enumerate(positions):
-                if not missing:
-                    break
-                if (key := rows.sample_id(Address(*schedule[position]))) in missing:
-                    missing.remove(key)
-                    held.add(index)
-        for row in islice(rows.samples(record.epoch, share, start=sys.maxsize // 2**20, held=held), len(held)):
-            for _, sample in in_parts(row, rows.encoder.cutter):
-                if not isinstance(sample, LeftOut):
-                    yield sample
-
-
-def _of_stream(stream: StreamedRows) -> dict[str, Any]:
+def _fingerprint(stream: StreamedRows) -> dict[str, Any]:
+    """Recognize a stream by its shards and its first rows."""
     return {
         "num_shards": getattr(stream.rows, "num_shards", 1),
         "data": digest_of(*map(row_bytes, stream.first_rows(NUM_ROWS_COMPARED))),

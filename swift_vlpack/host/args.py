@@ -1,4 +1,12 @@
-"""ms-swift's arguments: which runs are ours, what they ask for, and what cannot go together."""
+"""Settle the options of a packed run once, from ms-swift's arguments, and refuse what cannot go together.
+
+ms-swift makes its arguments in one long `__post_init__`; `host/install.py` calls two functions from inside of it:
+
+    settle_options(args)   first: a `VLPACK_*` variable becomes a value, all are checked
+    prepare_args(args)     later, when the model's length is known: the `PackingConfig` of the run is made, and kept
+
+From then on `packing_config(args)` returns that one config. Nothing reads the variables again.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +15,8 @@ import dataclasses
 import inspect
 import math
 import os
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,30 +44,59 @@ logger = get_logger()
 
 FIELDS_OF_SWIFT = ("packing", "packing_length", "packing_strategy")
 """Packing options that are fields of ms-swift's arguments as well."""
-OVERFLOW = "_vlpack_overflow"
-"""Attribute of arguments that asked for `--truncation_strategy split`: the option that it is."""
 OURS = (SftArguments, PretrainArguments)
-"""`swift sft`, and `swift pt`, which is the same with two other defaults; other commands have subclasses of these."""
+"""The arguments of `swift sft` and `swift pt`; other commands have subclasses of these, and are not ours."""
 _NO_ARCHITECTURE = "null"
 """ms-swift stores this as the architecture of a model type that has none."""
 OWN_ATTENTION = (None, "sdpa", "eager", attention.NAME)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Settled:
+    """What a run was asked for that ms-swift's arguments have no field for."""
+
+    options: Mapping[str, Any]
+    """Packing options by name, of flags, the training file and variables."""
+    config: PackingConfig | None = None
+    """All options; None until the model's length is known."""
+    unpacked_batch_size: int = 1
+
+
+_settled: dict[int, _Settled] = {}
+"""By the `id` of the arguments, and gone with them.
+
+Not an attribute on them: ms-swift writes its arguments to args.json and compares them, ours would travel along. Not a
+`WeakKeyDictionary`: a dataclass that can be compared has no hash.
+"""
+
+
+def _keep(args: Any, settled: _Settled) -> None:
+    if id(args) not in _settled:
+        weakref.finalize(args, _settled.pop, id(args), None)
+    _settled[id(args)] = settled
+
+
 def is_ours(args: Any) -> bool:
-    """`swift sft` or `swift pt` with packing; the arguments of rlhf, infer, export and Megatron are other classes."""
+    """Return whether this is `swift sft` or `swift pt` with packing; rlhf, infer, export and Megatron are not."""
     return type(args) in OURS and bool(args.packing)
 
 
 def packing_config(args: Any) -> PackingConfig:
-    """The options of the run; `settle_options` has decided between ms-swift's own fields and the variables."""
-    flags = {name: getattr(args, name) for name in FIELDS_OF_SWIFT} | getattr(args, OVERFLOW, {})
-    return PackingConfig.from_mapping(chosen_options(os.environ, flags=flags))
+    """Return the options of the run, which `prepare_args` has settled."""
+    config = _settled[id(args)].config
+    assert config is not None, "ms-swift asked for the packing options before it checked its own"
+    return config
+
+
+def unpacked_batch_size(args: Any) -> int:
+    """Return how many samples of this rank would share a padded batch without packing."""
+    return _settled[id(args)].unpacked_batch_size
 
 
 def settle_options(args: Any) -> None:
-    """Give ms-swift's own fields what variables say where neither flag nor YAML does, and check all options.
+    """Settle where each option comes from, a flag, the training file or a variable, and check all of them.
 
-    Before ms-swift looks at a field, or asks a hub for a model.
+    Called before ms-swift looks at a field or asks a hub for a model. ms-swift's own fields get what a variable says.
     """
     given = _flags_given(args)
     args.packing = _wants_packing(args, given)
@@ -70,8 +108,12 @@ def settle_options(args: Any) -> None:
     registered = Registered(None if args.custom_dataset_info else set(DATASET_MAPPING), get_supported_tuners())
     check_run(vars(args), config, registered)
     _refuse_unknown_types(args)
-    _split_as_ours(args, options, config)
-    _refuse_what_cannot_be(args, dataclasses.replace(config, **getattr(args, OVERFLOW, {})))
+    if args.truncation_strategy == "split":
+        options["packing_overflow"] = _overflow_of_split(options)
+        config = dataclasses.replace(config, packing_overflow=options["packing_overflow"])
+        args.truncation_strategy = "delete"  # which leaves long rows to packing_overflow
+    _refuse_what_cannot_be(args, config)
+    _keep(args, _Settled(options))
     for name in set(options) & {"packing_length", "packing_strategy"}:
         setattr(args, name, getattr(config, name))
 
@@ -90,19 +132,16 @@ def _read_training_file_again() -> None:
         read_yaml(Path(path), path)
 
 
-def _split_as_ours(args: Any, options: dict[str, Any], config: PackingConfig) -> None:
-    """ms-swift's own way of splitting rows is ours; what it has beside that goes on as without it."""
-    if args.truncation_strategy != "split":
-        return
-    asked = options.get("packing_overflow", "split")
-    if asked != "split":
-        raise ConfigError(f"--truncation_strategy split and packing_overflow={asked} contradict each other; give one")
-    args.truncation_strategy = "delete"
-    setattr(args, OVERFLOW, {"packing_overflow": "split"})
+def _overflow_of_split(options: Mapping[str, Any]) -> str:
+    """Return the packing option that `--truncation_strategy split` means; refuse another one beside it."""
+    given = str(options.get("packing_overflow", "split"))
+    if given != "split":
+        raise ConfigError(f"--truncation_strategy split and packing_overflow={given} contradict each other; give one")
+    return given
 
 
 def _wants_packing(args: Any, given: set[str]) -> bool:
-    """The option `packing` alone: a run that does not pack may have any other variable, also one that means nothing."""
+    """Return the option `packing` alone. A run that does not pack may have any other variable, even a misspelt one."""
     variable = f"{ENV_PREFIX}PACKING"
     environ = {variable: os.environ[variable]} if variable in os.environ else {}
     flags = {"packing": args.packing} if "packing" in given else {}
@@ -110,10 +149,10 @@ def _wants_packing(args: Any, given: set[str]) -> bool:
 
 
 def _flags_given(args: Any) -> set[str]:
-    """Options among ms-swift's own fields that flags or YAML keys gave, which are flags to it too.
+    """Return which options that are also fields of ms-swift were given by a flag or a key of the training file.
 
-    An option that was given its default looks as if it was not given, so the arguments that ms-swift is parsing at
-    this moment are looked up where its function has them. Arguments made in Python have only their values.
+    A field with its default value may have been given all the same. So look for the flags that ms-swift is parsing at
+    this moment, in the frame of its `parse_args`. Arguments that were made in Python have only their values.
     """
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not parse_args.__code__:
@@ -125,7 +164,7 @@ def _flags_given(args: Any) -> set[str]:
 
 
 def check_packing_of_others(args: Any, *, flash_check: Callable[[Any], None]) -> None:
-    """`swift rlhf` and its kind pack as ms-swift does; say so, and what would serve where it refuses."""
+    """Leave packing of `swift rlhf` and its kind to ms-swift, and say so. If ms-swift refuses, name the way out."""
     if not args.packing:
         flash_check(args)
         return
@@ -142,16 +181,15 @@ def check_packing_of_others(args: Any, *, flash_check: Callable[[Any], None]) ->
 
 
 _OTHERS = {"RLHFArguments": "`swift rlhf`"}
-"""What a command is called."""
+"""The command of a class of arguments."""
 
 
 def portable(args: Any) -> Any:
-    """The arguments as they are saved: what is of this package is left out, the user's own plugins stay.
+    """Copy the arguments without what only this package has; plugins of the user stay.
 
-    `swift infer` and `swift export` import the plugins again and take the attention from there, on any machine.
+    `swift infer` and `swift export` read the copy (args.json) on machines that may not have this package.
     """
     saved = copy.copy(args)
-    vars(saved).pop(OVERFLOW, None)
     for name in ("external_plugins", "custom_register_path"):
         setattr(saved, name, [path for path in getattr(args, name, None) or () if not is_our_plugin(path)])
     saved.callbacks = [name for name in args.callbacks if name != CALLBACK]
@@ -162,9 +200,17 @@ def portable(args: Any) -> Any:
     return saved
 
 
+def make_config(args: Any) -> PackingConfig:
+    """Make the one `PackingConfig` of the run, and keep it for `packing_config`."""
+    options = _settled[id(args)].options
+    config = PackingConfig.from_mapping({**options, **{name: getattr(args, name) for name in FIELDS_OF_SWIFT}})
+    _keep(args, _Settled(options, config, args.per_device_train_batch_size))
+    return config
+
+
 def prepare_args(args: Any, *, flash_check: Callable[[Any], None]) -> None:
     """Check a packed run before anything is loaded, and bring its arguments into the shape packing needs."""
-    config = packing_config(args)
+    config = make_config(args)
     refuse_combinations(vars(args), config)  # again, because the task may follow from the model
     _refuse_another_model(args)
     if config.fusion_config is not None:
@@ -211,7 +257,10 @@ def _refuse_what_cannot_be(args: Any, config: PackingConfig) -> None:
 
 
 def _count_tokens_of_all_ranks(args: Any) -> None:
-    """A mean of the ranks' means would count a rank that has run dry as a loss of 0, and samples by their rank."""
+    """Let ms-swift divide by the tokens of all ranks.
+
+    A mean of the ranks' means would count a rank that has run dry as a loss of 0, and weigh samples by their rank.
+    """
     if not args.average_tokens_across_devices and args.global_world_size > 1:
         args.average_tokens_across_devices = True
         logger.warning(
@@ -221,9 +270,8 @@ def _count_tokens_of_all_ranks(args: Any) -> None:
 
 
 def _fold_batch_size(args: Any) -> None:
-    """One row is one pack: a larger batch becomes accumulation, so that the effective batch stays."""
+    """Turn a batch larger than one into accumulation, because one sequence is one pack; the effective batch stays."""
     per_device = args.per_device_train_batch_size
-    args.unpacked_batch_size = per_device  # what padding saved is counted against
     accumulation = args.gradient_accumulation_steps
     if accumulation is None:  # ms-swift's own default
         accumulation = args.gradient_accumulation_steps = max(1, math.ceil(16 / per_device / num_ranks_of_run()))

@@ -1,4 +1,4 @@
-"""The order on disk: a checkpoint is whole and safe there before an older one goes."""
+"""Keep the order on disk: a checkpoint is whole and safe there before an older one is deleted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from swift_vlpack.host.state import FILE, StateNotSaved
 
 @contextmanager
 def nothing_deleted(training_args: Any) -> Iterator[None]:
-    """While the trainer saves, let it delete no checkpoint; it would do so before the new one is complete."""
+    """Keep the trainer from deleting checkpoints while it saves: it would delete before the new one is complete."""
     limit, training_args.save_total_limit = training_args.save_total_limit, None
     try:
         yield
@@ -27,13 +27,13 @@ def nothing_deleted(training_args: Any) -> Iterator[None]:
 
 
 def save_training_args(checkpoint: Path, training_args: Any) -> None:
-    """Once more, as the trainer does: what it saved just now had the limit of checkpoints taken out."""
+    """Save the arguments again, because `nothing_deleted` had taken the limit out when the trainer saved them."""
     if (checkpoint / TRAINING_ARGS_NAME).exists():
         torch.save(training_args, checkpoint / TRAINING_ARGS_NAME)
 
 
 def sync(checkpoint: Path) -> None:
-    """Wait until all that is in a checkpoint is on the disk, where a crash of the machine cannot reach it."""
+    """Flush a checkpoint to the disk, so that it survives a crash of the machine."""
     try:
         sync_tree(checkpoint)
     except OSError as error:
@@ -49,18 +49,18 @@ def rotate(current: Path, limit: int | None, best: str | None) -> None:
         return
     kept = {current.resolve()} | ({Path(best).resolve()} if best else set())
     found = [path for path in current.parent.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if _step(path) is not None]
-    # A link is somebody's own name for a folder, which may be elsewhere.
+    # Links are left alone: a user's own name for a folder, which may be elsewhere.
     found = [path for path in found if path.is_dir() and not path.is_symlink()]
     older = sorted((path for path in found if path.resolve() not in kept), key=_age)
-    # The best one counts in the limit; with a limit of 1 it is kept all the same, beside the present one.
+    # The best checkpoint counts in the limit, but with a limit of 1 it is kept beside the present one.
     for checkpoint in older[: max(0, len(found) - max(limit, len(kept)))]:
-        with suppress(OSError):  # one that is half deleted must not look complete
+        with suppress(OSError):  # the state first, so that a half-deleted checkpoint does not look complete
             (checkpoint / FILE).unlink(missing_ok=True)
         shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def _age(checkpoint: Path) -> tuple[bool, float, int]:
-    """Numbers are not enough: a run that was resumed from an earlier step has newer checkpoints with lower ones."""
+    """Sort by completeness, then time: a run resumed from an earlier step writes newer checkpoints of lower steps."""
     return (checkpoint / FILE).is_file(), checkpoint.stat().st_mtime, _step(checkpoint) or 0
 
 

@@ -1,7 +1,8 @@
-"""Sizes of rows from image headers: ms-swift's own `template.encode`, with images that have a size but no pixels.
+"""Encode rows without decoding images: ms-swift's own `template.encode`, with images that have a size but no pixels.
 
-The same code runs as in training (chat template, system prompt, tools, truncation, pixel limits, resizing), on a
-copy of the template whose image loader reads headers and whose image processor answers with a grid and no pixels.
+The same code runs as in training (chat template, system prompt, tools, truncation, pixel limits, resizing), on a copy
+of the template (`pixel_free`). Its image loader reads headers (`HeaderImage`), and its image processor works on tensors
+without memory (`_GridProcessor`).
 """
 
 from __future__ import annotations
@@ -22,27 +23,27 @@ from swift.template import Template, vision_utils
 from swift.template import base as template_base
 
 from swift_vlpack.rows.media import url_of
+from swift_vlpack.rows.patches import without_frames
 from swift_vlpack.rows.urls import Urls
-from swift_vlpack.rows.video_readers import without_frames
 
-_SHORT, _NUM_KNOWN = 64, 100_000  # characters of a text whose tokens are kept, and how many of them
+_SHORT, _NUM_KNOWN = 64, 100_000  # texts of so many characters come again: keep the tokens of that many texts
 
 
 class NoPixels(RuntimeError):
-    """A template needs pixels to know a length; its rows are encoded in full."""
+    """Raised if a template needs pixels to know a length; the row is encoded in full then."""
 
 
 class HeaderImage(Image.Image):
-    """An image of which only the header is known: it answers what a header answers, and refuses everything else.
+    """An image of which only the header is known. What the header does not tell raises `NoPixels`.
 
-    Every attribute of Pillow's image that is not defined here or in `_OF_SIZE_AND_MODE` raises `NoPixels`, those of
-    future versions too, so that no template works on pixels that are not there.
+    That is every attribute of Pillow's image that is neither defined here nor in `_OF_SIZE_AND_MODE`, those of future
+    versions included, so that no template works on pixels that are not there.
     """
 
-    def __init__(  # Pillow's own would set what is refused here
+    def __init__(  # does not call Pillow's, which would set attributes that are refused here
         self, size: tuple[int, int], mode: str = "RGB", opened: Image.Image | None = None, *, is_made: bool = False
     ) -> None:
-        """`opened` is the file's image; `is_made` says that this one came out of it by converting or resizing."""
+        """`opened` is the image of the file; `is_made` means that this one was converted or resized from it."""
         self._size = size
         self._mode = mode
         self._opened = opened
@@ -51,27 +52,27 @@ class HeaderImage(Image.Image):
 
     @classmethod
     def of(cls, image: Image.Image) -> HeaderImage:
-        """What is known of an image before its pixels are asked for."""
+        """Make one from an image that Pillow has opened and not decoded."""
         return image if isinstance(image, cls) else cls(image.size, image.mode, image)
 
     @property
     def opened(self) -> Image.Image | None:
-        """The image of the file, which is not to be decoded."""
+        """Return Pillow's image of the file, which is not to be decoded."""
         return self._opened
 
     @property
     def format(self) -> str | None:  # type: ignore[override]
-        """That of the file; none of an image that was made from it."""
+        """Return the format of the file; None if this image was made from it, as Pillow does."""
         return self._opened.format if self._opened is not None and not self._is_made else None
 
     @property
     def format_description(self) -> str | None:  # type: ignore[override]
-        """That of the file; none of an image that was made from it."""
+        """Return the name of the format of the file; None if this image was made from it."""
         return self._opened.format_description if self._opened is not None and not self._is_made else None
 
     @property
     def info(self) -> dict[Any, Any]:  # type: ignore[override]
-        """What the header says; refused where decoding would add to it or take from it."""
+        """Return the metadata of the header; refused if decoding would change it."""
         if self._info is None:
             self._info = self._found_info()
         return self._info
@@ -86,18 +87,18 @@ class HeaderImage(Image.Image):
         return dict(self._opened.info)
 
     def getexif(self) -> Image.Exif:
-        """EXIF data, where the header has all of it."""
+        """Return EXIF data; refused if the header does not have all of it."""
         if self._is_made or self._opened is None:
             plain = Image.Image()
             plain.info = self.info
             return plain.getexif()
         try:
             return self._opened.getexif()
-        except Exception as error:  # of a file that is closed, or that has it behind the pixels
+        except Exception as error:  # the file is closed, or has its EXIF data after the pixels
             raise NoPixels(f"EXIF data of a {self.format} image is not to be had without decoding it") from error
 
     def copy(self) -> HeaderImage:
-        """Of equal size and mode."""
+        """Return an image of equal size and mode."""
         return self.convert(self.mode)
 
     __copy__ = copy
@@ -106,13 +107,13 @@ class HeaderImage(Image.Image):
         return HeaderImage(self.size, self.mode, self._opened, is_made=self._is_made)
 
     def convert(self, mode: str | None = None, *args: Any, **kwargs: Any) -> HeaderImage:
-        """Take another mode."""
+        """Return an image of another mode."""
         if mode is None and self.mode == "P":
             _refuse("convert", "without a mode, which is in the palette")
         return HeaderImage(self.size, mode or self.mode, self._opened, is_made=True)
 
     def resize(self, size: Any, *args: Any, **kwargs: Any) -> HeaderImage:
-        """Take another size."""
+        """Return an image of another size."""
         return HeaderImage((int(size[0]), int(size[1])), self.mode, self._opened, is_made=True)
 
     def __eq__(self, other: object) -> bool:
@@ -121,7 +122,7 @@ class HeaderImage(Image.Image):
     __hash__ = None  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
-        """Of attributes that only the file's own image has; what that one has not either is missing as everywhere."""
+        """Refuse attributes that only the opened image has, such as `n_frames`; raise `AttributeError` for others."""
         opened = None if self.__dict__.get("_is_made") else self.__dict__.get("_opened")
         if name in vars(Image.Image()) or name in getattr(opened, "__dict__", ()) or hasattr(type(opened), name):
             _refuse(name)
@@ -133,7 +134,7 @@ def _refuse(name: str, why: str = "") -> NoReturn:
 
 
 def _refusing(name: str, found: Any) -> Any:
-    """In place of an attribute of Pillow's image; a method refuses when it is called, so that it can be looked for."""
+    """Make what stands in for an attribute of Pillow's image. A method refuses only if called, so `hasattr` works."""
     if name.startswith("__") or not callable(found):
         return property(lambda self: _refuse(name))
     return lambda self, *args, **options: _refuse(name)
@@ -142,13 +143,13 @@ def _refusing(name: str, found: Any) -> Any:
 _OF_SIZE_AND_MODE = frozenset(
     ("size", "width", "height", "mode", "getbands", "tell", "close", "__enter__", "__exit__", "__repr__")
 )
-"""What Pillow's image works out from these two, or does without any pixel."""
+"""Attributes that Pillow's image derives from size and mode, or that need no pixel."""
 _OF_EVERY_CLASS = frozenset(
     ("__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__annotate__",
      "__annotate_func__", "__annotations_cache__", "__static_attributes__", "__firstlineno__", "__slots__")
 )  # fmt: skip
 _DECODED_AS_OPENED = ("JPEG", "MPO", "BMP", None)
-"""Formats whose decoding leaves the info of the header as it is."""
+"""Formats for which decoding does not change the metadata of the header."""
 
 for _name, _found in vars(Image.Image).items():
     if _name not in _OF_SIZE_AND_MODE | _OF_EVERY_CLASS and _name not in vars(HeaderImage):
@@ -156,23 +157,24 @@ for _name, _found in vars(Image.Image).items():
 
 
 class _GridProcessor:
-    """Stands in for the image processor.
+    """Stands in for the image processor, and returns grids without pixels.
 
-    Of images that are resized already the grid is known. Others go through the real processor as tensors without
-    memory, on which torch computes shapes only; a processor that works on arrays cannot do that, and says so.
+    If the template has resized the images already, the grid follows from their size. Otherwise the real processor gets
+    tensors without memory (device `meta`), on which torch computes shapes only. A processor that works on arrays cannot
+    take these and raises an error.
     """
 
     def __init__(self, real: Any) -> None:
         self._real = real
 
     def __getattr__(self, name: str) -> Any:
-        # Python looks for such names itself, on a class that is being copied or pickled, before there is a `_real`.
+        # While an object is copied or unpickled, Python looks for such names before there is a `_real`.
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._real, name)
 
     def __call__(self, images: list[Image.Image], *args: Any, **options: Any) -> Any:
-        """What the processor says of these images, without their pixels."""
+        """Return what the real processor would, without pixel values."""
         if not all(isinstance(image, HeaderImage) for image in images):
             raise NoPixels("the template hands something else than its images to the image processor")
         if options.get("do_resize", True) or not hasattr(self._real, "merge_size"):
@@ -187,7 +189,7 @@ class _GridProcessor:
 
 
 def pixel_free(template: Any, urls: Urls | None = None) -> Any:
-    """A copy of the template that encodes rows without decoding an image; raises `NoPixels` where that cannot be."""
+    """Return a copy of the template that encodes rows without decoding images, and raises `NoPixels` if it cannot."""
     own = copy.copy(template)
     if hasattr(template.processor, "image_processor"):
         own.processor = copy.copy(template.processor)
@@ -197,9 +199,9 @@ def pixel_free(template: Any, urls: Urls | None = None) -> Any:
     own._load_image = partial(_noted, seen, load if load is not _header_of else partial(_header_from, urls or Urls()))
     own._tokenize = _Tokenizer(template)
     own._split_special_tokens = partial(_split_special_tokens, _special_tokens())
-    # By attribute on the copy: the class is everybody's, and training goes on encoding with it.
+    # An attribute of the copy, because training goes on with the class as it is.
     own.encode = partial(_encode, own, seen)
-    own.create_mm_token_type_ids = lambda *_: None  # as long as the tokens, and not asked for
+    own.create_mm_token_type_ids = lambda *_: None  # one value for each token, and no size depends on them
     return own
 
 
@@ -214,8 +216,10 @@ def _encode(template: Any, seen: list[HeaderImage], row: dict[str, Any], **optio
 
 
 def reading_urls(template: Any, urls: Urls) -> Any:
-    """A copy of the template that asks for URLs of images as `urls` does; the same one where somebody put a way of
-    loading in place of ms-swift's."""
+    """Return a copy of the template that fetches images by `urls`.
+
+    If somebody has replaced ms-swift's way to load images, the template is returned as it is.
+    """
     if _loader_of(template) is not _header_of:
         return template
     own = copy.copy(template)
@@ -241,7 +245,7 @@ def _noted(seen: list[HeaderImage], load: Callable[[Any, bool], Any], image: Any
 
 
 def _kind(image: HeaderImage) -> str:
-    """Format and mode in the file, and the classes of size and aspect: powers of two."""
+    """Return format and mode of the file, and the classes of size and aspect, which are powers of two."""
     width, height = image.size
     opened = image.opened if image.opened is not None else image
     aspect = max(width, height) // max(1, min(width, height))
@@ -267,11 +271,14 @@ def _special_tokens() -> re.Pattern[str]:
 
 
 class _Tokenizer:
-    """`Template._tokenize` without the detours, which take longer than the tokenizer itself; short texts come again."""
+    """`Template._tokenize`, without its detours, which take longer than the tokenizer itself.
+
+    Keeps the tokens of short texts, such as roles and separators, which come again in every row.
+    """
 
     def __init__(self, template: Any) -> None:
         self._full = template._tokenize
-        self._full("a")  # the tokenizer's own settings reach its backend with its first call
+        self._full("a")  # a tokenizer hands its settings to its backend at the first call
         self._backend = getattr(template.tokenizer, "backend_tokenizer", None)
         self._known: dict[str, list[int]] = {}
 
@@ -279,7 +286,7 @@ class _Tokenizer:
         if self._backend is None or kwargs or not isinstance(context, str):
             return self._full(context, **kwargs)
         if context in self._known:
-            # A copy, as the caller may add to what it gets.
+            # A copy, because the caller may append to it.
             return list(self._known[context])
         tokens: list[int] = self._backend.encode(context, add_special_tokens=False).ids
         if len(context) <= _SHORT and len(self._known) < _NUM_KNOWN:
@@ -289,13 +296,16 @@ class _Tokenizer:
 
 
 def _split_special_tokens(pattern: re.Pattern[str], contexts: list[Any], scales: list[float]) -> Any:
-    """`Template._split_special_tokens`, without building its pattern for every text."""
+    """Do what `Template._split_special_tokens` does, without compiling its pattern for every text."""
     split = [[part for part in pattern.split(c) if part] if isinstance(c, str) else [c] for c in contexts]
     return list(chain(*split)), [scale for scale, parts in zip(scales, split, strict=True) for _ in parts]
 
 
 def _loader_of(template: Any) -> Callable[[Any, bool], Any]:
-    """ms-swift's way of loading images without its pixels; where somebody put another in place of it, that one."""
+    """Return a function that loads an image without pixels.
+
+    If somebody has replaced ms-swift's way to load images, theirs is called, whatever it decodes.
+    """
     ours = (
         (template._load_image, template_base),
         (template_base.load_image, vision_utils),
@@ -312,26 +322,26 @@ def _is_of(function: Any, module: Any) -> bool:
 
 
 def _header_of_loaded(load: Callable[[Any, bool], Any], image: Any, load_images: bool) -> Any:
-    """What is loaded in a way of its own may be turned or cut there, so it is loaded, and only then without pixels."""
+    """Load an image by a function of the user, which may turn or crop it, and keep only its size and mode."""
     loaded = load(image, load_images)
     return HeaderImage.of(loaded) if isinstance(loaded, Image.Image) else loaded
 
 
 def _header_of(image: Any, load_images: bool) -> Any:
-    """What `Template._load_image` loads, as far as the header. EXIF orientation is not applied there, nor here."""
+    """Load the header of what `Template._load_image` loads. Neither applies EXIF orientation."""
     if not load_images:
         return Template._load_image(image, load_images)
     if isinstance(image, dict) and "bytes" in image:
         image = image["bytes"] or image["path"]
     if isinstance(image, str) and not image.startswith("http"):
         path = vision_utils._check_path(image.strip())
-        # As a file and not by its path: Pillow would try other formats first, by the suffix.
+        # An open file and not its path, because Pillow tries formats by the suffix of a path first.
         image = open(path, "rb") if path and os.path.exists(path) else vision_utils.load_file(image)  # noqa: SIM115
     else:
         image = vision_utils.load_file(image)
     if not isinstance(image, Image.Image):
         with image, Image.open(image) as image:
-            # The file is closed behind this; whoever asks for pixels hears that there are none.
+            # The file is closed after this; a template that asks for pixels gets an error that says why.
             image.load = _refuse_to_decode
     header = HeaderImage.of(image)
     return header if header.mode == "RGB" else header.convert("RGB")

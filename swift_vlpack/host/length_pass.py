@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,8 +44,18 @@ def with_all_lengths(
 ) -> list[RowSource]:
     """Measure the rows of all sources with one progress bar, which the first rank shows."""
     num_rows = sum(-(-len(source.rows) // ranks.num_ranks()) for source in sources)
-    with Progress(num_rows, is_shown=is_master()) as progress:
+    with _without_model(encoder.template), Progress(num_rows, is_shown=is_master()) as progress:
         return [with_lengths(source, encoder, args, cache_dir, progress) for source in sources]
+
+
+@contextmanager
+def _without_model(template: Any) -> Iterator[None]:
+    """Take the model from the template: the forked processes of the length pass need no weights."""
+    model, template.model = template.model, None
+    try:
+        yield
+    finally:
+        template.model = model
 
 
 def with_lengths(

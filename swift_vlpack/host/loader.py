@@ -1,4 +1,4 @@
-"""The training dataloader of ms-swift over a feed: its workers encode, the feed decides what is trained."""
+"""Load the packs of a feed by ms-swift's training dataloader: workers encode, the feed decides what is trained."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ from swift_vlpack.feed.feed import Feed
 from swift_vlpack.rows.randomness import own_generator
 
 SECONDS_TO_DIE = 1.0
+"""Seconds to wait for the exit code of a worker whose sockets are closed already."""
 
 
 def collator_of(args: Any, template: Any, seed: int) -> Collator:
-    """What makes rows of a run's packs; `args` are those of training, or of the whole run."""
+    """Make the collator of a run's packs; `args` are those of training, or of the whole run."""
     padding_to = template.max_length if args.tuner_type == "longlora" else None
     return WorkerCollator(template, padding_to, for_model=False, seed=seed)
 
 
 class WorkerDied(VLPackError):
-    """A dataloader worker was killed, or left."""
+    """A dataloader worker was killed, or exited by itself."""
 
 
 class PackLoader(DataLoaderShard):
-    """The packs of one rank; ms-swift recognises the base class when it resumes.
+    """Load the packs of one rank.
 
-    It draws from no random state of the process, however many iterators it makes.
+    ms-swift recognizes its loaders by the base class when it resumes. The loader has a random generator of its own:
+    each iterator would otherwise draw from the state of the process, and change what is trained.
     """
 
     def __init__(self, dataset: Any, device: Any = None, *, feed: Feed, **options: Any) -> None:
@@ -37,7 +39,7 @@ class PackLoader(DataLoaderShard):
         self.feed = feed
 
     def set_epoch(self, epoch: int) -> None:
-        """Nothing: the trainer has begun the epoch with its feed before it asks for batches."""
+        """Do nothing: the trainer has begun the epoch with its feed before it asks for batches."""
 
     def __iter__(self) -> Iterator[Batch]:
         return self.feed.batches(self._loaded())
@@ -45,7 +47,7 @@ class PackLoader(DataLoaderShard):
     def _loaded(self) -> Iterator[Batch]:
         try:
             yield from super().__iter__()
-        except (OSError, EOFError) as error:  # which is what is seen of a worker that dies while its batch is fetched
+        except (OSError, EOFError) as error:  # all that is seen of a worker that dies while its batch is fetched
             if not (dead := self._dead_workers()):
                 raise
             raise WorkerDied(
@@ -54,17 +56,17 @@ class PackLoader(DataLoaderShard):
             ) from error
 
     def _get_iterator(self) -> Any:
-        # Noted, because the loader has no public name for its workers' processes.
+        # Kept, because the loader has no public name for the processes of its workers.
         self._reading = super()._get_iterator()
         return self._reading
 
     def _dead_workers(self) -> list[str]:
-        """The workers that ended with an error, in words."""
+        """Describe the workers that ended with an error."""
         workers = getattr(self._reading, "_workers", ())
-        # Its sockets are gone before it is: without waiting, the error that names it comes while another is printed.
+        # Wait, because a dying worker closes its sockets before it is gone and has an exit code.
         gone = wait([worker.sentinel for worker in workers], SECONDS_TO_DIE)
         for worker in workers:
-            if worker.sentinel in gone:  # its files are closed; a moment later it has an exit code
+            if worker.sentinel in gone:
                 worker.join(SECONDS_TO_DIE)
         codes = [(number, worker.pid, worker.exitcode) for number, worker in enumerate(workers)]
         return [

@@ -1,28 +1,30 @@
-"""The loss of a step is the mean over its tokens, in however many rows they come.
+"""Check before step 1 that the losses of the sequences of a step add up to the loss of the whole step.
 
-A batch of four becomes four rows of an accumulation, and ms-swift sums the losses of the rows. That is right for a loss
-that is a sum over tokens divided by `num_items_in_batch`, the tokens of the whole step. A loss that is a mean over the
-tokens of its row is weighted here; any other is refused. Which one a loss is, is measured before step 1.
+ms-swift adds up the losses of the sequences that one optimizer step accumulates. That is right for a sum over tokens
+that is divided by `num_items_in_batch`, the tokens of the whole step. So two real samples are computed apart and
+together, and what comes out says what kind of loss the run has:
+
+    a sum over tokens             nothing to do
+    a mean over its own tokens    `MeanOfStep` weighs each sequence by its share of the step's tokens
+    anything else                 refused, with the numbers
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from peft import PeftModel
 from swift.utils import get_logger, to_device
 
-from swift_vlpack.errors import ConfigError, VLPackError
+from swift_vlpack.errors import ConfigError, IsolationError, VLPackError
 from swift_vlpack.feed.packs import packed_samples
 from swift_vlpack.feed.sequence import layout
 from swift_vlpack.feed.sequence_loss import SCALE, TOLERANCE, Losses, MeanOfStep, num_targets, with_fewer_targets
 from swift_vlpack.feed.waiting import is_of_collective
-from swift_vlpack.host.sample_losses import LossOfSample
-from swift_vlpack.proof.changes import replaced
 from swift_vlpack.proof.choose_samples import short_samples
-from swift_vlpack.proof.isolation import IsolationError
+from swift_vlpack.proof.perturb import replaced
 from swift_vlpack.proof.prove import is_ordinary_token
 from swift_vlpack.proof.reference import untouched
 from swift_vlpack.rows.contents import NO_LABEL, num_supervised
@@ -30,18 +32,20 @@ from swift_vlpack.rows.samples import Encoded
 
 logger = get_logger()
 
+LossOfSample = Callable[[Any, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""Takes the outputs, labels and weights of one sample. Returns the loss summed over its tokens."""
 CAUSAL_LM = "cross_entropy"
 """The only one of ms-swift's own loss types that is for causal_lm."""
 
 
 class LossNotAdditive(ConfigError):
-    """Losses of rows cannot be added up to that of a step."""
+    """The losses of sequences do not add up to the loss of a step."""
 
 
 def add_up(trainer: Any) -> None:
-    """Make sure that the losses of rows add up to that of their step, or stop before step 1."""
+    """Make the losses of sequences add up to the loss of their step, or stop before step 1."""
     coefficient = trainer.args.router_aux_loss_coef
-    trainer.args.router_aux_loss_coef = 0.0  # balances experts over a row, and adds up to nothing
+    trainer.args.router_aux_loss_coef = 0.0  # balances experts over a sequence, which cannot be added up
     try:
         with untouched(trainer.model):
             losses = measured(trainer)
@@ -52,12 +56,13 @@ def add_up(trainer: Any) -> None:
         if is_of_collective(error):
             raise
         raise LossNotAdditive(
-            f"whether the losses of rows add up to that of a step could not be checked ({type(error).__name__}: "
-            f"{error}); mend that, or set packing_verify=false to train the model's own loss without a check"
+            "whether the losses of sequences add up to the loss of a step could not be checked "
+            f"({type(error).__name__}: {error}); mend that, or set packing_verify=false to train the model's own "
+            "loss without a check"
         ) from error
     finally:
         trainer.args.router_aux_loss_coef = coefficient
-        trainer.custom_metrics["eval"].clear()  # the accuracy of what was no evaluation
+        trainer.custom_metrics["eval"].clear()  # filled by these forwards, which are no evaluation
     tolerance = TOLERANCE[_precision(trainer)]
     if losses is None:
         return
@@ -68,8 +73,8 @@ def add_up(trainer: Any) -> None:
         raise LossNotAdditive(_refusal(trainer, losses))
     trainer.compute_loss_func = MeanOfStep(trainer.compute_loss_func)
     logger.info(
-        f"packing: --loss_type {trainer.args.loss_type} is a mean over the tokens of a row; the rows of a step are "
-        "weighted by their tokens"
+        f"packing: --loss_type {trainer.args.loss_type} is a mean over the tokens of a sequence; the sequences of a "
+        "step are weighted by their tokens"
     )
 
 
@@ -91,8 +96,8 @@ def _refuse_what_sees_others(trainer: Any, losses: Losses | None) -> None:
     if abs(before - after) <= tolerance / 10 * max(abs(before), 1e-6):
         return
     cause = (
-        "on the way that training takes, samples of a row see each other: what stands between the collator and the "
-        "model (the trainer, a hook, a plugin) loses the boundaries or the positions of the row"
+        "on the way that training takes, samples of a sequence see each other: what stands between the collator and "
+        "the model (the trainer, a hook, a plugin) loses the boundaries or the positions of the sequence"
     )
     raise IsolationError(
         f"{cause}. (other words in the first of two samples, which has no label, move the loss of the second from "
@@ -106,10 +111,10 @@ def check_weights(trainer: Any) -> None:
     if (kind := trainer.feed.config.packing_loss) == "token":
         return
     samples = two_samples(trainer)
-    row = trainer.data_collator.sequence(packed_samples(samples, 0, 0, trainer.feed.config, ()))
-    scale = row.get(SCALE)
-    before = torch.ones(row["labels"].shape) if scale is None else scale.clone()
-    (weighed,), _ = trainer.weighed_batches(iter([row]), 1, trainer.accelerator.device)
+    sequence = trainer.data_collator.sequence(packed_samples(samples, 0, 0, trainer.feed.config, ()))
+    scale = sequence.get(SCALE)
+    before = torch.ones(sequence["labels"].shape) if scale is None else scale.clone()
+    (weighed,), _ = trainer.weighed_batches(iter([sequence]), 1, trainer.accelerator.device)
     nums = list(map(num_supervised, samples))
     weights = [num**0.5 if kind == "sqrt" else 1.0 for num in nums]
     start = 0
@@ -121,7 +126,7 @@ def check_weights(trainer: Any) -> None:
         found = weighed[SCALE][0, own][counts].cpu()
         if not torch.allclose(found, expected, rtol=1e-4):
             raise LossNotAdditive(
-                f"packing_loss={kind}: sample {number} of a row of two, with {num} of {sum(nums)} targets, should "
+                f"packing_loss={kind}: sample {number} of a sequence of two, with {num} of {sum(nums)} targets, should "
                 f"weigh {float(expected.mean()):.6g} a token and weighs {float(found.mean()):.6g}; something changes "
                 "the weights on their way (a plugin that replaces the trainer's or the collator's methods)"
             )
@@ -134,7 +139,7 @@ def two_samples(trainer: Any) -> list[Encoded]:
 
 
 def measured(trainer: Any) -> Losses | None:
-    """The losses of two real samples with targets; None where the data has no such sample to measure with."""
+    """Measure the losses of two real samples, apart and together; None if no sample of the data has targets."""
     samples = two_samples(trainer)
     if not samples:
         return None
@@ -151,7 +156,7 @@ def measured(trainer: Any) -> Losses | None:
 
 
 def loss_of(trainer: Any, samples: Sequence[Encoded], num_items: int) -> float:
-    """The loss of one row of a step with so many tokens, the way that training takes."""
+    """Return the loss of one sequence in a step of `num_items` tokens, computed as in training."""
     device = trainer.accelerator.device
     pack = packed_samples(samples, 0, 0, trainer.feed.config, ())
     inputs = to_device(trainer.data_collator.sequence(pack), device)
@@ -192,7 +197,7 @@ def loss_of_sample(trainer: Any) -> LossOfSample:
 
 
 def refuse_experts_of_packs(trainer: Any) -> None:
-    """Refuse a packed evaluation with a loss that balances experts over a batch of rows, which a pack is not."""
+    """Refuse a packed evaluation with a loss that balances experts over a batch of rows, because a pack is none."""
     coefficient = trainer.args.router_aux_loss_coef
     if trainer.feed.config.eval_packing and trainer.model_info.is_moe_model and coefficient:
         raise ConfigError(
@@ -202,12 +207,12 @@ def refuse_experts_of_packs(trainer: Any) -> None:
 
 
 def warn_of_what_differs(trainer: Any) -> None:
-    """Say what of the loss is not what its name promises."""
+    """Warn of options whose loss means something else for packs, or in ms-swift itself."""
     args = trainer.args
     if trainer.model_info.is_moe_model and args.router_aux_loss_coef:
         logger.warning(
-            f"packing: --router_aux_loss_coef {args.router_aux_loss_coef} balances the experts over one row, which is "
-            "a pack, where it would be a padded batch; rows are weighted by their tokens"
+            f"packing: --router_aux_loss_coef {args.router_aux_loss_coef} balances the experts over one sequence, "
+            "where it would be a padded batch; sequences are weighted by their tokens"
         )
     if trainer.label_smoother is not None and not shifts_smoothed_labels(trainer):
         logger.warning(
@@ -234,7 +239,7 @@ def refuse_loss_type(loss_type: str | None) -> None:
 
 
 def shifts_smoothed_labels(trainer: Any) -> bool:
-    """As ms-swift decides it: by the name of the model's class."""
+    """Return whether ms-swift shifts smoothed labels, which it decides by the name of the model's class."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return _model_name(trainer) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
@@ -251,14 +256,14 @@ def _refusal(trainer: Any, losses: Losses) -> str:
     )
     return (
         f"{whose} cannot be used with packing: it is neither a sum over tokens divided by num_items_in_batch, nor a "
-        f"mean over the tokens of its row, so rows do not add up to a step (two rows of a step: {losses.first:.6g} and "
-        f"{losses.second:.6g}, both samples in one row: {losses.together:.6g}). Divide the sum by num_items_in_batch, "
-        "or train without packing"
+        f"mean over the tokens of its sequence, so sequences do not add up to a step (two sequences of a step: "
+        f"{losses.first:.6g} and {losses.second:.6g}, both samples in one: {losses.together:.6g}). Divide the sum "
+        "by num_items_in_batch, or train without packing"
     )
 
 
 def _precision(trainer: Any) -> torch.dtype:
-    """That of the weights, or of autocast: the proof sees it at the logits, which fused losses never make."""
+    """Return the precision of autocast, else of the weights. Logits would say it too, but fused losses make none."""
     if trainer.args.bf16 and not trainer.args.use_cpu:
         return torch.bfloat16
     if trainer.args.fp16 and torch.cuda.is_available():

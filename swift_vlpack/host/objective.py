@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from swift_vlpack.envelope import differing_fields, shown_value
-from swift_vlpack.host.ranks import content_of
+from swift_vlpack.host.same_on_ranks import content_of
 
 OF_LOSS = ("loss_scale", "is_binary_loss_scale", "loss_type", "label_smoothing_factor", "enable_dft_loss")
 OF_EXPERTS = ("router_aux_loss_coef",)
@@ -49,16 +49,6 @@ WARNED = {
 }
 """Options that change how the objective is trained, with the value that counts after a resume."""
 
-BEFORE_IT_WAS_SAVED = {
-    "mask_boundary_loss": True,
-    "train_on_eos": True,
-    "packing_overflow": "keep",
-    "packing_stride": 0,
-    "packing_min_len": 1,
-    "ratio_by": "rows",
-}
-"""Values to assume for options that a checkpoint lacks: earlier versions saved only changed ones."""
-
 
 def objective_of(args: Any) -> dict[str, Any]:
     """Return the values of these options, as a checkpoint keeps them."""
@@ -66,15 +56,8 @@ def objective_of(args: Any) -> dict[str, Any]:
 
 
 def refused_values(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return both fingerprints with only the values on which a difference is refused.
-
-    Options that only give a warning are left out, and so are options that an earlier version did not save.
-    """
-    before = {name: value for name, value in BEFORE_IT_WAS_SAVED.items() if name in current}
-    not_saved = {name for name in (*REFUSED, "packing_loss") if name not in saved}
-    left_out = {*WARNED, *not_saved}
-    both = ({**before, **saved}, current)
-    then, now = ({name: value for name, value in one.items() if name not in left_out} for one in both)
+    """Return both fingerprints without the options whose change only gives a warning."""
+    then, now = ({name: value for name, value in one.items() if name not in WARNED} for one in (saved, current))
     return then, now
 
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from swift.dataset import LazyLLMDataset
 from swift.utils import get_logger, is_master, stat_array
 
 from swift_vlpack.attention.sequence_effects import check_rope
@@ -22,16 +17,17 @@ from swift_vlpack.feed.planned import PlannedPackingDataset
 from swift_vlpack.feed.planned_feed import PlannedFeed
 from swift_vlpack.feed.streamed import StreamedPackingDataset
 from swift_vlpack.feed.streamed_feed import StreamedFeed
-from swift_vlpack.host.args import packing_config
+from swift_vlpack.host.args import packing_config, unpacked_batch_size
+from swift_vlpack.host.evaluation import evaluation_data, saved_validation_rows
 from swift_vlpack.host.headers import reading_urls
 from swift_vlpack.host.length_pass import with_all_lengths
 from swift_vlpack.host.objective import objective_of
 from swift_vlpack.host.ranks import RanksOfRun, num_ranks_of_run, rank
-from swift_vlpack.host.same_rows import check_same_files, check_same_validation
+from swift_vlpack.host.same_on_ranks import check_same_files, check_same_validation
 from swift_vlpack.host.sources import load_sources, load_stream
 from swift_vlpack.host.use_attention import use_attention
-from swift_vlpack.plan.advice import length_warning, long_row_warning
 from swift_vlpack.plan.registry import WINDOW
+from swift_vlpack.plan.report import length_warning, long_sequence_warning
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.fusion_config import read_fusion_config
@@ -46,7 +42,7 @@ logger = get_logger()
 _SECONDS_WITHOUT_URL = 300
 
 NUM_SAMPLES_SHOWN = 16
-"""Samples that are looked at before training: the first is printed, and the lengths of a stream's are judged."""
+"""Samples of a stream whose lengths are judged before training; the first sample of any data is printed."""
 
 
 def prepare_dataset(pipeline: Any) -> list[Any]:
@@ -60,11 +56,11 @@ def prepare_dataset(pipeline: Any) -> list[Any]:
     check_same_validation(val_rows, RanksOfRun())
     # Of all rows, before the first step: a mount that is gone shows in the length pass already.
     check_measured(feed.sources, config.packing_max_failed_share)
-    check_rope(pipeline.model.config, feed.dataset, template.max_length, config)
-    val_rows = _saved_validation(pipeline, val_rows)
+    check_rope(pipeline.model.config, feed.sources, template.max_length, config)
+    val_rows = saved_validation_rows(pipeline, val_rows)
     if is_master():
         _show(pipeline, feed)
-    return [feed, _validation(val_rows, pipeline, config)]
+    return [feed, evaluation_data(val_rows, pipeline, config)]
 
 
 def build_feed(args: Any, template: Any, config: PackingConfig) -> tuple[Feed, Any]:
@@ -86,9 +82,7 @@ def build_feed(args: Any, template: Any, config: PackingConfig) -> tuple[Feed, A
 def measured_rows(sources: list[RowSource], template: Any, args: Any, config: PackingConfig) -> FusionCaptionDataset:
     """Measure the rows of the sources, because a plan is made of their lengths, and fuse them into one data set."""
     encoder = RowEncoder.of(template, config)  # for this config, because which tokens are targets is measured too
-    with without_model(encoder.template):
-        sources = with_all_lengths(sources, encoder, args, config.packing_cache_dir)
-    return fused(sources, template, args, config)
+    return fused(with_all_lengths(sources, encoder, args, config.packing_cache_dir), template, args, config)
 
 
 def planned_feed(rows: FusionCaptionDataset, template: Any, args: Any, config: PackingConfig) -> PlannedFeed:
@@ -108,14 +102,14 @@ def planned_feed(rows: FusionCaptionDataset, template: Any, args: Any, config: P
     )
     plan = packs.epoch_plan
     _warn_of_length(args, config, plan.lengths[plan.lengths > 0])
-    if is_master() and (warning := long_row_warning(plan.packs.num_tokens_per_pack, config)):
+    if is_master() and (warning := long_sequence_warning(plan.packs.num_tokens_per_pack, config)):
         logger.warning(f"packing: {warning}")
     return PlannedFeed(packs, **_of_run(args))
 
 
 def _of_run(args: Any) -> dict[str, Any]:
     """Collect the settings of training that every feed keeps."""
-    return {"objective": objective_of(args), "unpacked_batch_size": getattr(args, "unpacked_batch_size", 1)}
+    return {"objective": objective_of(args), "unpacked_batch_size": unpacked_batch_size(args)}
 
 
 def _unmeasured_rows(
@@ -149,24 +143,11 @@ def fused(sources: list[RowSource], template: Any, args: Any, config: PackingCon
     )
 
 
-def _saved_validation(pipeline: Any, rows: Any) -> Any:
-    """Write the validation rows beside the run, and drop those that ms-swift would.
-
-    It encodes the rows of text models ahead of time, which deletes the ones that fail or are too long; rows with images
-    wait until they are evaluated.
-    """
-    if pipeline.args.streaming or pipeline.args.model_meta.is_multimodal:
-        pipeline._save_val_dataset(rows)
-        return rows
-    _, kept = pipeline._encode_dataset(None, rows)
-    return kept
-
-
 def _warn_of_cut_conversations(template: Any, config: PackingConfig) -> None:
     if config.packing_strategy == WINDOW and template.use_chat_template and is_master():
         logger.warning(
-            "packing: packing_strategy=window cuts conversations wherever a pack is full, and what comes behind is "
-            "trained without its question; it is for documents (swift pt, or --use_chat_template false)"
+            "packing: packing_strategy=window cuts conversations wherever a pack is full, and what comes after "
+            "the cut is trained without its question; it is for documents (swift pt, or --use_chat_template false)"
         )
 
 
@@ -188,53 +169,20 @@ def data_seed(args: Any) -> int:
     return int(args.data_seed if args.data_seed is not None else args.seed)
 
 
-@contextmanager
-def without_model(template: Any) -> Iterator[None]:
-    """Take the model off the template, so that processes of the length pass get the template without the weights."""
-    model, template.model = template.model, None
-    try:
-        yield
-    finally:
-        template.model = model
-
-
-def _validation(rows: Any, pipeline: Any, config: PackingConfig) -> Any:
-    args, template = pipeline.args, pipeline.template
-    if rows is None or args.predict_with_generate:
-        return rows
-    # Evaluate all rows, uncut, because evaluation averages batches of rows, and has no next epoch for a remainder.
-    strategy = "greedy" if config.packing_strategy == WINDOW else config.packing_strategy
-    everything = dataclasses.replace(
-        config,
-        packing_strategy=strategy,
-        packing_drop_last=False,
-        packing_overflow="keep",
-        packing_stride=0,
-        packing_min_len=1,
-    )
-    encoder = RowEncoder.of(template, everything)
-    if not config.eval_packing:
-        return LazyLLMDataset(rows, encoder.encode, strict=args.strict, random_state=args.data_seed)
-    source = RowSource(name="validation", rows=rows)
-    with without_model(template):
-        sized = with_all_lengths([source], encoder, args, config.packing_cache_dir)
-    packs = PlannedPackingDataset(FusionCaptionDataset(sized, template, shuffle=False), template, everything)
-    check_rope(pipeline.model.config, packs.dataset, template.max_length, everything)
-    return packs
-
-
 def _show(pipeline: Any, feed: Feed) -> None:
     """Print the first good sample as ms-swift does, and what is known of the packs of the first epoch."""
     # On one rank only, and before LoRA's weights are drawn: so by random numbers of its own.
     with RandomStream(feed.seed, "shown"):
-        samples = feed.preview(NUM_SAMPLES_SHOWN)
-        if (first := next(samples, None)) is not None:
-            pipeline.template.print_inputs(first)
-        if (epoch := feed.epoch_plan) is None:
-            lengths = np.array([sample["length"] for sample in chain(filter(None, (first,)), samples)], dtype=np.int64)
-            _warn_of_length(pipeline.args, feed.config, lengths, what=f"first {len(lengths)} rows")
-            return
-    plan = epoch.packs
+        # More than one are only encoded if no plan knows the lengths.
+        num_samples = NUM_SAMPLES_SHOWN if feed.epoch_plan is None else 1
+        samples = list(feed.preview(num_samples))
+    if samples:
+        pipeline.template.print_inputs(samples[0])
+    if feed.epoch_plan is None:
+        lengths = np.array([sample["length"] for sample in samples], dtype=np.int64)
+        _warn_of_length(pipeline.args, feed.config, lengths, what=f"first {len(lengths)} rows")
+        return
+    plan = feed.epoch_plan.packs
     _, pipeline.train_msg["train_dataset"] = stat_array(plan.num_tokens_per_pack.tolist())
     logger.info(
         f"plan of epoch 0: {counted(len(plan), 'pack')} of {feed.config.packing_length} tokens "

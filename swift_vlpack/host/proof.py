@@ -17,11 +17,12 @@ from swift_vlpack.feed.collate import Batch, batch_of
 from swift_vlpack.feed.sequence import layout
 from swift_vlpack.feed.waiting import waiting
 from swift_vlpack.host.ranks import results_of_all
-from swift_vlpack.proof.first_batch import difference, encoded_again, wrong_by_itself
-from swift_vlpack.proof.in_training import FirstRow, measured, prove_in_training
-from swift_vlpack.proof.isolation import IsolationError, Proof
+from swift_vlpack.proof.first_batch import FirstSequence, encoded_again
+from swift_vlpack.proof.in_training import measure_in_training
 from swift_vlpack.proof.passes import CannotSee, Passes
-from swift_vlpack.proof.prove import is_ordinary_token, proof_of
+from swift_vlpack.proof.prove import is_ordinary_token, proof_of, prove_in_training, wrong_first_batch
+from swift_vlpack.proof.same_inputs import wrong_in_first_batch, wrong_without_samples
+from swift_vlpack.proof.verdict import Proof
 
 
 def prove_isolation(trainer: Any) -> Proof:
@@ -37,22 +38,25 @@ def prove_first_batch(trainer: Any, batches: Sequence[Batch], num_items: Any) ->
     The trainer stays as it was: no batch is used up, no random number drawn, no gradient and no metric left behind.
     """
     batch = max(batches, key=_size)  # with the most boundaries
-    rows: list[FirstRow] = []
-    results_of_all(lambda: rows.append(_checked_row(trainer, batch)), "the first batch")
+    sequences: list[FirstSequence] = []  # of this rank, which alone has its batch
+    results_of_all(lambda: sequences.append(_checked_sequence(trainer, batch)), "the first batch")
     try:
         with _unseen(trainer):
             loss, has_engine = partial(_loss, trainer, batch, num_items), trainer.is_deepspeed_enabled
             passes = Passes(unwrapped(model_of(trainer)), loss, _scale_of(trainer), has_engine=has_engine)
-            found = measured(passes, rows[0], lambda work: results_of_all(work, "the first batch in training"))
+            of = measure_in_training(
+                passes, sequences[0], lambda work: results_of_all(work, "the first batch in training")
+            )
     except CannotSee as error:  # raised on all ranks, because they have the same model
         return f"isolation in training: of the first batch only tokens, labels and boundaries are verified ({error})"
     except Exception as error:
         error.add_note("This was the proof on the first batch, before step 1: packing_verify=false trains without it.")
         raise
-    results_of_all(lambda: prove_in_training(found), "the first batch in training")
     if trainer.model_info.is_moe_model and trainer.args.router_aux_loss_coef:
-        found = replace(found, not_looked_at=(*found.not_looked_at, "the loss that balances experts over the row"))
-    return found.line()
+        of = replace(of, not_looked_at=(*of.not_looked_at, "the loss that balances experts over the sequence"))
+    lines: list[str] = []
+    results_of_all(lambda: lines.append(prove_in_training(of)), "the first batch in training")
+    return lines[0]
 
 
 def _size(batch: Batch) -> tuple[int, int]:
@@ -60,7 +64,7 @@ def _size(batch: Batch) -> tuple[int, int]:
     return len(lengths), sum(lengths)
 
 
-def _checked_row(trainer: Any, batch: Batch) -> FirstRow:
+def _checked_sequence(trainer: Any, batch: Batch) -> FirstSequence:
     """Compare the batch with its samples, encoded again in this process. Raises `IsolationError` if they differ."""
     feed, record, template = trainer.feed, batch.record, trainer.template
     assert record is not None
@@ -69,15 +73,14 @@ def _checked_row(trainer: Any, batch: Batch) -> FirstRow:
     if not record.sample_ids:  # of a rank that is dry, or of rows that cannot be read: a sequence without a target
         wrong = None
     elif isinstance(samples, str):
-        wrong = wrong_by_itself(batch, record)
+        wrong = wrong_without_samples(batch, record)
     else:
-        wrong = difference(batch, samples, template, record, weighs_samples=feed.config.packing_loss != "token")
+        weighs_samples = feed.config.packing_loss != "token"
+        wrong = wrong_in_first_batch(batch, samples, template, record, weighs_samples=weighs_samples)
     if wrong:
         cause = "the collator, or a dataloader worker, makes another batch than its samples are"
-        raise IsolationError(
-            f"isolation does not hold in the first batch of the trainer: {cause}. ({record}: {wrong})", cause=cause
-        )
-    return FirstRow(batch, record, samples, template, is_ordinary_token(template.tokenizer))
+        raise wrong_first_batch(cause, f"{record}: {wrong}")
+    return FirstSequence(batch, record, samples, template, is_ordinary_token(template.tokenizer))
 
 
 @contextmanager
@@ -96,15 +99,15 @@ def _unseen(trainer: Any) -> Iterator[None]:
 def _loss(trainer: Any, batch: Batch, num_items: Any, inputs: Mapping[str, Any], packed: bool) -> torch.Tensor:
     """Return the trainer's loss of the batch with other inputs, or of an un-packed batch, as a part of the step."""
     assert batch.record is not None
-    row = to_device(batch_of(inputs, batch.record, batch.beside) if packed else dict(inputs), trainer.args.device)
+    sequence = to_device(batch_of(inputs, batch.record, batch.beside) if packed else dict(inputs), trainer.args.device)
     trainer.lengths_in_sequence = batch.record.lengths_in_sequence if packed else ()
     try:
-        with layout(trainer.template, packed=packed), trainer.template.forward_context(trainer.model, row):
-            row = trainer._prepare_inputs(row)
+        with layout(trainer.template, packed=packed), trainer.template.forward_context(trainer.model, sequence):
+            sequence = trainer._prepare_inputs(sequence)
             with trainer.compute_loss_context_manager():
                 # Unwrapped, because with wrappers a rank would wait for the gradients of others.
                 model = unwrapped(model_of(trainer))
-                loss: torch.Tensor = trainer.compute_loss(model, row, num_items_in_batch=num_items)
+                loss: torch.Tensor = trainer.compute_loss(model, sequence, num_items_in_batch=num_items)
     finally:
         trainer.lengths_in_sequence = ()
     return loss

@@ -1,12 +1,11 @@
-"""Which rows of the file a loaded data set has, found out beside ms-swift's own preprocessing.
+"""Find out which rows of its file a loaded data set has, without changing what ms-swift's preprocessing returns.
 
 ms-swift hands every data set to a `preprocess_func`, which may delete rows, make several of one, or be any function.
-`NumberedPreprocess` stands in its place and gives the numbers without changing what comes out:
+`NumberedPreprocess` takes its place and notes the numbers of the rows that come out:
 
-- For a `RowPreprocessor` a column of numbers travels along, taken off every row before `preprocess` sees it.
-- Any other function could look at such a column, and take it for content when it drops duplicates, say. So what it
-  makes of the rows without the column is what is trained, and what it makes of them with it gives the numbers, if both
-  are otherwise the same.
+- For a `RowPreprocessor`, a column of numbers travels along, and is taken off every row before `preprocess` sees it.
+- Any other function could take such a column for content, when it drops duplicates, say. So it runs twice: its result
+  without the column is trained; its result with the column gives the numbers, if both are the same otherwise.
 """
 
 from __future__ import annotations
@@ -31,36 +30,36 @@ NUM_ROWS_COMPARED = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One call of a `preprocess_func`: a split of a subset, most often everything there is."""
+class PreprocessedRows:
+    """The result of one call of a `preprocess_func`: of a split of a subset, which is most often the whole data set."""
 
     num_read: int
     numbers: NDArray[np.int64] | None
-    """The number of each row among those that were read; None where that is not known."""
+    """The number of each row among the rows that were read; None if that is not known."""
 
 
 class NumberedPreprocess:
-    """A `preprocess_func` that makes of a data set what the given one does, and notes which rows these are."""
+    """A `preprocess_func` that returns what the given one does, and notes which rows these are."""
 
-    def __init__(self, preprocess_func: Callable[..., Any], parts: list[Part]) -> None:
+    def __init__(self, preprocess_func: Callable[..., Any], calls: list[PreprocessedRows]) -> None:
         self._preprocess_func = preprocess_func
-        self._parts = parts
+        self._calls = calls
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NumberedPreprocess:
-        """As ms-swift copies the function for every subset; the notes are the same."""
-        return NumberedPreprocess(copy.deepcopy(self._preprocess_func, memo), self._parts)
+        """Copy the function, as ms-swift does for every subset, and go on with the same notes."""
+        return NumberedPreprocess(copy.deepcopy(self._preprocess_func, memo), self._calls)
 
     def __call__(self, dataset: Any, **kwargs: Any) -> Any:
-        """Preprocess, and note the numbers."""
+        """Preprocess a data set, and note the numbers of its rows."""
         if not isinstance(dataset, Dataset):
             return self._preprocess_func(dataset, **kwargs)
         rows, numbers = _preprocessed(self._preprocess_func, dataset, kwargs)
-        self._parts.append(Part(len(dataset), numbers))
+        self._calls.append(PreprocessedRows(len(dataset), numbers))
         return rows
 
 
 def column(dataset: Dataset, name: str) -> NDArray[Any]:
-    """A column of numbers, of floats where one is missing."""
+    """Return a column of numbers, as floats if any is missing."""
     table: pa.Table = dataset.select_columns(name).with_format("arrow")[:]
     return table.column(name).to_numpy()
 
@@ -68,7 +67,7 @@ def column(dataset: Dataset, name: str) -> NDArray[Any]:
 def _preprocessed(
     preprocess_func: Callable[..., Any], dataset: Dataset, kwargs: dict[str, Any]
 ) -> tuple[Any, NDArray[np.int64] | None]:
-    # A column of that name is the data's own; what is in it is nothing that we wrote.
+    # A column of that name is the user's own, and its values are not our numbers.
     if ROW in dataset.column_names:
         return preprocess_func(dataset, **kwargs), None
     numbered = dataset.add_column(ROW, np.arange(len(dataset)))
@@ -83,13 +82,13 @@ def _preprocessed(
 
 
 def _numbering(preprocess_func: Any) -> Callable[..., Any] | None:
-    """What does the same and hands the numbers on unseen; None where that cannot be arranged."""
+    """Return a function that does the same and hands the numbers on unseen; None if that cannot be arranged."""
     if type(preprocess_func) is AutoPreprocessor:
         auto = copy.copy(preprocess_func)
         auto._get_preprocessor = lambda dataset: _numbering(preprocess_func._get_preprocessor(dataset))
         return auto
     kind = type(preprocess_func)
-    # A subclass that replaces what loops over rows may do anything with the column.
+    # A subclass that replaces the loop over rows may do anything with the column.
     if not isinstance(preprocess_func, RowPreprocessor) or any(
         getattr(kind, name) is not getattr(RowPreprocessor, name) for name in ("__call__", "batched_preprocess")
     ):
@@ -102,7 +101,7 @@ def _numbering(preprocess_func: Any) -> Callable[..., Any] | None:
 
 
 class _NumberedRow:
-    """`RowPreprocessor.preprocess` for a row with a number, which every row made of it gets."""
+    """`RowPreprocessor.preprocess` for a row with a number, which is given to every row made of it."""
 
     def __init__(self, preprocess: Callable[[dict[str, Any]], Any]) -> None:
         self._preprocess = preprocess
@@ -118,17 +117,17 @@ class _NumberedRow:
 
 
 def _prepared(prepare_dataset: Callable[[Any], Any], numbered: Dataset) -> Any:
-    """What a preprocessor does to the data set as a whole, with the numbers where they can be kept."""
+    """Prepare the data set as a whole, and keep the numbers if that can be done."""
     rows = prepare_dataset(numbered.remove_columns(ROW))
     again = _again(prepare_dataset, numbered, rows)
     return rows if again is None else again
 
 
 def _again(function: Callable[[Any], Any], numbered: Dataset, rows: Any) -> Dataset | None:
-    """What the function makes of numbered rows, if that is `rows` with numbers."""
+    """Call a function again with numbered rows. Returns its result if that is `rows` with numbers, else None."""
     try:
         again = function(numbered)
-    except Exception as error:  # whatever a function does not like about one more column
+    except Exception as error:  # a function may refuse one more column in any way
         logger.info(f"a preprocess_func refuses a data set with one more column: {error!r}")
         return None
     if not (isinstance(again, Dataset) and isinstance(rows, Dataset) and ROW in again.column_names):
@@ -144,7 +143,7 @@ def _is_same(one: Dataset, other: Dataset) -> bool:
 
 
 def _numbers(rows: Dataset, num_read: int) -> NDArray[np.int64] | None:
-    """The column of numbers, if it is one still."""
+    """Return the column of numbers, if it still is one."""
     if len(rows) == 0:
         return np.empty(0, dtype=np.int64)
     if ROW not in rows.column_names or rows.features[ROW].dtype != "int64":

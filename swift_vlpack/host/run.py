@@ -1,6 +1,6 @@
-"""A training run without its training: arguments, processor, template and data, by the methods of `swift sft`.
+"""Make a training run without training it: arguments, processor, template and data, by the methods of `swift sft`.
 
-For commands that say something of a run; the environment of the run has to be in place before ms-swift is imported.
+For commands about a run. The environment of the run has to be in place before this module, and ms-swift, are imported.
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ from swift_vlpack.host.callback import PackingCallback
 from swift_vlpack.host.messages import said_by_swift
 from swift_vlpack.host.pipeline import measured_rows, planned_feed, prepare_dataset
 from swift_vlpack.host.ranks import counted_as
-from swift_vlpack.host.run_checks import given_options
+from swift_vlpack.host.run_flags import given_options
 from swift_vlpack.host.sources import load_sources
 
 LEFT_OUT = ("ddp_backend", "deepspeed", "fsdp")
 """Options of a run that decide nothing about packs, and need processes that a command does not start."""
 NO_TRACE = ("--report_to", "none", "--add_version", "false")
-
-NOT_PACKED = "--packing false has no packs; leave it out"
 
 
 class Run(SwiftSft):
@@ -39,7 +37,7 @@ class Run(SwiftSft):
     overridden: tuple[str, ...] = (*NO_TRACE, "--use_cpu", "true")
     """Without `use_cpu` ms-swift refuses bfloat16 on a machine that has no GPU."""
     has_weights = False
-    """As the length pass of training: it has no model either."""
+    """False, as in the length pass of training, which has no model either."""
 
     def __init__(self, argv: Sequence[str], command: str) -> None:
         if command == "pt":
@@ -54,22 +52,25 @@ class Run(SwiftSft):
 
 
 class TrainableRun(Run):
-    """A run with its weights, on its own device; `run()` is ms-swift's own: data, tuner, trainer, `at_training`."""
+    """A run with its weights, on its own device. `run()` is ms-swift's own, but for its data and its training."""
 
     left_out = (*LEFT_OUT, "resume_from_checkpoint")
-    overridden: tuple[str, ...] = NO_TRACE
+    overridden = NO_TRACE
     has_weights = True
     at_training: Callable[[Any], None]
-    """Called with the trainer where ms-swift would let it train."""
+    """Called with the trainer where ms-swift would let it train and save."""
+    make_data: Callable[[], list[Any]] | None = None
+    """Returns other data to train on, and to evaluate on."""
 
     def train(self, trainer: Any) -> None:
-        """Take the place of ms-swift's own method, which trains and saves."""
+        """Take the place of ms-swift's own method."""
         self.at_training(trainer)
 
     def _prepare_dataset(self) -> list[Any]:
-        if not is_ours(self.args):
-            raise ConfigError(NOT_PACKED)
         with said_by_swift("cannot load the data"):
+            if self.make_data is not None:
+                return self.make_data()
+            need_packing(self.args)
             return prepare_dataset(self)
 
 
@@ -101,17 +102,22 @@ def instead_of_proof(trainer: Any, act: Callable[..., None]) -> None:
 
 @contextmanager
 def run_of(argv: Sequence[str], *, num_ranks: int, command: str = "sft", kind: type[Run] = Run) -> Iterator[Any]:
-    """The run that ms-swift's command with these options would be on so many ranks; no output folder."""
+    """Make the run that ms-swift's command with these flags would be on `num_ranks`, without its output folder."""
     with tempfile.TemporaryDirectory(prefix="vlpack-") as folder, counted_as(num_ranks):
         # ms-swift makes the output folder when it reads its arguments; this leaves none behind.
         yield kind([*_without(argv, kind.left_out), *kind.overridden, "--output_dir", folder], command)
 
 
-def feed_of(run: Run) -> tuple[PlannedFeed, dict[str, float]]:
-    """The feed that training would have, and how long lengths and packs took."""
-    args, template = run.args, run.template
+def need_packing(args: Any) -> None:
+    """Raise `ConfigError` if the run does not pack."""
     if not is_ours(args):
-        raise ConfigError(NOT_PACKED)
+        raise ConfigError("--packing false has no packs; leave it out")
+
+
+def feed_of(run: Run) -> tuple[PlannedFeed, dict[str, float]]:
+    """Make the feed that training would have. Returns it, and the seconds that lengths and packs took."""
+    args, template = run.args, run.template
+    need_packing(args)
     config = packing_config(args)
     if not is_planned(config, is_sized=not args.streaming):
         raise ConfigError(
@@ -128,7 +134,7 @@ def feed_of(run: Run) -> tuple[PlannedFeed, dict[str, float]]:
 
 
 def _without(argv: Sequence[str], names: Sequence[str]) -> list[str]:
-    """The flags but for those of these names, with their values."""
+    """Leave out the flags of these names, with their values."""
     kept: list[str] = []
     is_left_out = False
     for part in argv:

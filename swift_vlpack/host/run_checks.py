@@ -1,4 +1,4 @@
-"""Check what a run names before anything heavy is imported: words, values, files, folders, and options that clash.
+"""Check a run before anything heavy is imported: options that clash, and paths that lead nowhere (`path_checks.py`).
 
 `vlpack` asks with the flags it was given, and the plugin with ms-swift's arguments, as soon as it is loaded: in plain
 `swift sft` that is the first moment that this package sees.
@@ -7,100 +7,26 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
-from itertools import islice
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from swift_vlpack.config import PackingConfig, is_planned
-from swift_vlpack.errors import ConfigError, DataError
-from swift_vlpack.host.swift_flags import flags as flags_of_swift
+from swift_vlpack.errors import ConfigError
+from swift_vlpack.host.path_checks import (
+    check_adapter,
+    check_checkpoint,
+    check_data,
+    check_exists,
+    check_folder,
+    check_model,
+)
 from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.rows.fusion_config import FusionConfig, read_fusion_config
 from swift_vlpack.words import did_you_mean
 
-OF_DATA = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow")
-OF_TRAINING = (".yaml", ".yml", ".json")
-"""Endings of a training file, by which ms-swift knows it."""
-_HUBS = ("hf::", "ms::")
-_MOST_NAMES = 10_000
-"""Most names of a folder to search for one like a missing name; a folder of images may have millions."""
 PLUGINS = ("external_plugins", "custom_register_path", "custom_dataset_info")
 """Options with files that may register data sets and tuners, which only the training process then knows."""
-
-
-def given_options(flags: Sequence[str]) -> dict[str, Any]:
-    """Return the value of every flag, by option: a list where ms-swift takes one, else text, number or true and false.
-
-    Raises `ConfigError` for a word that no flag takes, and for a value that the flag does not have.
-    """
-    known = flags_of_swift()
-    found: dict[str, list[str]] = {}
-    values: list[str] | None = None
-    most = 0
-    for part in flags:
-        if part.startswith("--") and " " not in part:
-            name, has_value, value = part.partition("=")
-            option = _option_of(name[2:].replace("-", "_"), known)
-            values = found[option] = [value] if has_value else []
-            most = _most_values(option, known)
-        elif values is None or (most == 1 and len(values) == 1):
-            raise ConfigError(loose_word(part))
-        else:
-            values.append(part)
-    return {name: _checked_value(name, given, known) for name, given in found.items()}
-
-
-def _option_of(name: str, known: Collection[str]) -> str:
-    """Return the option that argparse would take the name for: itself, or the only one that begins with it."""
-    if name in known:
-        return name
-    longer = [option for option in known if option.startswith(name)]
-    return longer[0] if len(longer) == 1 else name
-
-
-def _most_values(name: str, known: Mapping[str, Any]) -> int:
-    """Return 1 where ms-swift takes one value, and 0 for any number, also of an option that is not known."""
-    return 1 if name in known and not known[name].takes_list else 0
-
-
-def loose_word(word: str) -> str:
-    """Return the error about a word that belongs to no option."""
-    path = Path(word)
-    if path.suffix in (".yaml", ".yml"):
-        return f"{word}: give one training file, as the first word; options come after it"
-    if path.suffix in OF_DATA:
-        return f"{word} is no training file; name data with --dataset {word}"
-    if path.is_dir():
-        return f"{word} is a folder; name a training file in it ({', '.join(OF_TRAINING)}), or --model {word}"
-    return (
-        f"no option takes {word!r}; a training file comes first and ends in {', '.join(OF_TRAINING)}, and every option "
-        "begins with --"
-    )
-
-
-def _checked_value(name: str, given: Sequence[str], known: Mapping[str, Any]) -> Any:
-    flag = known.get(name)
-    if flag is None or flag.takes_list:
-        return list(given)
-    if flag.choices and given and given[0] not in flag.choices:
-        raise ConfigError(
-            f"--{name} must be one of {', '.join(flag.choices)}, got {given[0]!r}{did_you_mean(given[0], flag.choices)}"
-        )
-    return _value(given[0]) if given else True
-
-
-def _value(text: str) -> Any:
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    with suppress(ValueError):
-        return int(text)
-    with suppress(ValueError):
-        return float(text)
-    return text
 
 
 class Registered(NamedTuple):
@@ -153,6 +79,23 @@ def _check_paths(
             check_data(f"fusion_config {config.fusion_config}: dataset", names, registered.datasets)
     if is_training:
         check_folder("--output_dir", Path(str(options.get("output_dir") or "output")).expanduser())
+
+
+def _check_files(options: Mapping[str, Any]) -> None:
+    """Refuse paths that lead nowhere; a name that a hub may have is left to ms-swift."""
+    if model := options.get("model"):
+        check_model(str(model))
+    for adapter in _many(options.get("adapters")):
+        check_adapter(adapter)
+    if checkpoint := options.get("resume_from_checkpoint"):
+        check_checkpoint(Path(str(checkpoint)).expanduser())
+    for name in PLUGINS:
+        for path in _many(options.get(name)):
+            if path.endswith((".py", ".json")):
+                check_exists(f"--{name}", path, expands_home=True)
+    deepspeed = options.get("deepspeed")
+    if isinstance(deepspeed, str) and deepspeed.endswith(".json"):  # others are names, such as zero3
+        check_exists("--deepspeed", deepspeed, expands_home=False)
 
 
 def _need_model_and_data(options: Mapping[str, Any], sources: FusionConfig | None) -> None:
@@ -218,7 +161,7 @@ def _as_sources(options: Mapping[str, Any]) -> str:
         return "it needs one share above 0 for each --dataset; or give ratios in a fusion_config"
     sizes = [_num_rows(dataset) for dataset in datasets]
     if all(sizes):
-        # An epoch of ms-swift ends when the first of them has no more rows, or when the last one has none.
+        # ms-swift's epoch ends when the first data set is used up, or when the last one is.
         ends = [size / share for size, share in zip(sizes, shares, strict=True)]
         end = max(ends) if options.get("stopping_strategy") == "all_exhausted" else min(ends)
         ratios = [f"{share * end / size:.4g}" for size, share in zip(sizes, shares, strict=True)]
@@ -246,151 +189,12 @@ def _num_rows(dataset: str) -> int:
 
 def _refuse_truncation_of_windows(options: Mapping[str, Any], config: PackingConfig) -> None:
     """Refuse ms-swift's own ways to shorten rows where windows cut them."""
-    asked = options.get("truncation_strategy")
-    if config.packing_strategy == WINDOW and asked in ("split", "left", "right"):
+    strategy = options.get("truncation_strategy")
+    if config.packing_strategy == WINDOW and strategy in ("split", "left", "right"):
         raise ConfigError(
             "packing_strategy=window cuts rows wherever a pack is full, so --truncation_strategy "
-            f"{asked} cannot be used with it; leave that out, or take another strategy"
+            f"{strategy} cannot be used with it; leave that out, or take another strategy"
         )
-
-
-def _check_files(options: Mapping[str, Any]) -> None:
-    """Refuse paths that lead nowhere; a name that a hub may have is left to ms-swift."""
-    _check_model(options.get("model"))
-    for adapter in _many(options.get("adapters")):
-        if _is_path(adapter.partition(":")[0]) and not _folder(adapter).exists():
-            raise ConfigError(f"--adapters {adapter}: no such folder{_near(adapter)}")
-    if checkpoint := options.get("resume_from_checkpoint"):
-        _check_checkpoint(Path(str(checkpoint)).expanduser())
-    for name in PLUGINS:
-        for path in _many(options.get(name)):
-            if path.endswith((".py", ".json")) and not Path(path).expanduser().exists():
-                raise ConfigError(f"--{name} {path}: no such file{_near(path)}")
-    deepspeed = options.get("deepspeed")
-    if isinstance(deepspeed, str) and deepspeed.endswith(".json") and not Path(deepspeed).exists():
-        raise ConfigError(f"--deepspeed {deepspeed}: no such file{_near(deepspeed)}")
-
-
-def _check_model(model: Any) -> None:
-    if not model:
-        return
-    path = _folder(str(model))
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            is_adapter = (path / "adapter_config.json").is_file()
-            hint = "it is an adapter: give it with --adapters" if is_adapter else "name the folder of a model"
-            raise ConfigError(f"--model {model}: there is no config.json in it; {hint}")
-    elif path.is_file():
-        raise ConfigError(f"--model {model} is a file; name the folder of a model, or a model on the hub")
-    elif _is_path(str(model).partition(":")[0]):
-        raise ConfigError(f"--model {model}: no such folder{_near(str(model))}")
-
-
-def _folder(name: str) -> Path:
-    """Return the folder of weights that ms-swift means: `~` is the home, and `folder:inner` is a folder in a folder."""
-    path = os.path.expanduser(name)
-    inner = "/".join(path.split(":", 1))
-    return Path(inner if os.path.exists(inner) and not os.path.exists(path) else path)
-
-
-def _check_checkpoint(path: Path) -> None:
-    what = f"--resume_from_checkpoint {path}"
-    beside = path if path.is_dir() else path.parent
-    found = sorted(beside.glob("checkpoint-*"), key=lambda one: (len(one.name), one.name))
-    hint = f"; there is {found[-1]}" if found else ""
-    if not path.exists():
-        raise ConfigError(f"{what}: no such checkpoint{hint or _looked_in(str(path))}")
-    if not path.is_dir():
-        raise ConfigError(f"{what} is a file; name the folder of a checkpoint{hint}")
-    if hint and not any(
-        (path / name).exists() for name in ("trainer_state.json", "config.json", "adapter_config.json")
-    ):
-        raise ConfigError(f"{what} is no checkpoint{hint}")
-
-
-def check_data(what: str, datasets: Iterable[str], registered: Collection[str] = ()) -> None:
-    """Refuse data that is named as a file or folder and is not there, and files that are empty."""
-    for dataset in datasets:
-        if dataset.endswith((".yaml", ".yml")):  # a word that the list of data sets has swallowed
-            raise ConfigError(loose_word(dataset))
-        path = _local(dataset)
-        if path is None or path in registered or dataset in registered:
-            continue
-        if not os.path.exists(path):
-            home = os.path.expanduser(path)
-            hint = f"; ms-swift does not expand ~ here, write {home}" if home != path else _near(path)
-            raise ConfigError(f"{what} {dataset}: no such file{hint}")
-        if os.path.isfile(path) and not _has_content(path):
-            raise DataError(f"{what} {dataset}: the file is empty, there is no row in it")
-
-
-def _local(dataset: str) -> str | None:
-    """Return the path that is meant, by ms-swift's rules (`path#rows`, `folder:subset`); None for a name on a hub."""
-    if os.path.exists(dataset):
-        return dataset
-    if dataset.startswith(_HUBS):
-        return None
-    for path in (dataset.rpartition("#")[0], dataset.rpartition("#")[0].partition(":")[0], dataset.partition(":")[0]):
-        if path and os.path.exists(path):
-            return path
-    path = dataset.rpartition("#")[0] or dataset
-    return path if _is_path(path.partition(":")[0]) else None
-
-
-def _is_path(name: str) -> bool:
-    """Tell a path from a name on a hub, which is one word, or an owner and a name."""
-    return name.startswith(("/", "./", "../", "~")) or name.endswith(OF_DATA) or name.count("/") > 1
-
-
-def _has_content(path: str) -> bool:
-    """Refuse a file without a row; a file that is no text is left to its own reader."""
-    if not path.endswith((".jsonl", ".json", ".csv", ".txt")):
-        return True
-    with open(path, "rb") as file:
-        return any(line.strip() for line in file)
-
-
-def check_folder(what: str, folder: Path) -> None:
-    """Refuse a folder that cannot be made or written into; leaves nothing there."""
-    there = folder.absolute()
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    if not there.is_dir():
-        raise ConfigError(f"{what} {folder}: {there} is a file; name a folder that can be made")
-    try:
-        with tempfile.TemporaryFile(dir=there):
-            pass
-    except OSError as error:
-        raise ConfigError(f"{what} {folder}: {there} cannot be written ({error.strerror}); name another one") from None
-
-
-def check_file(what: str, path: Path) -> None:
-    """Refuse a file that cannot be written; leaves it as it is."""
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise ConfigError(f"{what} {path}: no such directory; name a file in one that exists")
-    if path.is_dir():
-        raise ConfigError(f"{what} {path} is a directory; name a file in it")
-    if not path.exists():
-        check_folder(f"{what} {path}: folder", folder)
-    elif not os.access(path, os.W_OK):
-        raise ConfigError(f"{what} {path} cannot be written; name a file that can be")
-
-
-def _near(path: str) -> str:
-    """Return the end of an error about a missing file: one with a name like it, else where it was looked for."""
-    folder = Path(path).parent
-    is_readable = folder.is_dir() and os.access(folder, os.R_OK)
-    names = [one.name for one in islice(folder.iterdir(), _MOST_NAMES)] if is_readable else []
-    close = did_you_mean(Path(path).name, names)
-    if not close:
-        return _looked_in(path)
-    name = close.removeprefix("; did you mean ").removesuffix("?")
-    return f"; did you mean {name if str(folder) == '.' else folder / name}?"
-
-
-def _looked_in(path: str) -> str:
-    return "" if os.path.isabs(path) else f" in {os.getcwd()}"
 
 
 def _many(value: Any) -> list[str]:

@@ -1,6 +1,6 @@
 """Write what a run does, as it does it: events, packs, left-out rows, and the account of every epoch.
 
-    begin -> begin_epoch -> trained ... take_step -> note_steps -> checkpoint -> close_epoch ... -> end
+    begin -> begin_epoch -> trained ... take_step -> note_steps -> checkpoint -> report_epoch ... -> end
 
 Every rank has a `RunEvents` and counts its own packs; a pack counts when its optimizer step is taken. The first rank
 writes `vlpack/run.jsonl` (the format is `runlog/events.py`) and `vlpack/epoch_N.json`.
@@ -23,7 +23,7 @@ from swift_vlpack.files import write_json
 from swift_vlpack.host.ranks import gathered
 from swift_vlpack.rows.left_out import LeftOutRows, deleted_by_loader
 from swift_vlpack.rows.samples import LeftOut, PackRecord
-from swift_vlpack.runlog import left_out_list
+from swift_vlpack.runlog import left_out
 from swift_vlpack.runlog.account import account_json, account_line
 from swift_vlpack.runlog.counts import Counts, padded
 from swift_vlpack.runlog.events import CHECKPOINT, END, EPOCH, FOLDER, RESUME, START, STEPS, EventLog
@@ -51,7 +51,7 @@ class RunEvents:
         self._log = EventLog(folder) if is_master() else None
         self._packs = PackLog.wanted(pack_file(folder, rank), os.environ, feed.can_plan_again)
         self._sources = feed.sources
-        self._left_out_rows = LeftOutRows(self._reports / left_out_list.FILE, self._sources)
+        self._left_out_rows = LeftOutRows(self._reports / left_out.FILE, self._sources)
         self._failed_share = FailedShare(feed.config.packing_max_failed_share)
 
     # -- start and end ------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
-"""Rows by ms-swift's own loader, all sources in one call, with the number that each row has in its file.
+"""Load the rows of all sources by ms-swift's own loader, with the number that each row has in its file.
 
 `load_dataset` draws `#N`, validation rows and orders for one data set after the other from one stream of random
-numbers. So it is called once, as plain `swift sft` calls it, and what it draws is taken apart again. Until then every
-source is registered with ms-swift under a name of this run, with the registered `preprocess_func` and loader of its
-data set wrapped: the one notes which rows of the file there are, the other gives every row its place among all.
+numbers. So it is called once, as plain `swift sft` calls it, and its result is divided into sources again. Meanwhile
+every source is registered with ms-swift under a name of this run, with its `preprocess_func` and loader wrapped: the
+first notes which rows of the file are there, the second gives every row its place among the rows of all sources.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from swift.utils import get_logger, safe_ddp_context, use_hf_hub
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import DataError, VLPackError
 from swift_vlpack.host.messages import Refused, said_by_swift
-from swift_vlpack.host.row_numbers import NumberedPreprocess, Part, column
+from swift_vlpack.host.row_numbers import NumberedPreprocess, PreprocessedRows, column
 from swift_vlpack.json_lines import broken_line
 from swift_vlpack.rows.fusion_config import SourceSpec, read_fusion_config, specs_of
 from swift_vlpack.rows.source import RowSource
@@ -36,7 +36,7 @@ logger = get_logger()
 
 PLACE = "vlpack_place"
 NUM_LOST_NAMED = 20
-"""Rows that the loader deleted and that the log numbers; `left_out.jsonl` has them all."""
+"""How many deleted rows the log names; `left_out.jsonl` lists all of them."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -45,47 +45,47 @@ class _Loading:
 
     spec: SourceSpec
     name: str
-    """What the source is registered as."""
+    """The name under which the source is registered."""
     meta: DatasetMeta
-    """How ms-swift knows its data set."""
+    """The registered description of its data set."""
     syntax: DatasetSyntax
-    parts: list[Part] = field(default_factory=list)
+    calls: list[PreprocessedRows] = field(default_factory=list)
     first: int = 0
-    """Place of its first row among the rows of all sources."""
+    """Place of its first row among the loaded rows of all sources."""
     num_rows: int = 0
     columns: tuple[str, ...] = ()
 
     @property
     def origin(self) -> str:
-        """The local file or folder with its whole path, otherwise the name on the hub."""
+        """The full path of the local file or folder, otherwise the name on the hub."""
         name = self.meta.dataset_path or self.syntax.dataset
         return os.path.abspath(name) if os.path.exists(name) else name
 
     @property
     def numbers(self) -> NDArray[np.int64] | None:
-        """The number of each loaded row among all rows that were read; None where that is not known."""
-        read = np.cumsum([0, *(part.num_read for part in self.parts)])
+        """The number of each loaded row among all rows that were read; None if that is not known."""
+        read = np.cumsum([0, *(call.num_read for call in self.calls)])
         found = [
-            first + part.numbers for first, part in zip(read, self.parts, strict=False) if part.numbers is not None
+            first + call.numbers for first, call in zip(read, self.calls, strict=False) if call.numbers is not None
         ]
-        is_known = len(found) == len(self.parts) and sum(map(len, found)) == self.num_rows
-        # A loader of its own may do anything to the rows behind the preprocessing.
+        is_known = len(found) == len(self.calls) and sum(map(len, found)) == self.num_rows
+        # A data set's own loader may do anything to the rows after the preprocessing.
         return np.concatenate(found) if is_known and found and self.meta.loader is DatasetLoader else None
 
     @property
     def num_read(self) -> int:
-        """Rows of the file."""
-        return sum(part.num_read for part in self.parts)
+        """Number of rows in the file."""
+        return sum(call.num_read for call in self.calls)
 
 
 def load_sources(args: Any, config: PackingConfig) -> tuple[list[RowSource], HfDataset | None]:
-    """The training sources, and the validation rows if there are any: the rows that plain `swift sft` would have."""
+    """Load the training sources, and the validation rows or None: the rows that plain `swift sft` would have."""
     specs = read_fusion_config(config.fusion_config).sources if config.fusion_config else specs_of(args.dataset)
     options = args.get_dataset_kwargs()
     datasets = [spec.dataset for spec in specs]
-    with _said_of(datasets), _registered(specs, options.get("use_hf")) as loading:
+    with _errors_in_one_line(datasets), _registered(specs, options.get("use_hf")) as loading:
         train, val_dataset = load_dataset(
-            [_asked(one) for one in loading],
+            [_dataset_argument(one) for one in loading],
             split_dataset_ratio=args.split_dataset_ratio,
             shuffle=args.dataset_shuffle,
             **options,
@@ -102,15 +102,15 @@ def load_sources(args: Any, config: PackingConfig) -> tuple[list[RowSource], HfD
 
 
 def load_stream(args: Any, template: Any) -> tuple[StreamedRows, Any]:
-    """The rows of `--streaming true`, one after the other, by ms-swift's own loader, and the validation rows."""
-    with _said_of(args.dataset):
+    """Load the rows of `--streaming true` by ms-swift's own loader, and the validation rows or None."""
+    with _errors_in_one_line(args.dataset):
         rows, _ = load_dataset(args.dataset, shuffle=args.dataset_shuffle, **args.get_dataset_kwargs())
     return StreamedRows(rows, template, strict=args.strict), _validation(args) if args.val_dataset else None
 
 
 def _validation(args: Any) -> Any:
-    """Sized, also where they come as a stream: every evaluation is over the same rows, and ends."""
-    with _said_of(args.val_dataset):
+    """Load `--val_dataset`, always sized: every evaluation is over the same rows, and ends."""
+    with _errors_in_one_line(args.val_dataset):
         _, rows = load_dataset(
             args.val_dataset, split_dataset_ratio=1.0, shuffle=args.val_dataset_shuffle, **args.get_dataset_kwargs()
         )
@@ -118,8 +118,8 @@ def _validation(args: Any) -> Any:
 
 
 @contextmanager
-def _said_of(datasets: Sequence[str]) -> Iterator[None]:
-    """Turn an error of loading into one line: the file and line that is no JSON, or what was looked for and where."""
+def _errors_in_one_line(datasets: Sequence[str]) -> Iterator[None]:
+    """Turn an error of loading into one line that names the broken line of a file, or what cannot be loaded."""
     datasets = list(map(str, datasets))
     try:
         with said_by_swift("cannot load the data", datasets):
@@ -139,20 +139,20 @@ def _said_of(datasets: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def _registered(specs: Sequence[SourceSpec], use_hf: bool | None) -> Iterator[list[_Loading]]:
-    """The sources, registered under names of their own, so that ms-swift loads them one by one through `_Loading`."""
+    """Register every source under a name of this run, while this is open; yields what is noted as they are loaded."""
     loading = [_looked_up(spec, f"vlpack-source-{number}", use_hf) for number, spec in enumerate(specs)]
     for number, one in enumerate(loading):
         DATASET_MAPPING[one.name] = _numbered_meta(one, loading[:number])
     try:
         yield loading
-    # Also where loading fails: names of this run must not be found by another one in the same process.
+    # Also if loading fails, because another run in the same process must not find these names.
     finally:
         for one in loading:
             del DATASET_MAPPING[one.name]
 
 
 def _looked_up(spec: SourceSpec, name: str, use_hf: bool | None) -> _Loading:
-    """How ms-swift knows the data set, by its own rules: by name, by id or path, or not at all."""
+    """Look up a data set by ms-swift's own rules: by name, by id or path, or as one that is not registered."""
     syntax = DatasetSyntax.parse(spec.dataset)
     if syntax.dataset in DATASET_MAPPING:
         return _Loading(spec=spec, name=name, meta=DATASET_MAPPING[syntax.dataset], syntax=syntax)
@@ -165,8 +165,8 @@ def _looked_up(spec: SourceSpec, name: str, use_hf: bool | None) -> _Loading:
     return _Loading(spec=spec, name=name, meta=meta, syntax=syntax)
 
 
-def _asked(one: _Loading) -> str:
-    """The source as `--dataset` would name it, by its name of this run."""
+def _dataset_argument(one: _Loading) -> str:
+    """Write a source as `--dataset` takes it, under its name of this run."""
     hub = {True: "hf::", False: "ms::", None: ""}[one.syntax.use_hf]
     subsets = f":{'/'.join(one.syntax.subsets)}" if one.syntax.subsets else ""
     sample = "" if one.syntax.dataset_sample is None else f"#{one.syntax.dataset_sample}"
@@ -174,14 +174,14 @@ def _asked(one: _Loading) -> str:
 
 
 def _numbered_meta(one: _Loading, before: Sequence[_Loading]) -> DatasetMeta:
-    """The same data set, but what is loaded of it goes through `one`."""
-    # A copy: ms-swift's registry is the same for all that is loaded in this process.
+    """Return the description of the same data set with its preprocessing and loader wrapped, to note into `one`."""
+    # A copy, because everything that is loaded in this process shares ms-swift's registry.
     meta = copy.copy(one.meta)
-    meta.preprocess_func = NumberedPreprocess(meta.preprocess_func, one.parts)
+    meta.preprocess_func = NumberedPreprocess(meta.preprocess_func, one.calls)
     meta.subsets = [copy.copy(subset) for subset in meta.subsets]
     for subset in meta.subsets:
         if subset.preprocess_func is not None:
-            subset.preprocess_func = NumberedPreprocess(subset.preprocess_func, one.parts)
+            subset.preprocess_func = NumberedPreprocess(subset.preprocess_func, one.calls)
 
     def numbered_loader(**kwargs: Any) -> Any:
         loader = one.meta.loader(**kwargs)
@@ -194,25 +194,25 @@ def _numbered_meta(one: _Loading, before: Sequence[_Loading]) -> DatasetMeta:
 
 
 def _with_places(rows: HfDataset, one: _Loading, before: Sequence[_Loading]) -> HfDataset:
-    if len(rows) == 0:  # of which ms-swift would make a division by zero
+    if len(rows) == 0:  # ms-swift would divide by zero
         raise DataError(f"source {one.spec.name!r} ({one.spec.dataset}): no usable row in it")
     one.first = sum(loaded.num_rows for loaded in before)
     one.num_rows = len(rows)
     one.columns = tuple(rows.column_names)
-    with safe_ddp_context(None, True):  # rows of a filter are written anew for a further column, by one rank at a time
+    with safe_ddp_context(None, True):  # a new column rewrites filtered rows on disk, so one rank at a time
         return rows.add_column(PLACE, one.first + np.arange(len(rows)))
 
 
 def _source(one: _Loading, train: HfDataset, places: NDArray[np.int64], everything: Sequence[_Loading]) -> RowSource:
-    """Its part of the training rows, in the order in which ms-swift drew them."""
+    """Make a source of its rows among all training rows, in the order in which ms-swift drew them."""
     spec = one.spec
     here = np.flatnonzero((places >= one.first) & (places < one.first + one.num_rows))
     if len(here) == 0:
-        raise DataError(f"source {spec.name!r} ({spec.dataset}): no row of it is left to train on")
+        raise DataError(f"source {spec.name!r} ({spec.dataset}): no row is left to train on")
     rows = train if len(here) == len(train) else train.select(here)
     numbers = one.numbers
     loaded = places[here] - one.first
-    lost = _reported_lost(one, numbers)
+    lost = _deleted_rows(one, numbers)
     return RowSource(
         name=spec.name,
         rows=rows.remove_columns(_columns_of_others(one, rows, everything)),
@@ -230,17 +230,17 @@ def _source(one: _Loading, train: HfDataset, places: NDArray[np.int64], everythi
 
 
 def _columns_of_others(one: _Loading, rows: HfDataset, everything: Sequence[_Loading]) -> list[str]:
-    """Columns that the rows have, empty, only because another source has them."""
+    """Return the empty columns that rows have only because another source has them."""
     others = {column for other in everything for column in other.columns} - set(one.columns)
     return [column for column in rows.column_names if column in others]
 
 
-def _reported_lost(one: _Loading, numbers: NDArray[np.int64] | None) -> list[int] | None:
-    """The rows of the file that never became rows; None where that cannot be known."""
+def _deleted_rows(one: _Loading, numbers: NDArray[np.int64] | None) -> list[int] | None:
+    """Find the rows of the file that the loader deleted, and log them; None if that cannot be known."""
     name = one.spec.name
     if numbers is None:
         counts = (
-            f"{one.num_read} rows went into it and {one.num_rows} came out" if one.parts else "it has its own loader"
+            f"{one.num_read} rows went into it and {one.num_rows} came out" if one.calls else "it has its own loader"
         )
         logger.warning(
             f"source {name}: what its preprocess_func or loader returns cannot be matched with the rows of the file "

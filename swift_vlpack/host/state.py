@@ -1,7 +1,11 @@
-"""`vlpack_state.json` in every checkpoint: where the run is in its data, and what that depends on.
+"""Save where a run is in its data, and resume from there.
 
-`vlpack_rows.npz` beside it has the sizes of all rows as they were planned, and digests of what is in them. The state
-is the last file of a checkpoint to be written, whole or not at all, so a checkpoint that has it is complete.
+    vlpack_state.json         fingerprint (data, options, objective) and progress of all ranks, in a signed envelope
+    vlpack_state_rankN.json   where the readers of a rank are; streamed data only
+    vlpack_rows.npz           sizes of all rows as they were planned, and digests of their content
+
+`vlpack_state.json` is the last file of a checkpoint to be written, whole or not at all, so a checkpoint that has it is
+complete.
 """
 
 from __future__ import annotations
@@ -41,17 +45,17 @@ STATES = {feed.kind: {**_STATE, **feed.state_shape} for feed in (PlannedFeed, St
 
 
 class StateNotSaved(VLPackError):
-    """A checkpoint has no account of its data; an earlier one has to be resumed from."""
+    """The state of a checkpoint could not be written; the run can only resume from an earlier checkpoint."""
 
 
 def save_rank_state(checkpoint: Path, rank: int, global_step: int, state: Mapping[str, Any]) -> None:
-    """Write where a rank is, before the state that marks the checkpoint as complete."""
+    """Write the progress of a rank, before the state that marks the checkpoint as complete."""
     fingerprint = {"rank": rank, "global_step": global_step}
     _write_state(checkpoint / RANK_FILE.format(rank), seal("progress", fingerprint, state))
 
 
 def load_rank_state(checkpoint: Path, rank: int, global_step: int) -> dict[str, Any]:
-    """Where a rank was when the checkpoint was written."""
+    """Read the progress of a rank when the checkpoint was written."""
     path = checkpoint / RANK_FILE.format(rank)
     with refused(path, "every rank writes one, so collect them where nodes share no disk"):
         then, state = opened(json.loads(path.read_text(encoding="utf-8")), "progress", shape=PROGRESS, is_signed=True)
@@ -64,7 +68,7 @@ def save_state(
 ) -> None:
     """Write the state of the data into a checkpoint that is otherwise complete."""
     content = b"" if rows is None else rows.as_file()
-    # The rows first: the state is the mark that everything else is there, and has their digest.
+    # The rows first: the state has their digest, and marks that everything else is there.
     if rows is not None:
         with _named(checkpoint / ROWS_FILE):
             write_whole(checkpoint / ROWS_FILE, content)
@@ -78,7 +82,7 @@ def _write_state(path: Path, sealed: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Say of a file that cannot be written what that means."""
+    """Turn an error of writing into `StateNotSaved`, which says what to do."""
     try:
         yield
     except OSError as error:
@@ -90,7 +94,7 @@ def _named(path: Path) -> Iterator[None]:
 
 @contextmanager
 def refused(path: Path, why_missing: str = "") -> Iterator[None]:
-    """Make one error of all that can be wrong with a saved file, which names it and the way out."""
+    """Turn all that can be wrong with a saved file into `StateMismatch`, which names the file and the way out."""
     try:
         yield
     except FileNotFoundError:
@@ -105,10 +109,10 @@ def refused(path: Path, why_missing: str = "") -> Iterator[None]:
 def load_state(
     checkpoint: Path, kind: str, fingerprint: Mapping[str, Any], rows: RunRows | None = None
 ) -> dict[str, Any] | None:
-    """The state that was saved under this fingerprint; None where the data shall start anew.
+    """Read the state of a checkpoint; None if the data shall start anew. Raises if the fingerprint is another one.
 
-    A plan goes on with the sizes that it was made of, which `rows` then have: a file that is gone since is left out
-    when it is loaded, one that came back stays out.
+    A planned run keeps the plan of the saved sizes, which `rows` take over: a row whose file is gone since is left out
+    when it is loaded, a row whose file came back stays out.
     """
     if wants_restart(os.environ):
         logger.warning(f"{RESUME_DATA}={RESTART}: the data starts anew, at the first pack of epoch 0")
@@ -117,9 +121,9 @@ def load_state(
     then, state = read_state(checkpoint, kind)
     saved = load_rows(checkpoint, state) if rows else []
     changed = rows.compared(saved) if rows else None
-    is_planned_alike = kind == PlannedFeed.kind and changed is not None and not changed.texts and not changed.sizes
-    # Where only sizes are others, and for a reason that is known, it goes on with those of then.
-    current = {**fingerprint, "lengths": then.get("lengths")} if is_planned_alike else fingerprint
+    # If files explain every size that differs, the run resumes with the saved sizes: they count as its own.
+    takes_sizes = "lengths" in fingerprint and changed is not None and not changed.texts and not changed.sizes
+    current = {**fingerprint, "lengths": then.get("lengths")} if takes_sizes else fingerprint
     words = {} if changed is None else {"data": changed.texts, "lengths": changed.sizes}
     with refused(path):
         check_fingerprint(
@@ -127,14 +131,14 @@ def load_state(
         )
     if is_master() and (warning := warning_of_changes(then, current)):
         logger.warning(f"{path}: {warning}")
-    if rows is not None and changed is not None and is_planned_alike:
-        _tell(changed)
+    if rows is not None and changed is not None and takes_sizes:
+        _warn_of_files(changed)
         rows.take_sizes(saved)
     return state
 
 
 def read_state(checkpoint: Path, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fingerprint and state as they were saved, whatever they are compared with."""
+    """Read fingerprint and state as they were saved, without a comparison with the run."""
     path = checkpoint / FILE
     with refused(path, "it is incomplete, or was written without packing"):
         envelope = json.loads(path.read_text(encoding="utf-8"))
@@ -166,7 +170,7 @@ def read_trainer_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def load_rows(checkpoint: Path, state: Mapping[str, Any]) -> list[SavedSource]:
-    """The rows as they were planned, of the checkpoint that has this state."""
+    """Read the rows as they were planned, of the checkpoint that has this state."""
     path, digest = checkpoint / ROWS_FILE, state["rows"]
     with refused(path, "every checkpoint has one, so copy it with the rest"):
         content = path.read_bytes()
@@ -175,7 +179,8 @@ def load_rows(checkpoint: Path, state: Mapping[str, Any]) -> list[SavedSource]:
         return from_bytes(content)
 
 
-def _tell(changed: Changes) -> None:
+def _warn_of_files(changed: Changes) -> None:
+    """Name rows whose files are gone, or came back, since the checkpoint was written."""
     if changed.gone and is_master():
         logger.warning(
             f"{changed.gone.num_rows} rows that were planned cannot be read any more; their packs go on without them: "
@@ -188,7 +193,7 @@ def _tell(changed: Changes) -> None:
 
 
 def wants_restart(environ: Mapping[str, str]) -> bool:
-    """Whether the data shall start anew although a checkpoint is resumed."""
+    """Return whether the data shall start anew although a checkpoint is resumed."""
     given = environ.get(RESUME_DATA, "")
     wish = given.strip().lower()  # as forgiving as options are
     if wish not in ("", RESTART):

@@ -1,4 +1,4 @@
-"""The flags of `swift sft` and `swift pt`, read from source in a moment: importing ms-swift would take ten seconds.
+"""Read the flags of `swift sft` and `swift pt` from source, in a moment: importing ms-swift takes ten seconds.
 
 ms-swift makes a flag of every field of the dataclass `SftArguments` and its bases, here and in transformers; `swift pt`
 adds none.
@@ -91,7 +91,7 @@ def _fields(module: str, name: str) -> Iterator[tuple[str, Flag]]:
 
 
 def _texts(docstring: str) -> dict[str, str]:
-    """What a docstring says of each field, as Google and as Hugging Face write it; lists in it are left out.
+    """Return what a docstring says of each field, written as by Google or Hugging Face; lists in it are left out.
 
     >>> _texts("Args:\\n    rate (float): How\\n        fast.\\n        - as a list\\n    steps (int): How many.")
     {'rate': 'How fast.', 'steps': 'How many.'}
@@ -117,7 +117,7 @@ def _is_field(line: ast.AnnAssign) -> bool:
 
 
 def _class(module: str, name: str) -> tuple[_Place, ast.ClassDef]:
-    """A class that the module defines or imports from another."""
+    """Find a class that the module defines, or imports from another."""
     place = _place(module)
     tree = _tree(place.path)
     for line in tree.body:
@@ -146,13 +146,13 @@ def _tree(path: Path) -> ast.Module:
 
 
 def _place(module: str) -> _Place:
-    """Found by name; to let Python look for it would import the packages above it."""
+    """Find a module by its name: letting Python look for it would import the packages above it."""
     top, *rest = module.split(".")
     return _Place(module, source_file(top, *rest))
 
 
 def source_file(package: str, *names: str) -> Path:
-    """The file of a module in an installed package, without importing either."""
+    """Return the file of a module in an installed package, without importing either."""
     spec = importlib.util.find_spec(package)
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         path = Path(folder, *names)

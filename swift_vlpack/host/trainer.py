@@ -1,4 +1,13 @@
-"""ms-swift's trainer for packed runs: what its data does is said by the feed, here it is told to the trainer."""
+"""Train packs with ms-swift's trainer: one sequence is one batch.
+
+The feed knows the data and how it is packed; the trainer asks the feed and knows no mode (`feed/feed.py`):
+
+    train      feed.begin(epoch) -> feed.loader(...) -> training_step(batch) -> count_step -> feed.consumed(records)
+    save       ms-swift's checkpoint, then feed.state() marks it as complete
+    resume     feed.restore(state), then the trainer's own epochs and steps follow from what is left
+
+A pack counts as trained when its optimizer step is taken. Only counted packs are saved, logged and reported.
+"""
 
 from __future__ import annotations
 
@@ -10,44 +19,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from swift.trainers import Seq2SeqTrainer
-from swift.utils import get_logger, is_master, is_mp
-from torch.utils.data import DataLoader
+from swift.utils import get_logger, is_master
 from transformers.trainer_utils import seed_worker
 
 from swift_vlpack.errors import ConfigError, StateMismatch
 from swift_vlpack.feed.collate import Batch, Collator
 from swift_vlpack.feed.feed import Feed
-from swift_vlpack.feed.packs import Packs
 from swift_vlpack.feed.sequence import layout
 from swift_vlpack.feed.sequence_loss import num_targets, weigh_samples
 from swift_vlpack.feed.waiting import waiting
 from swift_vlpack.files import sync_folder
 from swift_vlpack.host.checkpoint_files import recorded
 from swift_vlpack.host.checkpoints import nothing_deleted, rotate, save_training_args, sync
+from swift_vlpack.host.evaluation import EvaluatesRows
 from swift_vlpack.host.loader import PackLoader, collator_of
 from swift_vlpack.host.losses import (
     MeanOfStep,
-    is_mean,
-    loss_of_sample,
     refuse_experts_of_packs,
     shifts_smoothed_labels,
     warn_of_what_differs,
 )
 from swift_vlpack.host.proof import prove_first_batch
-from swift_vlpack.host.ranks import (
-    RanksOfRun,
-    check_equal,
-    check_same_parameters,
-    gathered,
-    num_ranks,
-    refuse_differences,
-    results_of_all,
-    tolerate_packs_without_images,
-    versions,
-)
+from swift_vlpack.host.ranks import RanksOfRun, num_ranks, results_of_all, tolerate_packs_without_images
 from swift_vlpack.host.run_events import RunEvents
-from swift_vlpack.host.sample_losses import LossesOfRow, RowsOfEvaluation, SampleLoss
+from swift_vlpack.host.same_on_ranks import check_equal, check_same_parameters, refuse_differences, versions
 from swift_vlpack.host.state import (
     FILE,
     ROWS_FILE,
@@ -68,8 +63,8 @@ from swift_vlpack.runlog.counts import Counts
 logger = get_logger()
 
 
-class PackingTrainer(Seq2SeqTrainer):
-    """Trains packs, evaluates padded batches, with one template. `train_dataset` is a feed."""
+class PackingTrainer(EvaluatesRows):
+    """ms-swift's trainer over a feed, which it gets as `train_dataset`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         training_args = kwargs["args"]
@@ -77,22 +72,19 @@ class PackingTrainer(Seq2SeqTrainer):
         self.events = RunEvents(self.feed, training_args.output_dir, training_args.process_index)
         self.checkpoint_resumed: Path | None = None
         self._fingerprint: dict[str, Any] = {}
-        self._global_step_before: int | None = None  # of the checkpoint, where one is resumed
-        self._is_saving = False  # a checkpoint, which is not complete yet
+        self._global_step_before: int | None = None  # the step of the checkpoint that is resumed
+        self._is_saving = False  # True while a checkpoint is written
         self.is_first_batch_proved = not self.feed.config.packing_verify
         num_workers = training_args.dataloader_num_workers
         tolerate_packs_without_images(kwargs["model"], training_args)
-        self.is_evaluating = False
-        self._pack_evaluated: PackRecord | None = None
         self._supervised: list[torch.Tensor] = []  # tokens of each step of this rank since the last log line
-        self._losses_evaluated: dict[int, SampleLoss] = {}  # by row, since a packed evaluation began
-        self.lengths_in_sequence: tuple[int, ...] = ()  # of the segments that are trained now
+        self.lengths_in_sequence: tuple[int, ...] = ()  # of the sequence that is trained now
         super().__init__(*args, **kwargs)
         refuse_experts_of_packs(self)
         warn_of_what_differs(self)
         if self.label_smoother is not None:
             self.label_smoother = MeanOfStep(self.label_smoother)
-        # ms-swift allows data without a length one worker, which would read for all; ours share the rows.
+        # ms-swift sets one worker for data without a length, because its workers would all read all rows.
         training_args.dataloader_num_workers = num_workers
 
     # -- batches ----------------------------------------------------------------------------------------------------
@@ -101,9 +93,9 @@ class PackingTrainer(Seq2SeqTrainer):
         return collator_of(args, template, self.feed.seed)
 
     def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:
-        """The packs of this rank. What was trained before a resume is no part of them, whatever `skip_batches` says."""
+        """Return the loader of this rank's packs, one for all epochs. A resumed feed itself skips what was trained."""
         if skip_batches:
-            return self.callback_handler.train_dataloader  # one loader for all epochs, as without a resume
+            return self.callback_handler.train_dataloader
         args = self.args
         options = {
             "collate_fn": self.data_collator,
@@ -124,7 +116,7 @@ class PackingTrainer(Seq2SeqTrainer):
         batches, num_items = self.weighed_batches(epoch_iterator, num_batches, device)
         if not batches:
             return batches, num_items
-        # Kept on the device: reading the number would wait for the device, and only the next log line needs it.
+        # Stays on the device: reading it would wait for the device, and only the next log line needs it.
         self._supervised.append(torch.stack([num_targets(batch["labels"]) for batch in batches]).sum())
         if not self.is_first_batch_proved:
             self.is_first_batch_proved = True
@@ -134,7 +126,7 @@ class PackingTrainer(Seq2SeqTrainer):
         return batches, num_items
 
     def weighed_batches(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """Return the weighed batches of one optimizer step; at the end of an epoch the feed may fill the step up."""
+        """Return the weighed batches of one optimizer step. The feed may fill up the last step of an epoch."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches:
             return batches, num_items
@@ -150,7 +142,7 @@ class PackingTrainer(Seq2SeqTrainer):
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def training_step(self, model: Any, inputs: Batch, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Train one pack; it is counted when its optimizer step is taken."""
+        """Train one pack. It counts when its optimizer step is taken."""
         record = inputs.record
         assert record is not None
         self.lengths_in_sequence = record.lengths_in_sequence
@@ -177,7 +169,7 @@ class PackingTrainer(Seq2SeqTrainer):
         metrics["pack/images"].update(float(record.num_images))
 
     def _show_share(self, name: str, part: int, whole: int) -> None:
-        """Of all tokens since the last log line: a mean of the shares of packs would weigh short ones as long ones."""
+        """Log a share of tokens. A mean over packs would over-weight short packs."""
         metric = self.custom_metrics["train"][name]
         metric.state += part
         metric.count += whole
@@ -185,13 +177,7 @@ class PackingTrainer(Seq2SeqTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """ms-swift's loss; a row without a label has the loss 0, where a mean over nothing would be NaN."""
-        if self._pack_evaluated is not None:
-            return self._losses_of_samples(model, inputs, return_outputs)
-        if self.is_evaluating and is_mean(self):
-            num_items_in_batch = None  # else ms-swift would multiply this rank's mean by the number of ranks
-        if self.label_smoother is not None:  # ms-swift does not tell it
-            self.label_smoother.num_items = num_items_in_batch
+        """Compute ms-swift's loss; 0 for a sequence without a target, because a mean over nothing would be NaN."""
         labels = inputs.get("labels")
         if not self.model.training or labels is None or bool((labels != NO_LABEL).any()):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -201,19 +187,16 @@ class PackingTrainer(Seq2SeqTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def prepare_logits_to_keep(self, inputs: dict[str, Any]) -> None:
-        """Drop the logits without a target, but for a loss that wants them.
+        """Drop the logits without a target, unless ms-swift smooths labels without shifting them.
 
-        Where ms-swift smooths each token at its own position, the last target of a sample would meet the logits of the
-        next sample's first; in a padded batch it does not.
+        Then the last target of a sample would meet the first logits of the next sample. In a padded batch it does not.
         """
-        if self._pack_evaluated is not None and is_mp():
-            return  # ms-swift would keep the last logits of the row, from some sample's middle on
         is_batch = self.is_evaluating and self._pack_evaluated is None
         if is_batch or self.label_smoother is None or shifts_smoothed_labels(self):
             super().prepare_logits_to_keep(inputs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """ms-swift's log line; the last one of training gives the speed in rows, which is packs, and gets samples."""
+        """Add speed and targets to a log line. Its last line counts samples a second; ms-swift would count packs."""
         counts = self.events.note_steps(self.state.global_step)
         if "loss" in logs and counts is not None:
             supervised = self._over_ranks(torch.stack(self._supervised).sum())
@@ -227,73 +210,14 @@ class PackingTrainer(Seq2SeqTrainer):
     # -- evaluation -------------------------------------------------------------------------------------------------
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate with random numbers apart from those of training: a persistent loader draws only once in a run."""
+        """Evaluate with random numbers of its own, so that evaluating does not change what is trained next."""
         with self.events.paused(), RandomStream(self.args.seed, "evaluation", self.state.global_step):
             return super().evaluate(*args, **kwargs)
-
-    def _get_dataloader(self, dataset: Any, description: str, batch_size: int, **kwargs: Any) -> Any:
-        """Return ms-swift's loader of evaluation rows; packs are loaded one at a time, and none is dropped."""
-        if not isinstance(dataset, Packs):
-            return super()._get_dataloader(dataset, description, batch_size, **kwargs)
-        drop_last, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False
-        try:
-            return super()._get_dataloader(dataset, description, 1, **kwargs)
-        finally:
-            self.args.dataloader_drop_last = drop_last
-
-    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate batches of rows. Packed rows are evaluated as packs first; their losses then form the batches."""
-        if not isinstance(dataloader.dataset, Packs):
-            return super().evaluation_loop(dataloader, *args, **kwargs)
-        self._losses_evaluated = {}
-        gather = self.gather_function
-        super().evaluation_loop(dataloader, *args, **kwargs)
-        self.gather_function = gather  # the loop clears it at its end
-        rows = RowsOfEvaluation(gathered(self._losses_evaluated, "the losses of an evaluation"))
-        # The trainer then distributes, repeats and cuts off batches exactly as it does for rows without packing.
-        batches = DataLoader(rows, self.args.eval_batch_size, drop_last=self.args.dataloader_drop_last)
-        return super().evaluation_loop(self.accelerator.prepare(batches), *args, **kwargs)
-
-    def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Evaluate a padded batch, a pack (under `eval_packing`), or a batch of the losses that packs gave."""
-        if set(inputs) == set(SampleLoss._fields):
-            return self._loss_of_batch(**inputs), None, None
-        record = self._pack_evaluated = getattr(inputs, "record", None)
-        if record is not None:  # nothing predicts the first token of a sample, even if the template labels it
-            inputs["labels"][:, record.boundaries.cu_seqlens[:-1]] = NO_LABEL
-        self.is_evaluating = True
-        try:
-            with layout(self.template, packed=record is not None):
-                return super().prediction_step(model, inputs, *args, **kwargs)
-        finally:
-            self.is_evaluating, self._pack_evaluated = False, None
-
-    def _losses_of_samples(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        """Note the loss of every sample of a pack, computed by ms-swift's own code for losses of tokens."""
-        record = self._pack_evaluated
-        assert record is not None
-        losses = LossesOfRow(record.lengths, loss_of_sample(self), inputs.get("logits_to_keep"))
-        scale = inputs.get("loss_scale")
-        if scale is None:  # given weights, ms-swift computes a loss per token; otherwise the model takes the mean
-            scale = torch.ones_like(inputs["labels"], dtype=torch.float32)
-        inputs = {**inputs, "loss_scale": scale, "compute_loss_func": losses}
-        inputs.pop("skip_logits", None)
-        result = super().compute_loss(model, inputs, return_outputs)
-        rows = (sample_id.row for sample_id in record.sample_ids)
-        self._losses_evaluated.update(zip(rows, losses.samples, strict=True))
-        return result
-
-    def _loss_of_batch(self, total: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
-        """Return this rank's loss of a batch of rows; the mean over ranks is the loss of plain evaluation."""
-        num, num_shared = num_tokens.sum(), 1
-        if self.args.average_tokens_across_devices and not is_mean(self):
-            num, num_shared = self.accelerator.reduce(num, reduction="sum"), self.accelerator.num_processes
-        return num_shared * total.sum().float() / num
 
     # -- epochs -----------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train, if all ranks have the same data; from a checkpoint on, the data goes on where it was."""
+        """Train, after checking that all ranks have the same data. A resume goes on with the next pack."""
         self._fingerprint = self.feed.fingerprint()
         check_equal("data and versions", {**versions(), **self._fingerprint})
         check_same_parameters(self.model, RanksOfRun())
@@ -309,7 +233,7 @@ class PackingTrainer(Seq2SeqTrainer):
     def _run_epoch(
         self, *args: Any, epoch: int, steps_in_epoch: int, num_update_steps_per_epoch: int, **kwargs: Any
     ) -> None:
-        """Train an epoch on the same data on all ranks; a resumed one can have more or fewer steps than the others."""
+        """Train one epoch. The rest of a resumed epoch can have more or fewer steps than a whole one."""
         start = self.feed.begin(epoch)
         self.events.list_left_out(epoch, start.left_out)
         check_equal(f"plan of epoch {epoch}", start.must_agree)
@@ -317,7 +241,7 @@ class PackingTrainer(Seq2SeqTrainer):
         _warn(start.warning)
         if (left := self.feed.batches_left) is not None:
             accumulation = self.args.gradient_accumulation_steps
-            steps_in_epoch = self.feed.batches_behind(accumulation) + left
+            steps_in_epoch = self.feed.batches_trained(accumulation) + left
             num_update_steps_per_epoch = num_steps(steps_in_epoch, accumulation)
         super()._run_epoch(
             *args,
@@ -329,7 +253,7 @@ class PackingTrainer(Seq2SeqTrainer):
         self.events.forget_epoch()
 
     def close_epoch(self) -> None:
-        """Add up what became of the rows of the epoch, over all ranks, and say it."""
+        """Report the epoch: add up what became of its rows over all ranks."""
         self.events.note_steps(self.state.global_step)  # so that each event is of one epoch
         self.events.leave_out(self.feed.epoch, self.feed.left_out_after())
         self._report(self.events.over_all_ranks())
@@ -343,9 +267,9 @@ class PackingTrainer(Seq2SeqTrainer):
     # -- resuming ---------------------------------------------------------------------------------------------------
 
     def _resume(self, checkpoint: Path) -> None:
-        """Continue behind the last pack that the checkpoint was trained on."""
+        """Restore the feed to the pack after the last one that the checkpoint was trained on."""
         step = self._global_step_before = int(read_trainer_state(checkpoint).get("global_step", 0))
-        if self.args.ignore_data_skip:  # the trainer's own way to say that the data shall start anew
+        if self.args.ignore_data_skip:  # transformers' own option for data that starts anew
             return
         everyone = results_of_all(
             lambda: load_state(checkpoint, self.feed.kind, self._fingerprint, self.feed.saved_rows)
@@ -369,7 +293,7 @@ class PackingTrainer(Seq2SeqTrainer):
             self.events.of_epoch = counted
 
     def set_initial_training_values(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """The trainer's epochs and steps; of a resumed run those of the checkpoint and those that are left."""
+        """Return the trainer's epochs and steps. A resumed run has those of the checkpoint and those that are left."""
         values: tuple[Any, ...] = super().set_initial_training_values(*args, **kwargs)
         if self._global_step_before is None:
             return values
@@ -378,7 +302,7 @@ class PackingTrainer(Seq2SeqTrainer):
         rest = RestOfRun(
             epoch=self.feed.epoch,
             global_step=self._global_step_before,
-            batches_behind=self.feed.batches_behind(accumulation),
+            batches_trained=self.feed.batches_trained(accumulation),
             batches_left=self.feed.batches_left,
             accumulation=accumulation,
         )
@@ -391,18 +315,18 @@ class PackingTrainer(Seq2SeqTrainer):
         return bounds.num_epochs, steps_per_epoch, *others, bounds.max_steps
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """The epoch to go on in, and how many of its batches are trained."""
+        """Return the epoch to go on in, and how many of its batches are trained."""
         trained: tuple[int, int] = super()._init_training_state(*args, **kwargs)
         if self._global_step_before is None:
             return trained
-        # transformers would save, evaluate and log as often as the run that wrote the checkpoint.
+        # Otherwise transformers saves, evaluates and logs as often as the run that wrote the checkpoint.
         self.state.compute_steps(self.args, self.state.max_steps)
-        return self.feed.epoch, self.feed.batches_behind(self.args.gradient_accumulation_steps)
+        return self.feed.epoch, self.feed.batches_trained(self.args.gradient_accumulation_steps)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """ms-swift's checkpoint, then the state of the data, which marks it as complete; then an older one may go."""
+        """Save ms-swift's checkpoint, then the state of the data. Only then is it complete, and an older one may go."""
         self.events.note_steps(self.state.global_step)  # so that what is lost begins exactly after the checkpoint
         with self.events.paused():
             result = self._save_whole_checkpoint(*args, **kwargs)
@@ -411,13 +335,13 @@ class PackingTrainer(Seq2SeqTrainer):
 
     def _save_whole_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         if self.args.should_save:
-            (self._checkpoint / FILE).unlink(missing_ok=True)  # of an earlier run into the same directory
+            (self._checkpoint / FILE).unlink(missing_ok=True)  # of an earlier run in the same directory
         self._is_saving = True
         with nothing_deleted(self.args):
             result = super()._save_checkpoint(*args, **kwargs)
         self._is_saving = False
         results_of_all(self._save_rank_state, "where the readers stand, for a checkpoint")
-        counted = self.events.over_all_ranks()  # by now all ranks have written what is theirs
+        counted = self.events.over_all_ranks()
         files = self._recorded_on_disk()
         results_of_all(lambda: self._complete_checkpoint(counted, files), "the state of a checkpoint")
         self._update_last_checkpoint_symlink(barrier=False)
@@ -430,7 +354,7 @@ class PackingTrainer(Seq2SeqTrainer):
             save_training_args(self._checkpoint, self.args)
 
     def _recorded_on_disk(self) -> dict[str, Any]:
-        """Return sizes and digests of all files; reads them while one rank of each machine flushes them to disk."""
+        """Return sizes and digests of all files. Reads them while one rank of each machine flushes them to disk."""
         with ThreadPoolExecutor(1) as beside:
             is_first = self.args.local_process_index == 0
             written = beside.submit(sync, self._checkpoint) if is_first else None
@@ -447,7 +371,7 @@ class PackingTrainer(Seq2SeqTrainer):
         rotate(self._checkpoint, self.args.save_total_limit, self.state.best_model_checkpoint)
 
     def _update_last_checkpoint_symlink(self, barrier: bool = True) -> None:
-        """The name `last-checkpoint` is there to be resumed from, so it waits for the state."""
+        """Point `last-checkpoint` to a checkpoint that is complete, and to no other."""
         if not self._is_saving:
             super()._update_last_checkpoint_symlink(barrier=barrier)
 

@@ -1,9 +1,9 @@
 """Find everything but the row that a length depends on; its digest, the context, is part of every key of the cache.
 
-A key that covers too much only measures again; a key that covers too little gives wrong lengths. So the inputs of a
-template are found, not listed: its attributes, the state of its processor and of all parts of that, the vision settings
-in the model's config, the constants of qwen_vl_utils, the environment variables that the template's source names, and
-that source itself, with the plugins that may have patched it.
+A key that covers too much only costs cache misses; a key that covers too little gives wrong lengths. So what a template
+depends on is found, not listed: its attributes, the state of its processor and of the processor's parts, the vision
+settings of the model's config, the constants of qwen_vl_utils, the environment variables that the template's source
+names, and that source itself, with the plugins that may have patched it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,11 @@
-"""Record which environment variables some code reads, in whatever way: by a constant, an alias, `in`, a default.
+"""Record which environment variables some code reads, in whatever way it does: `os.getenv`, an alias, `in`, a default.
 
 While the code runs, `os.environ` has a class that notes the names that are read; afterwards it gets its own class back.
+
+>>> with noted_reads() as reads:
+...     exec('import os; language = os.environ.get("MY_LANGUAGE", "en")', {"__name__": "plugin"})
+>>> reads.names
+{'MY_LANGUAGE'}
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Do tasks in processes that are forked with everything they need, so that only tasks and results are pickled."""
+"""Do tasks in processes that are forked with everything they need, so that only tasks and results are pickled.
+
+The pools of the standard library do not fit: `multiprocessing.Pool` waits for ever for a worker that was killed, and
+`ProcessPoolExecutor` cannot end busy workers at once before Python 3.14, as a pass that finds a difference has to.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Observe, while some rows are encoded, the inputs of a length that reading source code cannot find.
+"""Observe, while some rows are encoded, what lengths depend on and reading source code cannot find.
 
 Two kinds of input are observed: environment variables that are read in any way, and the user's own modules whose code
 runs, however it was loaded. Of a module count its functions as they are loaded, and the plain values that they name,
@@ -162,16 +162,16 @@ def _profiled(codes: dict[int, tuple[CodeType, Any]], work: Callable[[], Any]) -
     is_over = False
 
     def note(frame: FrameType, event: str, _: Any) -> None:
-        if is_over:  # a thread that was started meanwhile and lives on
+        if is_over:  # in a thread that was started by the work and lives on
             sys.setprofile(None)
             return
-        # By its number, as comparing code compares all of it; kept, so that no other gets the number.
+        # By `id`, because comparing code objects compares all of their content. They are kept, so that no id is reused.
         if event == "call" and id(frame.f_code) not in codes:
             codes[id(frame.f_code)] = frame.f_code, frame.f_globals
 
     def profiled() -> Any:
         nonlocal is_over
-        before = sys.getprofile(), threading.getprofile()  # a profiler of the user's
+        before = sys.getprofile(), threading.getprofile()  # perhaps a profiler of the user
         threading.setprofile(note)
         sys.setprofile(note)
         try:

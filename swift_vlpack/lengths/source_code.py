@@ -1,12 +1,12 @@
 """Find and digest the code that lengths depend on and that the version of an installed package does not cover.
 
-- Of a class: the source files of the class and its bases, and every function as it is loaded, patches included.
-- Of a plugin: its file.
-- Of the user's own files among these: every module that they import from outside the installed packages.
+- For a class: the source files of the class and its bases, and every function as it is loaded, with patches.
+- For a plugin: its file.
+- For the user's own files among these: every module that they import from outside the installed packages.
 
-Imports are read from `import` lines, and from strings where a file loads code by name. No code is run for that, and the
-result does not depend on what happens to be loaded. What reading cannot find is observed (`observed.py`). Comments,
-docstrings and line numbers of the user's own code do not count.
+Imports are read from `import` lines, and from strings in files that load code by name. No code is run for it, so the
+result does not depend on which modules happen to be loaded. What reading cannot find is observed (`observed.py`).
+Comments, docstrings and line numbers of the user's own code do not count.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from typing import Any, NamedTuple
 
 
 class Code(NamedTuple):
-    """Where the code of some objects and plugins is."""
+    """The files that the code of some objects and plugins is in."""
 
     files: frozenset[str]
-    """Of the classes, of the functions in them, of the plugins, and of all of the user's own that these import."""
+    """Files of the classes, of patched functions and of plugins, and the user's own files that these import."""
     packages: frozenset[str]
-    """Installed packages that some of it belongs to, by name; their versions stand for what these import."""
+    """Installed packages among them, by name. Their versions stand for everything that they import."""
 
 
 def code_of(objects: Iterable[Any], plugins: Iterable[str] = ()) -> Code:
-    """The code of the objects' classes, of all their bases, and of plugins."""
+    """Find the code of the objects' classes with all bases, and of plugins."""
     named = [file for each in objects for file in source_files(type(each))]
-    # A function that was patched in is in another file than its class.
+    # A function that was patched into a class is in another file than the class.
     named += [function.__code__.co_filename for each in objects for function in _functions(each)]
     named += [os.path.abspath(os.path.expanduser(plugin)) for plugin in plugins]
     todo, files, packages = [file for file in named if os.path.isfile(file)], set(), set()
@@ -54,7 +54,7 @@ def code_of(objects: Iterable[Any], plugins: Iterable[str] = ()) -> Code:
 
 
 def source_files(made: type) -> list[str]:
-    """The files of the modules of a class and of its bases."""
+    """Return the files of a class and of its bases."""
     files = [getattr(sys.modules.get(base.__module__), "__file__", None) for base in made.__mro__ if base is not object]
     return [file for file in files if file is not None]
 
@@ -157,7 +157,7 @@ def _digest(parts: Iterable[bytes]) -> str:
 
 
 def _functions(thing: Any) -> Iterator[FunctionType]:
-    """The functions of an object: its own, those of its class and of all bases."""
+    """Yield the functions of an object: its own, and those of its class and all bases."""
     for base in type(thing).__mro__:
         for value in vars(base).values():
             yield from _inner(value)
@@ -166,7 +166,7 @@ def _functions(thing: Any) -> Iterator[FunctionType]:
 
 
 def _inner(value: Any) -> Iterator[FunctionType]:
-    """The functions inside methods, properties and decorators."""
+    """Yield the functions inside a method, property or decorator."""
     if isinstance(value, FunctionType):
         yield value
         yield from _inner(getattr(value, "__wrapped__", None))
@@ -179,14 +179,14 @@ def _inner(value: Any) -> Iterator[FunctionType]:
 
 
 def _code_parts(code: CodeType) -> tuple[Any, ...]:
-    """Names and instructions; no line numbers, which a comment changes, and no addresses."""
+    """Return names and instructions without line numbers, which a comment would change, and without addresses."""
     return code.co_code, code.co_names, code.co_varnames, [_constant(value) for value in code.co_consts]
 
 
 def _constant(value: Any) -> Any:
     if isinstance(value, CodeType):
         return _code_parts(value)
-    # A set has another order in every process.
+    # Sorted, because a set has another order in every process.
     return sorted(map(repr, value)) if isinstance(value, frozenset) else value
 
 
@@ -203,7 +203,7 @@ def _covered_folders() -> tuple[str, ...]:
 
 
 def _root(file: str) -> str:
-    """The folder that a module is imported from: above its outermost package."""
+    """Return the folder that a module is imported from: the one above its outermost package."""
     folder = os.path.dirname(os.path.abspath(file))
     while os.path.isfile(os.path.join(folder, "__init__.py")):
         folder = os.path.dirname(folder)
@@ -212,7 +212,7 @@ def _root(file: str) -> str:
 
 @cache
 def _has_versions(folder: str) -> bool:
-    """Whether packages are installed in a folder, with a record of what they are, or Python's own modules are there."""
+    """Tell whether a folder has installed packages, each with a record of its version, or Python's own modules."""
     if {"site-packages", "dist-packages"} & set(Path(folder).parts):
         return True
     own = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
@@ -220,7 +220,7 @@ def _has_versions(folder: str) -> bool:
 
 
 def _imported(file: str) -> list[str]:
-    """The files of the user's own modules that a file imports, at its top or inside of functions."""
+    """Return the files of the modules that a file imports, at its top or inside functions."""
     try:
         tree = ast.parse(Path(file).read_bytes())
     except (SyntaxError, ValueError):
@@ -266,7 +266,7 @@ def _above(file: str, level: int) -> str:
 
 
 def _modules(parts: list[str], folders: Iterable[str]) -> list[str]:
-    """The files of `a`, `a.b` and `a.b.c`, as far as they are modules, in the first folder that has any."""
+    """Return the files of the modules `a`, `a.b` and `a.b.c` in the first folder that has any of them."""
     for folder in folders:
         at, found = os.path.abspath(folder), []
         for part in parts:

@@ -77,7 +77,7 @@ def _trained(report: Report) -> Iterator[Line]:
     yield "fill", f"{percent(trained['fill_mean'])} mean, {trained['samples_per_pack']} samples a pack"
     if trained["num_padding"]:
         yield "padding", f"{grouped(trained['num_padding'])} tokens behind the samples of packs (packing_pad_to)"
-    yield "single-long", f"{counted(trained['num_single_long'], 'sample')} too large for a pack, in a row alone"
+    yield "single-long", f"{counted(trained['num_single_long'], 'sample')} too large for a pack, alone in a sequence"
     if trained["vision_share"] is not None:
         yield "vision", f"{percent(trained['vision_share'])} of the tokens"
     if trained["seconds"]:

@@ -1,4 +1,4 @@
-"""Read lengths from a file: a JSON list, JSON lines, or a numpy array."""
+"""Plan a file of lengths, without any data: a JSON list, JSON lines, or a numpy array."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import DataError
+from swift_vlpack.plan.packs import Plan
+from swift_vlpack.plan.planner import plan, whole_numbers
+from swift_vlpack.plan.registry import WINDOW
+from swift_vlpack.plan.windows import end_to_end
 
 _KNOWN = "a JSON list, JSON lines (a number, or an object with length or lengths), or a .npy array"
 
 
 class Lengths(NamedTuple):
-    """One entry per row; images and patches where every row of the file gives them."""
+    """One entry per row; images and patches are None unless every row of the file has them."""
 
     tokens: list[Any] | NDArray[Any]
     images: list[Any] | None = None
@@ -23,7 +28,7 @@ class Lengths(NamedTuple):
 
 
 def read_lengths(path: Path) -> Lengths:
-    """Read a length file, or raise one clear error that names the file and the line."""
+    """Read a file of lengths. Raises `DataError` with the file and the line that is wrong."""
     if not path.is_file():
         raise DataError(f"{path}: {'a directory' if path.is_dir() else 'no such file'}; expected {_KNOWN}")
     if path.suffix == ".npy":
@@ -42,9 +47,32 @@ def read_lengths(path: Path) -> Lengths:
     )
 
 
+def plan_of_rows(
+    lengths: ArrayLike,
+    config: PackingConfig,
+    *,
+    images: ArrayLike | None = None,
+    patches: ArrayLike | None = None,
+    **options: Any,
+) -> tuple[Plan, dict[str, Any]]:
+    """Plan rows of which only sizes are known. Returns the plan, and what the strategy `window` cut, for the report.
+
+    A file of lengths does not say where the images of a row are, so a row with images stays in one piece.
+    """
+    if config.packing_strategy != WINDOW:
+        return plan(lengths, config, images=images, patches=patches, **options), {}
+    rows = whole_numbers(lengths, "length", least=1)
+    given = [np.zeros_like(rows) if column is None else column for column in (images, patches)]
+    counts = [whole_numbers(column, name, least=0) for column, name in zip(given, ("images", "patches"), strict=True)]
+    pieces = end_to_end(np.stack([rows, *counts, np.zeros_like(rows)]), lambda place: (), config)
+    tokens, *of_pieces, _ = pieces.sizes[:, pieces.sizes[0] > 0]
+    made = plan(tokens, config, images=of_pieces[0], patches=of_pieces[1], **options)
+    return made, {"cut": pieces.report(counts[0])}
+
+
 def _numpy(path: Path) -> NDArray[Any]:
     try:
-        # Without pickles, which can run code: a file of numbers from somebody else is only read.
+        # Pickles can run code, and such a file may come from anybody.
         numbers = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{path}: not a numpy array ({error})") from None
@@ -92,7 +120,7 @@ def _length(row: Any, where: str) -> Any:
 
 
 def _counts(rows: list[Any], name: str) -> list[Any] | None:
-    # Half of a column would shift the numbers of all rows behind the first gap.
+    # With a gap, the counts of all rows after it would belong to the wrong rows.
     if all(isinstance(row, dict) and isinstance(row.get(name), int) for row in rows):
         return [row[name] for row in rows]
     return None

@@ -1,12 +1,19 @@
-"""Mix sources by ratio: the order of one epoch as a pure function of (seed, epoch, sizes, ratios).
+"""Mix sources by ratio: draw the rows of one epoch and put them in order, from (seed, epoch, sizes, ratios) alone.
 
 >>> order = schedule([Source("captions", 4, 0.5), Source("ocr", 2, 1.5)], seed=0, epoch=0)
 >>> order.num_rows_per_source
 (2, 3)
 
-Every row of every source draws a random key from the stream that belongs to (seed, source name, epoch). The keys
-decide which rows are drawn and where they stand, so adding a source changes neither the draws of the others nor
+Every row of every source gets a random key from the stream that belongs to (seed, source name, epoch). The keys decide
+which rows are drawn and where they stand. So adding a source changes neither which rows of the others are drawn nor
 their order among themselves.
+
+With `ratio_by: tokens` an epoch has as many tokens as its sources have together, once. A source gets its ratio over the
+sum of all ratios of them: a small source with a large ratio comes several times, a large one with a small ratio in
+part, with other rows in every epoch.
+
+>>> token_targets([1000, 3000], [1, 1])
+[2000, 2000]
 """
 
 from __future__ import annotations
@@ -21,14 +28,12 @@ from numpy.typing import NDArray
 
 from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.plan.shuffle import permutation, sort_keys
-from swift_vlpack.plan.token_shares import draw_by_tokens
 
 RATIOS_BY = ("rows", "tokens")
 
 
 class Source(NamedTuple):
-    """A data set in the mix: `round(num_rows * ratio)` of its rows are delivered in every epoch, or, by tokens, its
-    ratio's part of all tokens."""
+    """A data set in the mix: every epoch has `round(num_rows * ratio)` of its rows, or its share of all tokens."""
 
     name: str
     num_rows: int
@@ -54,24 +59,24 @@ class Schedule:
 
     @property
     def num_rows_per_source(self) -> tuple[int, ...]:
-        """Rows delivered, per source in the order of `names`."""
+        """Count the rows of each source, in the order of `names`."""
         return tuple(np.bincount(self.source, minlength=len(self.names)).tolist())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Mix:
-    """How sources take part in every epoch: all that its schedule follows from, beside its number."""
+    """All that the schedule of an epoch follows from, besides the number of the epoch."""
 
     sources: tuple[Source, ...]
-    """`num_rows` are those that take part."""
+    """`num_rows` counts the rows that take part."""
     rows: tuple[NDArray[np.int64] | None, ...]
-    """Of each source the rows that take part; None where all do."""
+    """The rows of each source that take part; None for all of them."""
     seed: int = 0
     seeds: Mapping[str, int] = field(default_factory=dict)
-    """Of sources that have one of their own, in place of the run's."""
+    """By name, for sources with a seed of their own in place of the run's."""
     shuffle: bool = True
     ratio_by: str = "rows"
-    """What the ratios count: `rows` of each source by itself, or the `tokens` of the epoch that each source gets."""
+    """What ratios count: `rows` of each source by itself, or the `tokens` of the epoch that each source gets."""
 
     def __post_init__(self) -> None:
         _check(self.sources)
@@ -84,11 +89,11 @@ class Mix:
         usable: Sequence[NDArray[np.bool_]] | None = None,
         lengths: Sequence[NDArray[np.integer[Any]]] | None = None,
     ) -> Schedule:
-        """The order of an epoch, in rows of the sources.
+        """Return the order of an epoch, in rows of the sources.
 
-        `usable` and `lengths` say of all of their rows which can be trained, and how many tokens each has.
+        `usable` tells which of all rows of a source can be trained; `lengths` has the tokens of each.
         """
-        known = {} if usable is None else self._of_those_that_take_part(usable)
+        known = {} if usable is None else self._of_rows_that_take_part(usable)
         if self.ratio_by == "tokens":
             drawn = self._schedule_by_tokens(epoch, known, lengths)
         else:
@@ -110,14 +115,14 @@ class Mix:
                 "ratio_by: tokens needs the length of every row before the epoch begins, which packing_mode=buffer "
                 "does not have; use packing_mode=plan, or ratio_by: rows"
             )
-        num_tokens = self._of_those_that_take_part(lengths)
-        # What cannot be trained counts for nothing; it is drawn beside the rest, and counted as left out.
+        num_tokens = self._of_rows_that_take_part(lengths)
+        # Rows that cannot be trained count 0 tokens; they are drawn with the others, and counted as left out.
         counted = [num_tokens[source.name] * usable.get(source.name, True) for source in self.sources]
         seeds = [self.seeds.get(source.name, self.seed) for source in self.sources]
         return _mixed(self.sources, draw_by_tokens(self.sources, counted, seeds, epoch), seeds, epoch, self.shuffle)
 
-    def _of_those_that_take_part(self, facts: Sequence[NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        # Facts are about all rows of the source; a source that is limited draws among fewer, numbered anew.
+    def _of_rows_that_take_part(self, facts: Sequence[NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        # `facts` has all rows of a source; a source that is limited draws from fewer rows, with numbers of their own.
         each = zip(self.sources, self.rows, facts, strict=True)
         return {source.name: fact if some is None else fact[some] for source, some, fact in each}
 
@@ -133,11 +138,12 @@ def schedule(
 ) -> Schedule:
     """Draw `round(num_rows * ratio)` rows of each source and mix them.
 
-    `usable` says of single sources which rows can be trained: then so many are drawn that `round(num_usable * ratio)`
-    of them can be, the same number in every epoch. Rows between them that cannot be are drawn as well, to be counted.
-    Up to ratio 1 the draw is without replacement. Beyond it every row comes floor(ratio) times, and the rest is drawn
-    without replacement. Ratio 0 leaves a source out. `seeds` gives single sources a seed of their own.
-    Without `shuffle` the sources follow one another, each in the order of its rows.
+    Up to ratio 1 rows are drawn without replacement. Beyond it every row comes floor(ratio) times, and the rest is
+    drawn without replacement. Ratio 0 leaves a source out. `seeds` gives single sources a seed of their own. Without
+    `shuffle` the sources follow one another, each in the order of its rows.
+
+    `usable` tells for single sources which rows can be trained. Then `round(num_usable * ratio)` rows that can be are
+    drawn, the same number in every epoch; rows between them that cannot be are drawn as well, so that they are counted.
     """
     checked = [Source(*source) for source in sources]
     _check(checked)
@@ -152,10 +158,10 @@ def schedule(
 def _mixed(
     sources: Sequence[Source], drawn: Sequence[NDArray[np.int64]], seeds: Sequence[int], epoch: int, shuffle: bool
 ) -> Schedule:
-    """The drawn rows of all sources in one order."""
-    # Without shuffling the files' own order, but which rows are drawn stays as it was drawn.
+    """Put the drawn rows of all sources into one order."""
+    # `shuffle` changes only the order, never which rows are drawn.
     rows = [some if shuffle else np.sort(some, kind="stable") for some in drawn]
-    # By name and not by number, so that sources before this one may come or go.
+    # Keys belong to the name of a source and not to its number, so that sources before it may come or go.
     keys = [
         sort_keys(len(some), seed, source.name, epoch, "order")
         for source, seed, some in zip(sources, seeds, rows, strict=True)
@@ -173,9 +179,51 @@ def _draw(source: Source, seed: int, epoch: int, usable: NDArray[np.bool_] | Non
     if num_more == 0:
         return everything
     order = permutation(source.num_rows, seed, source.name, epoch, "draw")
-    if num_rows < source.num_rows and usable is not None:  # behind the last one that is needed
+    if num_rows < source.num_rows and usable is not None:  # up to the last row that is needed
         num_more = int(np.searchsorted(np.cumsum(usable[order]), num_more)) + 1
     return np.concatenate((everything, order[:num_more]))
+
+
+def token_targets(num_tokens: Sequence[int], ratios: Sequence[float]) -> list[int]:
+    """Return how many tokens of each source an epoch is to have; `num_tokens` says how many each source has."""
+    # A source without a token has nothing to give, so the others share what it would have got.
+    weights = [ratio if tokens else 0.0 for tokens, ratio in zip(num_tokens, ratios, strict=True)]
+    total = sum(tokens for tokens, weight in zip(num_tokens, weights, strict=True) if weight)
+    return [round(total * weight / sum(weights)) if weight else 0 for weight in weights]
+
+
+def draw_by_tokens(
+    sources: Sequence[Source], lengths: Sequence[NDArray[np.integer[Any]]], seeds: Sequence[int], epoch: int
+) -> list[NDArray[np.int64]]:
+    """Draw the rows of each source, by number; `lengths` is 0 for rows that cannot be trained."""
+    targets = token_targets([int(own.sum()) for own in lengths], [source.ratio for source in sources])
+    return [
+        _draw_tokens(own, target, permutation(len(own), seed, source.name, epoch, "draw"))
+        if target or not source.ratio
+        else np.arange(len(own), dtype=np.int64)  # no row can be trained: all are drawn, to be counted
+        for source, own, target, seed in zip(sources, lengths, targets, seeds, strict=True)
+    ]
+
+
+def _draw_tokens(lengths: NDArray[np.integer[Any]], target: int, order: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Take all rows as often as they fit as a whole, then rows in their drawn order until the sum is closest."""
+    num_times, rest = divmod(target, max(1, int(lengths.sum())))
+    everything = np.tile(np.arange(len(lengths), dtype=np.int64), num_times)
+    return np.concatenate((everything, order[: _num_closest(lengths[order], rest)]))
+
+
+def _num_closest(lengths: NDArray[np.integer[Any]], num_tokens: int) -> int:
+    """Return how many of the first rows come closest to `num_tokens`; of two numbers equally close, the smaller.
+
+    >>> [_num_closest(np.array([5, 4, 3]), tokens) for tokens in (0, 2, 3, 7, 8, 12)]
+    [0, 0, 1, 1, 2, 3]
+    """
+    if num_tokens == 0:
+        return 0
+    sums = np.cumsum(lengths, dtype=np.int64)
+    at = int(np.searchsorted(sums, num_tokens))  # the row with which the sum reaches it
+    before = int(sums[at - 1]) if at else 0
+    return at + 1 if int(sums[at]) - num_tokens < num_tokens - before else at
 
 
 def _check(sources: Sequence[Source]) -> None:

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import PlanError
-from swift_vlpack.plan.bounds import lower_bound
-from swift_vlpack.plan.oversize import is_single_long
+from swift_vlpack.plan.items import is_single_long
 from swift_vlpack.plan.steps import Balance, CostModel, balance_of, balanced_order, packs_to_split, spread_empty
+from swift_vlpack.plan.strategies import lower_bound
 from swift_vlpack.reasons import Reason
 from swift_vlpack.words import counted
 

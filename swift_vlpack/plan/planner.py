@@ -1,4 +1,4 @@
-"""Plan an epoch: run the packer over known lengths.
+"""Plan an epoch: run the packer over lengths that are known ahead.
 
 >>> config = PackingConfig(packing_length=10, packing_strategy="exact", packing_drop_last=False)
 >>> packs = plan([6, 5, 4, 5, 7, 3], config)
@@ -7,9 +7,11 @@
 >>> packs.lower_bound, packs.mean_fill
 (3, 1.0)
 
-Same config, same order, same packs as pushing the items one by one. One exception: `exact` takes best fit over
-the whole epoch (or, on small data, ms-swift's own packing) where that needs fewer packs than its window did;
-`Plan.method` says which one it was.
+A plan has the packs that pushing the items one by one gives. One exception: `exact` takes best fit over the whole epoch
+(or, on small data, ms-swift's own packing) if that needs fewer packs than its buffer did; `Plan.method` says which.
+
+The packer chooses freely what shares a pack. With `packing_batch=samples`, which is to keep the samples of every
+optimizer step, an order array (the step of each item) would come in here, and the packer would run step by step.
 """
 
 from __future__ import annotations
@@ -26,21 +28,19 @@ from numpy.typing import ArrayLike, NDArray
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import DataError
-from swift_vlpack.plan.oversize import is_left_out
+from swift_vlpack.plan.items import Item, Pack, is_left_out
 from swift_vlpack.plan.packer import Label, Packer, remainder_to_drop
 from swift_vlpack.plan.packs import Plan
-from swift_vlpack.plan.records import Item, Pack
-from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.plan.shuffle import permutation
 from swift_vlpack.plan.steps import CostModel
 from swift_vlpack.plan.strategies import best_fit_assignment, constant_volume
-from swift_vlpack.plan.windows import end_to_end
 from swift_vlpack.reasons import Reason
 
 Assignment = Callable[[NDArray[np.int32], int], tuple[NDArray[np.int32], int]]
-"""Lengths and capacity in; the pack of every item and the number of packs out."""
+"""Takes lengths and capacity; returns the pack of every item, and the number of packs."""
 
 _MS_SWIFT_WINDOW = 1000  # samples, as in ms-swift's own PackingDataset
+# Beyond it single packs no longer count, and `exact` is ahead anyway: specs/PLAN.md, PLAN-10.
 _MAX_ITEMS_AS_MS_SWIFT = 20_000
 _CHUNK = 1 << 16  # items turned into Python objects at a time, so that memory stays flat
 
@@ -57,11 +57,11 @@ def plan(  # noqa: PLR0913 - columns of the data, then options with defaults
 ) -> Plan:
     """Pack a whole epoch of known lengths; `images` and `patches` are counts per item, for caps and costs.
 
-    `label` is what the log calls an item that is left out or alone; None keeps the log quiet.
+    `label` makes the name of an item that is left out or alone, for the log; None keeps the log quiet.
     """
-    sizes = _whole_numbers(lengths, "length", least=1)
+    sizes = whole_numbers(lengths, "length", least=1)
     counts = [
-        None if column is None else _whole_numbers(column, name, least=0)
+        None if column is None else whole_numbers(column, name, least=0)
         for column, name in ((images, "images"), (patches, "patches"))
     ]
     for column, name in zip(counts, ("images", "patches"), strict=True):
@@ -77,7 +77,7 @@ def plan(  # noqa: PLR0913 - columns of the data, then options with defaults
         "cost": cost or CostModel(),
         "seed": seed,
     }
-    planned = _packed_in_windows(inputs, label)
+    planned = _packed_in_buffers(inputs, label)
     if config.packing_strategy != "exact" or config.has_caps:
         return planned
     for group, method, max_items in (
@@ -93,32 +93,9 @@ def plan(  # noqa: PLR0913 - columns of the data, then options with defaults
     return planned
 
 
-def plan_of_rows(
-    lengths: ArrayLike,
-    config: PackingConfig,
-    *,
-    images: ArrayLike | None = None,
-    patches: ArrayLike | None = None,
-    **options: Any,
-) -> tuple[Plan, dict[str, Any]]:
-    """`plan` of rows that become several samples where the strategy cuts them, and what is to be reported of that.
-
-    Of a row with images it is not known where they are, so it stays in one piece.
-    """
-    if config.packing_strategy != WINDOW:
-        return plan(lengths, config, images=images, patches=patches, **options), {}
-    rows = _whole_numbers(lengths, "length", least=1)
-    given = [np.zeros_like(rows) if column is None else column for column in (images, patches)]
-    counts = [_whole_numbers(column, name, least=0) for column, name in zip(given, ("images", "patches"), strict=True)]
-    pieces = end_to_end(np.stack([rows, *counts, np.zeros_like(rows)]), lambda place: (), config)
-    tokens, *of_pieces, _ = pieces.sizes[:, pieces.sizes[0] > 0]
-    made = plan(tokens, config, images=of_pieces[0], patches=of_pieces[1], **options)
-    return made, {"cut": pieces.report(counts[0])}
-
-
-def _packed_in_windows(inputs: dict[str, Any], label: Label | None) -> Plan:
+def _packed_in_buffers(inputs: dict[str, Any], label: Label | None) -> Plan:
     """Run the packer over the lengths, in chunks."""
-    # Arrays of machine integers: as a list, ten million indices would take 80 MB for pointers alone.
+    # Arrays of machine integers, because the pointers of a list of ten million indices alone take 80 MB.
     members, counts = array("i"), array("i")
     dropped: dict[str, array[int]] = {}
 
@@ -131,7 +108,7 @@ def _packed_in_windows(inputs: dict[str, Any], label: Label | None) -> Plan:
             counts.append(len(pack.items))
 
     packer = Packer(inputs["config"], seed=inputs["seed"], on_drop=on_drop, label=label)
-    # The columns were checked at once, so that each item need not be.
+    # The columns were checked as arrays, so the items need not be checked one by one.
     push = packer.push_checked
     for item in _items(inputs["lengths"], inputs["images"], inputs["patches"]):
         if packs := push(item):
@@ -147,17 +124,14 @@ def _packed_in_windows(inputs: dict[str, Any], label: Label | None) -> Plan:
 
 
 def _as_ms_swift(lengths: NDArray[np.int32], capacity: int) -> tuple[NDArray[np.int32], int]:
-    """What ms-swift itself would do, in its windows of 1,000, so that `exact` never needs more packs than that.
-
-    Only for small data, where single packs count; beyond, `exact` is ahead by far, and this is slow.
-    """
+    """Pack as ms-swift itself does, in windows of 1,000, so that `exact` never needs more packs than that."""
     pack_of = np.empty(len(lengths), dtype=np.int32)
     num_packs, left = 0, np.empty(0, dtype=np.int64)
     for start in range(0, len(lengths), _MS_SWIFT_WINDOW):
         window = np.concatenate((left, np.arange(start, min(start + _MS_SWIFT_WINDOW, len(lengths)))))
         packs = constant_volume(lengths[window].tolist(), capacity)
         is_last = start + _MS_SWIFT_WINDOW >= len(lengths)
-        # The last pack of a window goes into the next one, as ms-swift has it; the last window keeps all.
+        # ms-swift carries the last pack of a window into the next one; the last window keeps all packs.
         left = window[[] if is_last else packs.pop()]
         for pack in packs:
             pack_of[window[pack]] = num_packs
@@ -166,12 +140,12 @@ def _as_ms_swift(lengths: NDArray[np.int32], capacity: int) -> tuple[NDArray[np.
 
 
 def _packed_at_once(inputs: dict[str, Any], group: Assignment, method: str) -> Plan:
-    """Group all the lengths at once, in an order that owes nothing to size."""
+    """Group all the lengths at once, and put the packs in an order that does not depend on their size."""
     config, lengths = inputs["config"], inputs["lengths"]
     alone = lengths >= config.packing_length
     shared = np.flatnonzero(~alone)
     pack_of, num_packs = group(lengths[shared], config.packing_length)
-    # Without caps, as this is asked for only where there are none.
+    # No images and patches: this is called only if there are no caps.
     left_out = is_left_out(lengths, None, None, config)
     singles = np.flatnonzero(alone & ~left_out)
     dropped = {Reason.OVERSIZE.value: np.flatnonzero(left_out).astype(np.int32)}
@@ -186,7 +160,7 @@ def _packed_at_once(inputs: dict[str, Any], group: Assignment, method: str) -> P
         method=method,
     )
     kept = _without_remainder(whole, num_packs)
-    # Best fit lists packs by size; an epoch in that order would be a curriculum nobody asked for.
+    # Best fit lists packs by size; training in that order would be a curriculum that nobody asked for.
     return kept.reordered(permutation(len(kept), kept.seed, "epoch"))
 
 
@@ -220,8 +194,8 @@ def _items(
         yield from map(Item._make, zip(range(start, len(lengths)), lengths[chunk].tolist(), *columns, strict=False))
 
 
-def _whole_numbers(values: ArrayLike, name: str, *, least: int) -> NDArray[np.int32]:
-    """Check a column at once; the error names the first item that is wrong."""
+def whole_numbers(values: ArrayLike, name: str, *, least: int) -> NDArray[np.int32]:
+    """Check a whole column. Raises `DataError` with the first item that is wrong."""
     try:
         numbers = np.asarray(values)
     except ValueError:

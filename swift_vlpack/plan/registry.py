@@ -1,4 +1,4 @@
-"""Strategies by name: ours, those registered under a name, and `module:function`; what a stranger's returns is checked.
+"""Find strategies by name: ours, registered ones, and `module:function`. Groups of a user's strategy are checked.
 
 >>> @register_strategy("alone")
 ... def alone(lengths, capacity):
@@ -6,7 +6,7 @@
 >>> strategy_named("alone")([5, 3], 10)
 [[0], [1]]
 
-A strategy is a pure function: every rank runs it by itself and must come to the same groups.
+A strategy must be a pure function, because every rank calls it for itself and all must get the same groups.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from swift_vlpack.words import did_you_mean
 
 ALIASES = {"sequential": "greedy"}  # ms-swift's name
 WINDOW = "window"
-"""Documents end to end, cut wherever a pack is full: the packer sees the parts, and keeps their order."""
+"""Rows laid end to end and cut wherever a pack is full. The packer gets the parts and keeps their order: `greedy`."""
 SIGNATURE = "(lengths, capacity) -> groups of indices"
 
 Grouping = Callable[..., Iterable[Iterable[int]]]
@@ -43,9 +43,10 @@ def register_strategy(name: str) -> Callable[[Given], Given]: ...
 @overload
 def register_strategy(name: str, function: Given) -> Given: ...
 def register_strategy(name: str, function: Grouping | None = None) -> Any:
-    """Make `packing_strategy=name` mean `function`: as a decorator, or as a call. Gives the function back.
+    """Make `packing_strategy=name` mean `function`: as a decorator, or as a call. Returns the function.
 
-    A file that is loaded twice, as plugins are, may register again; another function under the same name is refused.
+    The same function may be registered again, because plugin files are loaded twice; another function under the same
+    name is refused.
     """
     if function is None:
         return lambda given: register_strategy(name, given)
@@ -64,7 +65,7 @@ def register_strategy(name: str, function: Grouping | None = None) -> Any:
 
 
 def strategy_named(name: str) -> Strategy:
-    """The strategy that `packing_strategy` names; one that is not ours is checked whenever it is called."""
+    """Return the strategy that `packing_strategy` names. One that is not ours is checked whenever it is called."""
     name = "greedy" if name == WINDOW else ALIASES.get(name, name)
     if name in STRATEGIES:
         return STRATEGIES[name]
@@ -79,19 +80,19 @@ def strategy_named(name: str) -> Strategy:
 
 
 def known_names() -> tuple[str, ...]:
-    """All names that need no import."""
+    """List all names that need no import."""
     return (*STRATEGIES, WINDOW, *ALIASES, *_registered)
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A strategy of somebody else's: it gets a copy of the lengths, and its groups must keep the contract."""
+    """A strategy of the user's: it gets a copy of the lengths, and its groups are checked against the contract."""
 
     name: str
     function: Grouping
 
     def __call__(self, lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> Groups:
-        """Its groups, the indices inside each ascending."""
+        """Return its groups, with ascending indices. Raises `StrategyError` if it fails or breaks a rule."""
         if not len(lengths):
             return []
         options = {"caps": caps} if caps is not None and "caps" in _parameters(self.function) else {}
@@ -108,7 +109,7 @@ class Checked:
 
 
 def broken_rule(groups: Groups, lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> str | None:
-    """What is wrong with the groups: every index once, no group empty, none above the capacity or a cap."""
+    """Say what is wrong with the groups: every index once, no group empty, none above the capacity or a cap."""
     owner: dict[int, int] = {}
     for number, group in enumerate(groups):
         if not group:
@@ -134,7 +135,7 @@ def broken_rule(groups: Groups, lengths: Sequence[int], capacity: int, caps: Cap
 
 @cache
 def _imported(path: str) -> Grouping:
-    """The function that `module:function` names."""
+    """Import the function that `module:function` names."""
     module_name, _, attribute = path.partition(":")
     found: Any = _module(module_name, path)
     for part in attribute.split("."):
@@ -147,11 +148,11 @@ def _imported(path: str) -> Grouping:
 
 
 def _module(name: str, path: str) -> Any:
-    """Import it, from the current directory too: a console script does not have that on its path."""
+    """Import a module, from the current directory too, which a console script does not have on its path."""
     here = os.getcwd()
     if not {here, ""} & set(sys.path):
         sys.path.append(here)  # last, so that no file there takes the place of a package
-        # Python has remembered what is in each folder; one that has just come is unknown without this.
+        # Python remembers what is in each folder; without this it would miss a file that was just written.
         invalidate_caches()
     try:
         return import_module(name)
@@ -181,7 +182,7 @@ def _parameters(function: Grouping) -> Iterable[str]:
 
 
 def _origin(function: Grouping) -> tuple[str, str]:
-    """File and name: the same for the same function of a file that was loaded again under another module name."""
+    """Return file and name, which are equal for a function of a file that is loaded again as another module."""
     code = getattr(function, "__code__", None)
     return getattr(code, "co_filename", ""), getattr(function, "__qualname__", repr(function))
 

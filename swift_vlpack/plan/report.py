@@ -1,15 +1,35 @@
-"""What a plan comes to, as plain numbers for machines."""
+"""Say in numbers what a plan comes to, and warn of what a user set by hand and would regret.
+
+>>> step = step_size(num_packs=10, num_samples=80, num_supervised=2400, accumulation=16, num_ranks=2)
+>>> step.num_packs, step.num_samples, step.num_samples_unpacked, step.accumulation_as_unpacked
+(32, 256.0, 32, 2)
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from swift_vlpack.config import PAD_TO_LENGTH, PackingConfig
 from swift_vlpack.plan.packs import Plan
+from swift_vlpack.words import counted
+
+LEAST_SUGGESTED = 1024
+"""Tokens; shorter packs cost more in calls than they save in padding."""
+MEAN_SAMPLES = 8
+"""A pack should hold this many mean samples: with fewer, the packer has little to choose from."""
 
 
 def plan_report(made: Plan, aligned: Plan, *, num_rows: int, seconds: float) -> dict[str, Any]:
-    """Everything a plan knows; counts are of the plan before packs are cut for the ranks that share it (`aligned`)."""
-    # Brought back for a step that lacked a pack: then it is trained, and counted among the packs.
+    """Return all that is known of a plan, as JSON.
+
+    Packs are counted in `made`, the plan before some are cut in two for the ranks; `aligned` is the plan after that.
+    """
+    # If the remainder came back for a step that lacked a pack, it is trained, so it counts among the packs.
     if not len(aligned.remainder):
         made = made.with_remainder()
     balance = aligned.balance
@@ -41,3 +61,130 @@ def plan_report(made: Plan, aligned: Plan, *, num_rows: int, seconds: float) -> 
         "config_digest": made.config.digest(),
         "plan_digest": aligned.digest(),
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSize:
+    """The size of one optimizer step over all ranks: packed, and with the same options without packing."""
+
+    num_packs: int
+    num_samples: float
+    """The mean over the epoch, as are the tokens."""
+    num_supervised_tokens: float
+    num_samples_unpacked: int
+    num_supervised_tokens_unpacked: float
+    accumulation_as_unpacked: int
+    """The `gradient_accumulation_steps`, at batch size 1, with which a step has about as many samples as un-packed."""
+    num_samples_then: float
+    """Samples of a step with that accumulation; more than un-packed if one pack a rank holds more already."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the numbers under their names, rounded."""
+        return {name: round(value, 1) for name, value in asdict(self).items()}
+
+    def __str__(self) -> str:
+        return (
+            f"{counted(self.num_packs, 'pack')} with about {self.num_samples:.0f} samples and "
+            f"{self.num_supervised_tokens:.0f} supervised tokens; un-packed it would be "
+            f"{counted(self.num_samples_unpacked, 'sample')} and {self.num_supervised_tokens_unpacked:.0f}"
+        )
+
+    @property
+    def remedy(self) -> str:
+        """Say which options give a step the un-packed number of samples."""
+        return (
+            f"per_device_train_batch_size 1 with gradient_accumulation_steps {self.accumulation_as_unpacked} makes it "
+            f"about {self.num_samples_then:.0f} samples a step"
+        )
+
+
+def step_size(*, num_packs: int, num_samples: int, num_supervised: int, accumulation: int, num_ranks: int) -> StepSize:
+    """Compute the size of a step from the totals of an epoch.
+
+    `accumulation` is batch size times accumulation: packing folds them into one, because a sequence is a pack.
+    """
+    packs_per_step = accumulation * num_ranks
+    samples_per_pack = num_samples / max(1, num_packs)
+    supervised_per_sample = num_supervised / max(1, num_samples)
+    as_unpacked = max(1, round(accumulation / max(1.0, samples_per_pack)))
+    return StepSize(
+        num_packs=packs_per_step,
+        num_samples=packs_per_step * samples_per_pack,
+        num_supervised_tokens=packs_per_step * samples_per_pack * supervised_per_sample,
+        num_samples_unpacked=packs_per_step,
+        num_supervised_tokens_unpacked=packs_per_step * supervised_per_sample,
+        accumulation_as_unpacked=as_unpacked,
+        num_samples_then=as_unpacked * num_ranks * samples_per_pack,
+    )
+
+
+def suggested_length(lengths: NDArray[Any]) -> int:
+    """Suggest a capacity: the next power of two that holds the longest sample, and several of mean length.
+
+    >>> suggested_length(np.array([100, 200, 900])), suggested_length(np.array([300, 5000]))
+    (4096, 32768)
+    """
+    wanted = max(LEAST_SUGGESTED, int(lengths.max()), int(MEAN_SAMPLES * lengths.mean()))
+    return 1 << (wanted - 1).bit_length()
+
+
+def length_warning(capacity: int, lengths: NDArray[Any], *, what: str = "rows") -> str | None:
+    """Warn of a capacity that nobody chose, the model's maximum; None if the data needs that much."""
+    if not len(lengths) or (suggested := suggested_length(lengths)) >= capacity:
+        return None
+    # "higher" takes lengths that occur: by default numpy interpolates, to a number of tokens that no row has.
+    median, p99 = np.percentile(lengths, (50, 99), method="higher").tolist()
+    return (
+        f"a pack holds {capacity} tokens, the model's maximum, as neither max_length nor packing_length says less. "
+        f"The {what} have {int(lengths.min())} to {int(lengths.max())} tokens (median {median}, 99% have at most "
+        f"{p99}): --max_length {suggested} holds them all, with shorter rows and less memory"
+    )
+
+
+def nothing_packed(report: Mapping[str, Any]) -> str | None:
+    """Warn that no sample of a plan shares a pack, because none fits one; None if some do.
+
+    >>> nothing_packed({"num_packs": 3, "single_long": 3, "packing_length": 16})
+    'NO SAMPLE FITS a pack of 16 tokens: each is alone in a sequence of its own, and nothing is packed; raise \
+packing_length, or the caps'
+    >>> nothing_packed({"num_packs": 3, "single_long": 2, "packing_length": 16})
+    """
+    if not report["num_packs"] or report["single_long"] < report["num_packs"]:
+        return None
+    return (
+        f"NO SAMPLE FITS a pack of {report['packing_length']} tokens: each is alone in a sequence of its own, and "
+        "nothing is packed; raise packing_length, or the caps"
+    )
+
+
+def long_sequence_warning(num_tokens_per_pack: NDArray[Any], config: PackingConfig) -> str | None:
+    """Warn of sequences that cannot have the one shape that `packing_pad_to=length` asks for; None if all have it."""
+    num_longer = int((num_tokens_per_pack > config.packing_length).sum())
+    if config.packing_pad_to != PAD_TO_LENGTH or not num_longer:
+        return None
+    return (
+        f"packing_pad_to=length: {counted(num_longer, 'sample is', 'samples are')} longer than packing_length "
+        f"({config.packing_length}) and alone in a sequence of twice as many tokens, or the next multiple: another "
+        "shape. Raise packing_length, or leave such samples out by packing_allow_single_long=false"
+    )
+
+
+def typical_lengths(lengths: Sequence[int] | NDArray[np.integer], capacity: int) -> tuple[int, ...]:
+    """Return sample lengths of a sequence like those of a run; four quarters of the capacity if no length is known.
+
+    Attention is timed on it, so the lengths are spread as those of the samples are. Samples longer than a sequence are
+    left out, because each is a sequence of its own.
+
+    >>> typical_lengths([10, 20, 30, 400], 100), typical_lengths([], 64)
+    ((10, 10, 20, 30, 30), (16, 16, 16, 16))
+    """
+    ordered = np.sort(np.asarray(lengths, dtype=np.int64))
+    ordered = ordered[(ordered > 0) & (ordered <= capacity)]
+    if not len(ordered):
+        return (max(1, capacity // 4),) * 4
+    num_samples = max(1, int(capacity // ordered.mean()))
+    # The middle of each of `num_samples` equal parts, because the shortest and longest lengths are the rarest.
+    places = (np.arange(num_samples) + 0.5) / num_samples * len(ordered)
+    chosen = ordered[places.astype(np.int64)]
+    fitting = np.cumsum(chosen) <= capacity
+    return tuple(chosen[fitting].tolist())

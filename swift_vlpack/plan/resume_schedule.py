@@ -3,8 +3,8 @@
 The trainer works out its bounds from the length of a whole epoch, as if the run had always had as many ranks as now. A
 resumed epoch can have more or fewer steps than the others, and the checkpoint may be of any number of ranks.
 
->>> rest = RestOfRun(epoch=1, global_step=14, batches_behind=8, batches_left=12, accumulation=2)
->>> rest.steps_behind, rest.steps_of_epoch
+>>> rest = RestOfRun(epoch=1, global_step=14, batches_trained=8, batches_left=12, accumulation=2)
+>>> rest.steps_trained, rest.steps_of_epoch
 (4, 10)
 >>> rest.bounds(Bounds(num_epochs=3, max_steps=30), steps_per_epoch=10, num_train_epochs=3, are_steps_given=False)
 Bounds(num_epochs=3, max_steps=30)
@@ -30,21 +30,21 @@ class RestOfRun:
 
     epoch: int
     global_step: int
-    batches_behind: int
+    batches_trained: int
     """Of the epoch, those that the trainer shall believe to be trained: whole steps, as it accumulates now."""
     batches_left: int | None
     """Of the epoch; None where nobody knows, as in a stream."""
     accumulation: int
 
     @property
-    def steps_behind(self) -> int:
+    def steps_trained(self) -> int:
         """Optimizer steps of the epoch that the trainer shall believe to be taken."""
-        return self.batches_behind // self.accumulation
+        return self.batches_trained // self.accumulation
 
     @property
     def steps_of_epoch(self) -> int:
         """Optimizer steps of the epoch, those behind included."""
-        return num_steps(self.batches_behind + (self.batches_left or 0), self.accumulation)
+        return num_steps(self.batches_trained + (self.batches_left or 0), self.accumulation)
 
     def bounds(
         self, computed: Bounds, *, steps_per_epoch: int, num_train_epochs: float, are_steps_given: bool
@@ -54,20 +54,20 @@ class RestOfRun:
             return computed._replace(num_epochs=self.epoch) if self.global_step >= computed.max_steps else computed
         max_steps = computed.max_steps
         if not are_steps_given:  # so they are those of a run which always had as many ranks as this one
-            max_steps += self.global_step - self.epoch * steps_per_epoch - self.steps_behind
+            max_steps += self.global_step - self.epoch * steps_per_epoch - self.steps_trained
             # A last epoch that is only begun (of 2.5 epochs, say) ends by steps, however many it would have.
             if num_train_epochs - self.epoch >= 1:
                 max_steps += self.steps_of_epoch - steps_per_epoch
         if max_steps <= self.global_step:
             return Bounds(self.epoch, max_steps)
-        steps_after = max_steps - self.global_step - (self.steps_of_epoch - self.steps_behind)
+        steps_after = max_steps - self.global_step - (self.steps_of_epoch - self.steps_trained)
         return Bounds(self.epoch + 1 + max(0, math.ceil(steps_after / steps_per_epoch)), max_steps)
 
 
-def batches_behind(num_consumed: int, *, num_ranks: int, accumulation: int) -> int:
+def batches_trained(num_consumed: int, *, num_ranks: int, accumulation: int) -> int:
     """Batches of one rank, in whole steps of the present ranks, that so many packs of all ranks come to.
 
-    >>> batches_behind(13, num_ranks=2, accumulation=3)
+    >>> batches_trained(13, num_ranks=2, accumulation=3)
     6
     """
     return num_consumed // (num_ranks * accumulation) * accumulation

@@ -1,4 +1,4 @@
-"""Who shares a pack: each strategy is a pure function `(lengths, capacity) -> groups of indices`.
+"""Decide who shares a pack: each strategy is a pure function `(lengths, capacity) -> groups of indices`.
 
 >>> best_fit([5, 7, 5, 3], 10)
 [[1, 3], [0, 2]]
@@ -7,9 +7,9 @@
 >>> exact([5, 7, 3, 2], 10)
 [[0, 2, 3], [1]]
 
-Equal input gives equal groups everywhere: ties go to the lower index. Indices inside a group ascend, which keeps
-arrival order. Every length must be at most the capacity; what exceeds it never reaches a strategy (see packer.py).
-When to choose which is in docs/strategies.md.
+Equal input gives equal groups on every rank, because ties go to the lower index. Indices inside a group ascend, which
+keeps the order of arrival. Every length must be at most the capacity: longer items never reach a strategy (packer.py).
+docs/strategies.md says which one to choose; registry.py finds strategies by name, those of users too.
 """
 
 from __future__ import annotations
@@ -31,50 +31,50 @@ Groups = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """Capacities of a pack besides tokens, and what every item uses of them."""
+    """The capacities of a pack besides tokens (samples, images, patches), and what every item uses of them."""
 
     limits: tuple[int, ...]
-    uses: Sequence[tuple[int, ...]]  # per item, as many numbers as there are limits
+    uses: Sequence[tuple[int, ...]]  # one tuple an item, with as many numbers as there are limits
 
     def after(self, used: tuple[int, ...], index: int) -> tuple[int, ...] | None:
-        """What is used once item `index` has joined, or None when it does not fit."""
+        """Return what is used once item `index` has joined; None if it does not fit."""
         total = tuple(a + b for a, b in zip(used, self.uses[index], strict=True))
         return total if all(a <= b for a, b in zip(total, self.limits, strict=True)) else None
 
     def fit(self, group: Sequence[int]) -> bool:
-        """Whether the items of `group` fit together."""
+        """Tell whether the items of `group` fit together."""
         return all(sum(self.uses[i][k] for i in group) <= limit for k, limit in enumerate(self.limits))
 
     def shares(self) -> list[float]:
-        """How much of each cap all the items together use, 1.0 being all of it."""
+        """Return the share of each cap that all the items together use; 1.0 is all of it."""
         return [sum(use[k] for use in self.uses) / limit for k, limit in enumerate(self.limits)]
 
     def subset(self, indices: Sequence[int]) -> Caps:
-        """The same limits over some of the items."""
+        """Return the same limits over some of the items."""
         return Caps(self.limits, [self.uses[i] for i in indices])
 
 
 class Strategy(Protocol):
-    """The shape all strategies share."""
+    """The signature of all strategies."""
 
     def __call__(self, lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> Groups:
         """Group the indices of `lengths` so that no group exceeds `capacity` or a cap."""
 
 
 def binpack(lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> Groups:
-    """ms-swift's `calculate_matched_group`: largest first, each into the emptiest pack that has room."""
+    """Call ms-swift's `calculate_matched_group`: largest first, each into the emptiest pack that has room."""
     if caps is not None:
         raise ValueError("binpack knows no caps; PackingConfig refuses the combination")
     matched = _matched_group()
     if matched is None:
         return constant_volume(lengths, capacity)
     packs, _ = matched(list(enumerate(lengths)), capacity)
-    # Ascending like those of all strategies, whatever order the host's function puts items in; without its empty packs.
+    # Sorted, because ms-swift's function puts items in an order of its own; and without the empty packs it returns.
     return [group for pack in packs if (group := sorted(index for index, _ in pack))]
 
 
 def constant_volume(lengths: Sequence[int], capacity: int) -> Groups:
-    """What `binpack` gives, without loading ms-swift: where any pack has room, the emptiest has."""
+    """Do what `binpack` does without ms-swift: if any pack has room, the emptiest one has."""
     groups: Groups = []
     packs: list[tuple[int, int]] = []  # (tokens, group), a heap: ties go to the oldest
     for index in _largest_first(lengths):
@@ -91,9 +91,9 @@ def constant_volume(lengths: Sequence[int], capacity: int) -> Groups:
 
 @cache
 def _matched_group() -> Callable[[list[tuple[int, int]], int], tuple[list[list[tuple[int, int]]], Any]] | None:
-    """Find the host's own function, so that what we plan is what it would pack; None without the host."""
+    """Find ms-swift's own function, so that a plan has the packs that ms-swift would make; None if it is not there."""
     try:
-        # The only place below the host layer that asks for ms-swift, and only once the strategy is used.
+        # The only import of ms-swift below `host`, and a late one: planning a file of lengths must not take seconds.
         found: Callable[..., Any] = import_module("swift.dataset.packing").calculate_matched_group
     except ImportError:
         return None
@@ -101,7 +101,7 @@ def _matched_group() -> Callable[[list[tuple[int, int]], int], tuple[list[list[t
 
 
 def greedy(lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> Groups:
-    """Next fit: fill one pack in order, open the next when an item does not fit. Keeps the order of everything."""
+    """Fill one pack in order, and open the next when an item does not fit (next fit). Keeps the order of everything."""
     groups: Groups = []
     free, used = -1, None
     for index, length in enumerate(lengths):
@@ -116,7 +116,7 @@ def greedy(lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> G
 
 
 def first_fit(lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> Groups:
-    """Largest first, each into the first pack that has room; O(n log n) by a tree over the packs' room."""
+    """Put items, largest first, into the first pack that has room; O(n log n) by a tree over the packs' room."""
     order = _largest_first(lengths)
     if caps is not None:
         return _any_fit(lengths, order, capacity, caps, best=False)
@@ -128,10 +128,10 @@ def first_fit(lengths: Sequence[int], capacity: int, caps: Caps | None = None) -
         node = 1
         while node < num_leaves:
             node *= 2
-            # The left child unless it lacks room, which finds the first pack that has it and not just any.
+            # The left child unless it lacks room: that finds the first pack with room, and not just any.
             if room[node] < length:
                 node += 1
-        # The pack is a new one where the leaf has none yet; leaves are in the order in which packs are opened.
+        # Leaves are in the order in which packs are opened, so a leaf after the last pack is a new one.
         if node - num_leaves == len(groups):
             groups.append([])
         groups[node - num_leaves].append(index)
@@ -144,7 +144,7 @@ def first_fit(lengths: Sequence[int], capacity: int, caps: Caps | None = None) -
 
 
 def best_fit(lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> Groups:
-    """Largest first, each into the fullest pack that has room; O(n log n), equal lengths are placed together."""
+    """Put items, largest first, into the fullest pack that has room; O(n log n), equal lengths are placed together."""
     if caps is not None:
         return _any_fit(lengths, _largest_first(lengths), capacity, caps, best=True)
     if not len(lengths):
@@ -157,15 +157,15 @@ def best_fit(lengths: Sequence[int], capacity: int, caps: Caps | None = None) ->
 
 
 def best_fit_assignment(lengths: NDArray[Any], capacity: int) -> tuple[NDArray[np.int32], int]:
-    """Best-fit decreasing over arrays: the pack of every item, and the number of packs.
+    """Run best-fit decreasing over arrays. Returns the pack of every item, and the number of packs.
 
-    Items of one length are placed together: the fullest packs that have room, all of them equally full, take
-    as many each as fit. So the work is in the distinct (length, room) pairs that meet, not in the items.
+    Items of one length are placed together: the fullest packs with room, which are all equally full, take as many
+    items each as fit. So the time depends on the distinct (length, room) pairs that meet, not on the number of items.
     """
     # int32 halves the memory of ten million items, and no epoch has 2^31 of them.
     order = np.argsort(-lengths, kind="stable").astype(np.int32)
     descending = lengths[order]
-    firsts = np.flatnonzero(np.diff(descending, prepend=0))  # where a length comes for the first time
+    firsts = np.flatnonzero(np.diff(descending, prepend=0))  # of each length, where it comes first
     distinct = descending[firsts].tolist()
     del descending
     ends = [*firsts[1:].tolist(), len(order)]
@@ -200,8 +200,8 @@ def best_fit_assignment(lengths: NDArray[Any], capacity: int) -> tuple[NDArray[n
 class _PacksByRoom:
     """Packs in classes of equal room.
 
-    A class is only added to while items are larger than its room, or while it is empty (best fit drains the
-    smallest class that fits), so it needs sorting once, when it is first taken from.
+    Best fit drains the smallest class that fits, so a class only grows while it is empty, or while items are still
+    larger than its room. Therefore it is sorted once, when the first pack is taken from it.
     """
 
     def __init__(self) -> None:
@@ -228,7 +228,7 @@ class _PacksByRoom:
         return taken
 
     def add(self, room: int, packs: list[int]) -> None:
-        # A pack without room is never taken from again, and would only be searched past.
+        # A full pack is never taken again; in the list it would only lengthen every search.
         if room == 0:
             return
         if room not in self._packs:
@@ -239,32 +239,32 @@ class _PacksByRoom:
 
 
 def exact(lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> Groups:
-    """Seed each pack with the oldest item left and fill it to the token where some subset of the others can."""
+    """Open each pack with the oldest item left, and fill it to the last token if some subset of the others can."""
     left = list(range(len(lengths)))
     sizes = list(lengths)
     groups: Groups = []
     while left:
         inside = fill_oldest(sizes, capacity, caps.subset(left) if caps else None)
         groups.append([left[i] for i in inside])
-        # From behind, so that the indices that are still to be deleted stay right.
+        # From the end, so that the indices that are still to be deleted stay right.
         for i in reversed(inside):
             del left[i], sizes[i]
     return groups
 
 
 def fill_oldest(lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> list[int]:
-    """Indices, ascending, of the fullest pack that item 0 can be in; among equally full ones, of older items.
+    """Return the indices, ascending, of the fullest pack that item 0 can be in; of equally full ones, the oldest items.
 
-    The reachable sums are one integer used as a bit set: bit r is set when some subset leaves r tokens free. One
-    shift adds an item to all subsets at once, and what does not fit falls off the end.
+    The reachable sums are one integer used as a set of bits: bit r is set if some subset leaves r tokens free. One
+    shift adds an item to all subsets at once, and subsets that do not fit fall off the end.
 
-    With caps the result is the fullest pack when that obeys them, else the largest items that do.
+    With caps, the fullest pack is returned if it obeys them; otherwise a pack of the largest items that do.
 
     >>> fill_oldest([6, 3, 5, 4], 10)
     [0, 3]
     """
     room = capacity - lengths[0]
-    # No two others fit, so that a scan does; the first condition spares most calls the `min`, which is a scan too.
+    # If no two others fit, one scan is enough. The first condition spares most calls the `min`, which is a scan too.
     if room < 2 * (capacity // 3) and room < 2 * min(lengths):
         inside = _with_longest(lengths, room)
     else:
@@ -275,26 +275,26 @@ def fill_oldest(lengths: Sequence[int], capacity: int, caps: Caps | None = None)
 
 
 def _with_longest(lengths: Sequence[int], room: int) -> list[int]:
-    """Item 0 and the longest other one that fits: all there is to choose where no two others fit."""
+    """Return item 0 and the longest other one that fits, where no two others fit."""
     longest = max((length for length in islice(lengths, 1, None) if length <= room), default=0)
     return [0, lengths.index(longest, 1)] if longest else [0]
 
 
 def _with_subset(lengths: Sequence[int], room: int) -> list[int]:
-    """Item 0 and the subset of the others that leaves least of `room`."""
+    """Return item 0 and the subset of the others that leaves least of `room`."""
     reachable = 1 << room
-    trail = [reachable]  # one integer an item, to walk back from the best sum to the items that made it
+    trail = [reachable]  # one integer an item, to walk back from the best sum to the items that make it
     append = trail.append
     for length in islice(lengths, 1, None):
         reachable |= reachable >> length
         append(reachable)
-        if reachable & 1:  # nothing is free: no later item can do better
+        if reachable & 1:  # nothing is free, so no later item can do better
             break
     # The lowest bit that is set: the least room that some subset leaves.
     free = (trail[-1] & -trail[-1]).bit_length() - 1
     inside = []
     for index in range(len(trail) - 1, 0, -1):
-        if not (trail[index - 1] >> free) & 1:  # only with this item
+        if not (trail[index - 1] >> free) & 1:  # the sum cannot be reached without this item
             inside.append(index)
             free += lengths[index]
     inside.append(0)
@@ -318,7 +318,7 @@ def _fill_capped(lengths: Sequence[int], capacity: int, caps: Caps) -> list[int]
 
 
 def _any_fit(lengths: Sequence[int], order: Sequence[int], capacity: int, caps: Caps, *, best: bool) -> Groups:
-    """First or best fit under caps: a scan over the open packs, O(window x packs)."""
+    """Run first fit or best fit under caps, by a scan over the open packs: O(items x packs)."""
     groups: Groups = []
     rooms: list[tuple[int, int]] = []  # (free, pack): by pack, or for best fit ascending by free
     used: list[tuple[int, ...]] = []
@@ -343,7 +343,7 @@ def _any_fit(lengths: Sequence[int], order: Sequence[int], capacity: int, caps: 
 
 
 def _largest_first(lengths: Sequence[int]) -> list[int]:
-    # Of equal items the older ones first, so that they leave first.
+    # Of equal items the older ones come first, so that they leave first.
     return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
 
 
@@ -360,3 +360,33 @@ STRATEGIES: dict[str, Strategy] = {
     "best_fit": best_fit,
     "exact": exact,
 }
+
+
+def lower_bound(lengths: Sequence[int] | NDArray[Any], capacity: int) -> int:
+    """Return a number of packs that no strategy can go below.
+
+    It is `max(ceil(sum / capacity), Martello-Toth L2)` of the items that fit, plus one pack for every longer item.
+
+    >>> lower_bound([6, 6, 6], 10)  # the tokens would fit into two packs, the items do not
+    3
+    """
+    sizes = np.asarray(lengths, dtype=np.int64)
+    fits = sizes <= capacity
+    return _martello_toth(np.bincount(sizes[fits], minlength=capacity + 1), capacity) + int((~fits).sum())
+
+
+def _martello_toth(count: NDArray[Any], capacity: int) -> int:
+    """Compute L2 over all thresholds; `count[w]` items have length w. Threshold 0 gives ceil(sum / capacity)."""
+    num_up_to = np.concatenate(([0], np.cumsum(count)))  # [w]: items shorter than w
+    sum_up_to = np.concatenate(([0], np.cumsum(count * np.arange(capacity + 1))))
+    half = capacity // 2
+    threshold = np.arange(half + 1)
+    # Items longer than capacity - threshold are alone. The others above one half have a pack each, and the room that
+    # these leave free can only be used by items of at least the threshold.
+    top = capacity - threshold
+    num_alone = num_up_to[-1] - num_up_to[top + 1]
+    num_large = num_up_to[top + 1] - num_up_to[half + 1]
+    free = num_large * capacity - (sum_up_to[top + 1] - sum_up_to[half + 1])
+    small = sum_up_to[half + 1] - sum_up_to[threshold]
+    extra = np.maximum(0, -((free - small) // capacity))  # ceil((small - free) / capacity)
+    return int((num_alone + num_large + extra).max())

@@ -87,6 +87,7 @@ def cause_of(evidence: Evidence) -> str:
     if evidence.attention in NO_BOUNDARIES:
         name = evidence.attention
         return f"attention {name} knows no boundaries; leave attn_impl unset, so that packing chooses its own"
+    # Media that a sample got from another one move "other" samples as well, but are a matter of order, not of leaks.
     has_moved = evidence.moved or (evidence.moved_by_media and evidence.given is None)
     cause = _of_moved(evidence) if has_moved else _of_differing(evidence)
     if evidence.unpacked == MIXED:
@@ -130,6 +131,7 @@ def facts_of(config: Any) -> dict[str, Any]:
 
 
 def _of_moved(evidence: Evidence) -> str:
+    # A state that runs on also moves the samples after it, as a causal mask would: the kind of layer tells.
     if is_stateful(evidence.layer_type):
         return of_linear_attention(evidence.layer_type.replace("_", " "))
     if not evidence.moved and evidence.layer not in (None, EMBEDDINGS):
@@ -145,30 +147,30 @@ def _of_moved(evidence: Evidence) -> str:
     if evidence.module and not evidence.module.is_attention:
         return (
             f"samples see each other outside of attention: {evidence.module} gives a sample something else when the "
-            f"tokens of another one change{_over_the_row(evidence.module)}"
+            f"tokens of another one change{_over_the_sequence(evidence.module)}"
         )
     if any(moved < changed for changed, moved in evidence.moved):
         return (
-            "samples before a changed one moved too, so attention is not causal over the row and knows no boundaries: "
-            "a mask that a hook or the model replaces, or no mask at all"
+            "samples before a changed one moved too, so attention is not causal over the sequence and knows no "
+            "boundaries: a mask that a hook or the model replaces, or no mask at all"
         )
     crossed = {moved for changed, moved in evidence.moved if moved == changed + 1}
-    asked = evidence.changed or range(len(evidence.profiles))
-    boundaries = {at + 1 for at in asked if at + 1 < len(evidence.profiles)}
+    changed = evidence.changed or range(len(evidence.profiles))
+    boundaries = {at + 1 for at in changed if at + 1 < len(evidence.profiles)}
     few = [of <= min(_FEW, evidence.profiles[moved].num_tokens // 2) for (_, moved), of in evidence.moved.items()]
     is_edge = any(few) or any(profile.is_edge for profile in evidence.profiles)
     if crossed and is_edge and len(crossed) < max(2, len(boundaries)):
         return (
-            f"a boundary is shifted: where sample {min(crossed) + 1} of the row starts a few tokens belong to "
+            f"a boundary is shifted: where sample {min(crossed) + 1} of the sequence starts a few tokens belong to "
             "another sample than they should (wrong cu_seq_lens)"
         )
     if crossed and len(crossed) < len(boundaries):
         numbers = ", ".join(str(number + 1) for number in sorted(crossed))
-        return f"the boundary before sample {numbers} of the row is lost, while others hold (wrong cu_seq_lens)"
+        return f"the boundary before sample {numbers} of the sequence is lost, while others hold (wrong cu_seq_lens)"
     if not evidence.layer_type and any(map(is_stateful, evidence.model_types)):
         return of_linear_attention()
     return (
-        "samples behind a changed one moved and none before it, so the mask is causal and has no boundaries: a mask or "
+        "samples after a changed one moved and none before it, so the mask is causal and has no boundaries: a mask or "
         "a cache hides the boundaries from the attention function (a hook that replaces the model's inputs, or a model "
         "that does not hand cu_seq_lens on); train without packing, or report the model"
     )
@@ -184,8 +186,8 @@ def _of_differing(evidence: Evidence) -> str:
         return _of_media(evidence)
     if evidence.rope_type in ("dynamic", "longrope", "su") and _are_shorter(differing, evidence.profiles):
         return (
-            f"the model's RoPE is {evidence.rope_type}, which takes its frequencies by the longest sample of the row; "
-            "set packing_length to the length up to which it does not"
+            f"the model's RoPE is {evidence.rope_type}, which takes its frequencies by the longest sample of the "
+            "sequence; set packing_length to the length up to which it does not"
         )
     if is_stateful(evidence.layer_type):
         return of_linear_attention(evidence.layer_type.replace("_", " "))
@@ -193,25 +195,25 @@ def _of_differing(evidence: Evidence) -> str:
         return "a boundary is shifted: only a few tokens where samples meet differ (wrong cu_seq_lens)"
     if evidence.module and not evidence.module.is_attention and evidence.layer != EMBEDDINGS:
         return (
-            f"{evidence.module} gives a sample something else in the row than alone, and it is no attention"
-            f"{_over_the_row(evidence.module)}"
+            f"{evidence.module} gives a sample something else in the sequence than alone, and it is no attention"
+            f"{_over_the_sequence(evidence.module)}"
         )
     if differing and not evidence.profiles[0].differs:
         return (
             "all but the first sample differ: attention takes other positions than it was given, which do not restart "
-            "at the boundaries, or has room for fewer tokens than the row has"
+            "at the boundaries, or has room for fewer tokens than the sequence has"
         )
     return _of_attention(evidence, differing)
 
 
-def _over_the_row(module: Module) -> str:
+def _over_the_sequence(module: Module) -> str:
     """Describe how the output of such a module may depend on all tokens of the sequence; appended to a cause."""
     words = f"{module.name} {module.kind}".lower()
     if "norm" in words:
-        return " (statistics over the tokens of the row, where each token should have its own)"
+        return " (statistics over the tokens of the sequence, where each token should have its own)"
     if any(word in words for word in ("mlp", "expert", "moe", "router", "gate", "feed_forward", "ffn")):
-        return " (room for a number of tokens of the row, as the capacity of experts, or a count over all of them)"
-    return " (it computes over all tokens of the row)"
+        return " (room for a number of tokens of the sequence, as the capacity of experts, or a count over all of them)"
+    return " (it computes over all tokens of the sequence)"
 
 
 def _are_shorter(differing: Sequence[Profile], profiles: Sequence[Profile]) -> bool:
@@ -224,8 +226,8 @@ def _of_media(evidence: Evidence) -> str:
     if evidence.given is not None:
         one, other = (number + 1 for number in evidence.given)
         return (
-            f"media are in the wrong order: sample {one} of the row gives what it gives with the images, videos or "
-            f"sounds of sample {other}"
+            f"media are in the wrong order: sample {one} of the sequence gives what it gives with the images, videos "
+            f"or sounds of sample {other}"
         )
     if evidence.layer == EMBEDDINGS:
         return (
@@ -239,23 +241,23 @@ def _of_media(evidence: Evidence) -> str:
         )
     return (
         "only samples with media differ, from the first layer on: positions of images or videos (grids exchanged, or "
-        "positions made of the whole row), what is added behind the first layer (deepstack), or a mask that joins "
+        "positions made of the whole sequence), what is added after the first layer (deepstack), or a mask that joins "
         "the tokens of an image"
     )
 
 
 def _of_attention(evidence: Evidence, differing: list[Profile]) -> str:
-    asked = f"attention {evidence.attention} does not do what the model asks of attention"
+    lacks = f"attention {evidence.attention} does not do what the model asks of attention"
     starts = {profile.first for profile in differing}
     if evidence.window and starts and min(start or 0 for start in starts) >= evidence.window - 1:
-        return f"{asked}: samples differ from token {min(starts, key=lambda at: at or 0)} on, and its window is " + (
+        return f"{lacks}: samples differ from token {min(starts, key=lambda at: at or 0)} on, and its window is " + (
             f"{evidence.window} tokens (sliding window or chunks ignored)"
         )
     if starts == {0}:
-        return f"{asked}: samples differ from their first token on, which sees only itself (sinks, or values changed)"
+        return f"{lacks}: samples differ from their first token on, which sees only itself (sinks, or values changed)"
     if starts and 0 not in starts:
         return (
-            f"{asked}: samples differ from their second token on, where weights begin to matter (scaling, soft cap, "
+            f"{lacks}: samples differ from their second token on, where weights begin to matter (scaling, soft cap, "
             "or a mask of the model's own)"
         )
-    return f"{asked} (sinks, soft cap, scaling, window, a mask of the model's own)"
+    return f"{lacks} (sinks, soft cap, scaling, window, a mask of the model's own)"

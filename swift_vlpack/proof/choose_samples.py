@@ -1,4 +1,4 @@
-"""Which real samples the proof looks at. All that it asks the packs for is here; the same answer on every rank."""
+"""Choose the real samples and sequences that the proof looks at; every rank chooses the same ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swift_vlpack.errors import DataError
 from swift_vlpack.feed.packs import Packs
 from swift_vlpack.plan.epoch import Where
 from swift_vlpack.plan.packs import Plan
-from swift_vlpack.proof.changes import kinds_of_media
+from swift_vlpack.proof.perturb import kinds_of_media
 from swift_vlpack.proof.proof_model import length_of
 from swift_vlpack.rows.contents import contents_of
 from swift_vlpack.rows.media import media
@@ -21,22 +21,23 @@ from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.samples import Address, Encoded, SampleError
 
 FEWEST = 4
-"""Samples of the pack that is asked everything: some mistakes need more than three to show."""
+"""Fewest samples in the pack that is measured: some mistakes need more than three samples to show."""
 NUM_STREAMED = 64
-"""Samples of a stream that are looked at."""
+"""Number of samples that are read from the start of a stream."""
 _FIRST, _SPREAD, _LOOKED_AT = 6, 18, 250
-"""Rows of a kind that are tried: the shortest, then some all over its lengths, as broken rows are often short.
-Rows that are looked at for media that the lengths do not count."""
+"""Rows of a kind that are tried: the shortest ones, then some spread over all lengths, because broken rows are often
+short. The last number limits how many rows are opened to find media that the lengths do not count."""
 
 
 def chosen_samples(packs: Packs, is_usable: Callable[[Encoded], bool]) -> list[Encoded]:
-    """A few short samples, of every kind there is: an image, several, a video, text. Unusable ones are passed by.
+    """Choose a few short, usable samples of every kind: one image, several, a video, text.
 
-    Beyond one of each, and two in all, only what a pack has room for: there may be no memory for a longer row.
+    More than one of each kind, and more than two in all, are taken only if they fit one pack, because there may be no
+    memory for a longer sequence.
     """
     kinds = [filter(is_usable, kind) for kind in candidates_from(packs)]
     chosen = [sample for kind in kinds if (sample := next(kind, None)) is not None]
-    # Each kind of media gets a twin beside it.
+    # Twice the length, because each kind of media gets a twin (`perturb.with_twins`).
     needed = sum(length_of(sample) * (2 if kinds_of_media(sample) else 1) for sample in chosen)
     room = packs.config.packing_length - needed
     for sample in _in_turn(kinds):
@@ -48,7 +49,7 @@ def chosen_samples(packs: Packs, is_usable: Callable[[Encoded], bool]) -> list[E
 
 
 def _in_turn(kinds: Sequence[Iterator[Encoded]]) -> Iterator[Encoded]:
-    """One of each, another one of each, and so on."""
+    """Yield one sample of each kind, then another one of each kind, until none is left."""
     left = list(kinds)
     while left:
         found = [(kind, next(kind, None)) for kind in left]
@@ -57,7 +58,7 @@ def _in_turn(kinds: Sequence[Iterator[Encoded]]) -> Iterator[Encoded]:
 
 
 def short_samples(packs: Packs) -> list[Encoded]:
-    """A few short real samples, with and without images where there are both; the same ones on every rank."""
+    """Choose a few short samples, with and without images if there are both. Raises `DataError` if there are none."""
     by_length = sorted((sample for kind in candidates_from(packs) for sample in islice(kind, 3)), key=length_of)
     if not by_length:
         raise DataError("not one row could be encoded; the log has the reasons")
@@ -67,14 +68,23 @@ def short_samples(packs: Packs) -> list[Encoded]:
     return few if len(few) > 1 else few * 2
 
 
+def shortest_of_each_kind(samples: Sequence[Encoded]) -> list[int]:
+    """Return the index of the shortest sample with each kind of media, and of the shortest without any."""
+    by_length = sorted(range(len(samples)), key=lambda at: length_of(samples[at]))
+    return list(
+        {kinds_of_media(samples[at]): at for at in by_length[::-1]}.values()
+    )  # the last one, the shortest, stays
+
+
 def candidates_from(packs: Packs) -> list[Iterator[Encoded]]:
-    """The samples of each kind that the epoch has, short ones first, encoded as they are asked for."""
+    """Return one iterator for each kind of sample in the epoch, short ones first; samples are encoded on demand."""
     plan = packs.epoch_plan
     if plan is None:
         samples = sorted(packs.preview(NUM_STREAMED), key=length_of)
         return [iter(kind) for kind in _grouped(samples, _kind_of_sample)]
     by_length = np.argsort(plan.lengths, kind="stable")
     by_length = by_length[plan.lengths[by_length] > 0]
+    # The plan counts images and patches; kinds that it does not count are told apart by the rows themselves.
     images, patches = plan.images[by_length], plan.patches[by_length]
     counted = [images == 1, images > 1, (images == 0) & (patches > 0), (images == 0) & (patches == 0)]
     kinds = [
@@ -87,13 +97,16 @@ def candidates_from(packs: Packs) -> list[Iterator[Encoded]]:
     return [_encoded(packs, plan.samples(_spread(np.array(kind), _SPREAD))) for kind in kinds if kind]
 
 
-def rows_of_plan(packs: Packs, window: int | None = None) -> list[list[Encoded]]:
-    """The row with the most samples, that with the most images (or patches, of videos), that of the longest sample,
-    and, for models that look so many tokens back, that of the shortest sample that is longer; of a stream, a row as
-    full as its first rows make."""
+def sequences_of_plan(packs: Packs, window: int | None = None) -> list[list[Encoded]]:
+    """Choose sequences of the plan: those with the most samples, the most images (or patches), the longest sample.
+
+    For a model with a `window`, add the sequence of the shortest sample that is longer than it. Of a stream, fill one
+    sequence with its first samples.
+    """
     epoch = packs.epoch_plan
     if epoch is None:
-        return [row] if (row := _filled(packs.preview(NUM_STREAMED), packs.config.packing_length)) else []
+        filled = _filled(packs.preview(NUM_STREAMED), packs.config.packing_length)
+        return [filled] if filled else []
     plan = epoch.packs
     if not len(plan):
         return []
@@ -103,12 +116,12 @@ def rows_of_plan(packs: Packs, window: int | None = None) -> list[list[Encoded]]
     asked_for = [int(np.argmax(lengths)), *longer[np.argsort(lengths[longer], kind="stable")][:1].tolist()]
     of_media = [] if (number := _with_most_media(plan, pack_of)) is None else [number]
     numbers = dict.fromkeys([int(np.argmax(plan.num_samples_per_pack)), *of_media, *pack_of[asked_for[::-1]].tolist()])
-    rows = [list(_encoded(packs, epoch.samples(plan[number]))) for number in numbers]
-    return [row for row in rows if row]
+    sequences = [list(_encoded(packs, epoch.samples(plan[number]))) for number in numbers]
+    return [sequence for sequence in sequences if sequence]
 
 
 def _with_most_media(plan: Plan, pack_of: NDArray[np.int64]) -> int | None:
-    """The pack with the most images, or where there are none the most patches."""
+    """Return the number of the pack with the most images; without images, with the most patches; None without both."""
     for counts in (plan.images, plan.patches):
         if counts is not None and counts.any():
             return int(np.argmax(np.bincount(pack_of, weights=counts[plan.members])))
@@ -116,13 +129,13 @@ def _with_most_media(plan: Plan, pack_of: NDArray[np.int64]) -> int | None:
 
 
 def tokens_of_epoch(packs: Packs) -> int:
-    """That each rank trains in an epoch; 0 where nobody knows."""
+    """Return the tokens that each rank trains in an epoch; 0 for a stream, of which it is not known."""
     plan = packs.epoch_plan
     return 0 if plan is None else int(plan.packs.num_tokens_per_pack.sum()) // packs.num_ranks
 
 
 def _encoded(packs: Packs, samples: Iterable[Where]) -> Iterator[Encoded]:
-    """Those that can be encoded; what a template draws at random depends on the row alone."""
+    """Yield the samples that can be encoded. Random draws of a template depend on the row alone."""
     for where in samples:
         with RandomStream("proof", *where[:2]):
             sample = packs.dataset.sample_or_error(Address(*where))
@@ -131,15 +144,15 @@ def _encoded(packs: Packs, samples: Iterable[Where]) -> Iterator[Encoded]:
 
 
 def _filled(samples: Iterable[Encoded], capacity: int) -> list[Encoded]:
-    row: list[Encoded] = []
+    sequence: list[Encoded] = []
     for sample in samples:
-        if sum(map(length_of, row)) + length_of(sample) <= capacity:
-            row.append(sample)
-    return row
+        if sum(map(length_of, sequence)) + length_of(sample) <= capacity:
+            sequence.append(sample)
+    return sequence
 
 
 def _spread(positions: NDArray[np.int64], num: int) -> list[int]:
-    """The first ones, then some all over."""
+    """Choose the first positions, then some spread over all of them."""
     over = np.linspace(0, max(0, len(positions) - 1), num=min(num, len(positions))).astype(np.int64)
     return list(dict.fromkeys([*positions[:_FIRST].tolist(), *positions[over].tolist()]))
 
@@ -156,7 +169,7 @@ def _kind_of_sample(sample: Encoded) -> Hashable:
 
 
 def _kind_of_row(packs: Packs, at: tuple[int, int]) -> Hashable:
-    """What it names: sounds, which nobody counts, a video beside an image, images of families that are not counted."""
+    """Return the kinds of media that a row names. Lengths count neither sounds nor the images of some families."""
     source, number = at
     row = packs.dataset.sources[source].rows[number]
     kinds = [medium.kind for medium in media(row)]

@@ -22,10 +22,10 @@ from swift_vlpack.proof.causes import (
     Profile,
     facts_of,
 )
-from swift_vlpack.proof.changes import can_be_replaced, kinds_of_media, media_of, replaced, with_other_media
-from swift_vlpack.proof.proof_model import VISION_PARTS, Subject, length_of
+from swift_vlpack.proof.limits import Limits, gap_by_token, gap_of
+from swift_vlpack.proof.perturb import can_be_replaced, few_of, kinds_of_media, media_of, replaced, with_other_media
+from swift_vlpack.proof.proof_model import VISION_PARTS, ProofModel, length_of
 from swift_vlpack.proof.reference import fitting, own_attention, repeatable_training, untouched
-from swift_vlpack.proof.tolerance import Limits, gap_by_token, gap_of
 from swift_vlpack.rows.samples import Encoded
 
 _NOT_MOVED = 1e-5
@@ -35,25 +35,28 @@ _NUM_COLUMNS = 16
 """Columns of a module's output that are kept for each token, enough to see that the token moved."""
 
 
-def evidence_of(subject: Subject, row: Sequence[Encoded], limits: Limits) -> Evidence:
+def evidence_of(proof_model: ProofModel, sequence: Sequence[Encoded], limits: Limits) -> Evidence:
     """Examine a sequence that failed the proof, sample by sample and layer by layer."""
-    facts = facts_of(subject.model.config)
-    with untouched(subject.model):
-        in_evaluation = _profiles(subject, row, limits)
-        with repeatable_training(subject.model):
-            profiles = _profiles(subject, row, limits)
+    facts = facts_of(proof_model.model.config)
+    with untouched(proof_model.model):
+        # A kernel or dropout of training mode only shows here: in evaluation the sequence is right.
+        in_evaluation = _profiles(proof_model, sequence, limits)
+        with repeatable_training(proof_model.model):
+            profiles = _profiles(proof_model, sequence, limits)
             worst = next((at for at, profile in enumerate(profiles) if profile.differs), None)
-            asked = few_of(len(row), worst or 0)
-            moved = _moved(subject, row, limits, asked, lambda sample: _with_other_tokens(subject, sample))
-            by_media = _moved(subject, row, limits, asked, _with_other_media)
-            layer = None if worst is None else first_layer(subject, row, worst, limits)
-            module = _module_of(subject, row, limits, worst, moved)
-            given = _given(subject, row, profiles, limits)
-            unpacked = _unpacked(subject, row, profiles, limits)
+            to_change = few_of(len(sequence), worst or 0)
+            moved = _moved(
+                proof_model, sequence, limits, to_change, lambda sample: _with_other_tokens(proof_model, sample)
+            )
+            by_media = _moved(proof_model, sequence, limits, to_change, _with_other_media)
+            layer = None if worst is None else first_layer(proof_model, sequence, worst, limits)
+            module = _module_of(proof_model, sequence, limits, worst, moved)
+            given = _given(proof_model, sequence, profiles, limits)
+            unpacked = _unpacked(proof_model, sequence, profiles, limits)
     return Evidence(
-        attention=attention.name_of(subject.model.config),
+        attention=attention.name_of(proof_model.model.config),
         profiles=tuple(profiles),
-        changed=asked,
+        changed=to_change,
         moved=moved,
         moved_by_media=by_media,
         given=given,
@@ -66,41 +69,32 @@ def evidence_of(subject: Subject, row: Sequence[Encoded], limits: Limits) -> Evi
     )
 
 
-def few_of(num_samples: int, worst: int) -> tuple[int, ...]:
-    """Choose samples to change: all if they are few, else the neighbours of `worst` and both ends.
-
-    Not all of many, because each changed sample costs a forward of the sequence.
-    """
-    around = {0, 1, *range(worst - 2, worst + 3), num_samples - 2, num_samples - 1}
-    return tuple(at for at in range(num_samples) if num_samples <= len(around) or at in around)
-
-
-def where(row: Sequence[Encoded], evidence: Evidence) -> str:
+def where(sequence: Sequence[Encoded], evidence: Evidence) -> str:
     """Say where the sequence differs: the first sample that does, its tokens and the layer; empty if none differs."""
     found = next(((at, one) for at, one in enumerate(evidence.profiles) if one.differs), None)
     if found is None:
         return ""
     at, profile = found
-    name = row[at].get("sample_id", "")
+    name = sequence[at].get("sample_id", "")
     layer = {None: "", EMBEDDINGS: ", before the first layer"}.get(evidence.layer, f", first in layer {evidence.layer}")
     return (
-        f"{name or 'sample'}, number {at + 1} of {len(row)} in its row, differs from token {profile.first} to "
-        f"{profile.last} of {profile.num_tokens}{layer}"
+        f"{name or 'sample'}, number {at + 1} of {len(sequence)} in its sequence, differs from token "
+        f"{profile.first} to {profile.last} of {profile.num_tokens}{layer}"
     )
 
 
-def first_layer(subject: Subject, row: Sequence[Encoded], sample: int, limits: Limits) -> int | None:
+def first_layer(proof_model: ProofModel, sequence: Sequence[Encoded], sample: int, limits: Limits) -> int | None:
     """Return the first layer after which a sample's hidden states in the sequence differ from the sample alone.
 
     Returns `EMBEDDINGS` if the input of the first layer differs, None if nothing differs or nothing can be compared.
     """
-    layers = decoder_layers(subject.model)
-    start = sum(length_of(one) for one in row[:sample])
-    own = slice(start, start + length_of(row[sample]))
+    layers = decoder_layers(proof_model.model)
+    start = sum(length_of(one) for one in sequence[:sample])
+    own = slice(start, start + length_of(sequence[sample]))
     with hidden_states(layers) as packed:
-        subject.run(row, packed=True)
-    with _own_for(subject, row[sample]), hidden_states(layers) as alone:
-        ran = subject.run([row[sample]], packed=False)
+        proof_model.run(sequence, packed=True)
+    with _own_for(proof_model, sequence[sample]), hidden_states(layers) as alone:
+        ran = proof_model.run([sequence[sample]], packed=False)
     num_tokens = len(ran.logits[0])
     for number, (here, there) in enumerate(zip(packed, alone, strict=False), start=EMBEDDINGS):
         one, other = here.reshape(-1, here.shape[-1])[own].float(), there.reshape(-1, there.shape[-1]).float()
@@ -112,7 +106,11 @@ def first_layer(subject: Subject, row: Sequence[Encoded], sample: int, limits: L
 
 
 def _module_of(
-    subject: Subject, row: Sequence[Encoded], limits: Limits, worst: int | None, moved: Mapping[tuple[int, int], int]
+    proof_model: ProofModel,
+    sequence: Sequence[Encoded],
+    limits: Limits,
+    worst: int | None,
+    moved: Mapping[tuple[int, int], int],
 ) -> Module | None:
     """Return the first module that gives a sample another output than it should; None if there is none.
 
@@ -122,17 +120,17 @@ def _module_of(
     allowed = _NOT_MOVED if moved else limits.relative
     if moved:
         changed, at = min(moved)
-        other = _with_other_tokens(subject, row[changed])
+        other = _with_other_tokens(proof_model, sequence[changed])
         assert other is not None
-        with _outputs(subject, row, at) as here:
-            subject.run(row, packed=True)
-        with _outputs(subject, row, at) as there:
-            subject.run([*row[:changed], other, *row[changed + 1 :]], packed=True)
+        with _outputs(proof_model, sequence, at) as here:
+            proof_model.run(sequence, packed=True)
+        with _outputs(proof_model, sequence, at) as there:
+            proof_model.run([*sequence[:changed], other, *sequence[changed + 1 :]], packed=True)
     elif worst is not None:
-        with _outputs(subject, row, worst) as here:
-            subject.run(row, packed=True)
-        with _own_for(subject, row[worst]), _outputs(subject, [row[worst]], 0) as there:
-            subject.run([row[worst]], packed=False)
+        with _outputs(proof_model, sequence, worst) as here:
+            proof_model.run(sequence, packed=True)
+        with _own_for(proof_model, sequence[worst]), _outputs(proof_model, [sequence[worst]], 0) as there:
+            proof_model.run([sequence[worst]], packed=False)
     else:
         return None
     for name, output in here.items():
@@ -140,7 +138,7 @@ def _module_of(
         if other_output is None or other_output.shape != output.shape:
             continue
         if not float((output - other_output).abs().max()) <= allowed * max(1e-6, float(other_output.abs().max())):
-            return _module(subject.model, name)
+            return _module(proof_model.model, name)
     return None
 
 
@@ -153,12 +151,12 @@ def _module(model: torch.nn.Module, name: str) -> Module:
 
 
 @contextmanager
-def _outputs(subject: Subject, row: Sequence[Encoded], sample: int) -> Iterator[dict[str, torch.Tensor]]:
+def _outputs(proof_model: ProofModel, sequence: Sequence[Encoded], sample: int) -> Iterator[dict[str, torch.Tensor]]:
     """Collect some columns of the output that each module of the language model gives for one sample of the sequence.
 
     The outputs are in the order in which the modules finish.
     """
-    num_tokens, start = sum(map(length_of, row)), sum(map(length_of, row[:sample]))
+    num_tokens, start = sum(map(length_of, sequence)), sum(map(length_of, sequence[:sample]))
     seen: dict[str, torch.Tensor] = {}
 
     def note(name: str, made: Any) -> None:
@@ -167,12 +165,12 @@ def _outputs(subject: Subject, row: Sequence[Encoded], sample: int) -> Iterator[
             return
         flat = made.detach().reshape(-1, made.shape[-1])
         if num_tokens <= len(flat) < 2 * num_tokens:  # padding may follow
-            own = flat[start : start + length_of(row[sample])]
+            own = flat[start : start + length_of(sequence[sample])]
             seen.setdefault(name, own[:, :: -(-own.shape[1] // _NUM_COLUMNS)].float().cpu())
 
     handles = [
         module.register_forward_hook(lambda module, args, made, name=name: note(name, made))
-        for name, module in subject.model.named_modules()
+        for name, module in proof_model.model.named_modules()
         if name and "rotary" not in name and not any(part in name for part in VISION_PARTS)
     ]
     try:
@@ -212,12 +210,12 @@ def hidden_states(layers: Sequence[torch.nn.Module]) -> Iterator[list[torch.Tens
             handle.remove()
 
 
-def _profiles(subject: Subject, row: Sequence[Encoded], limits: Limits) -> list[Profile]:
-    packed = subject.run(row, packed=True).logits
+def _profiles(proof_model: ProofModel, sequence: Sequence[Encoded], limits: Limits) -> list[Profile]:
+    packed = proof_model.run(sequence, packed=True).logits
     profiles = []
-    for logits, sample in zip(packed, row, strict=True):
-        with _own_for(subject, sample):
-            by_token = gap_by_token(logits, subject.run([sample], packed=False).logits[0])
+    for logits, sample in zip(packed, sequence, strict=True):
+        with _own_for(proof_model, sample):
+            by_token = gap_by_token(logits, proof_model.run([sample], packed=False).logits[0])
             wrong = torch.nonzero(~(by_token <= limits.alone)).flatten().tolist()
             first, last = (wrong[0], wrong[-1]) if wrong else (None, None)
             profiles.append(Profile(len(logits), bool(kinds_of_media(sample)), first, last))
@@ -225,19 +223,19 @@ def _profiles(subject: Subject, row: Sequence[Encoded], limits: Limits) -> list[
 
 
 def _moved(
-    subject: Subject,
-    row: Sequence[Encoded],
+    proof_model: ProofModel,
+    sequence: Sequence[Encoded],
     limits: Limits,
-    asked: Sequence[int],
+    to_change: Sequence[int],
     change: Callable[[Encoded], Encoded | None],
 ) -> dict[tuple[int, int], int]:
     """Change samples one at a time. Returns how many tokens of each other sample moved, by (changed, moved)."""
-    before = subject.run(row, packed=True).logits
+    before = proof_model.run(sequence, packed=True).logits
     pairs = {}
-    for changed in asked:
-        if (other := change(row[changed])) is None:
+    for changed in to_change:
+        if (other := change(sequence[changed])) is None:
             continue
-        after = subject.run([*row[:changed], other, *row[changed + 1 :]], packed=True).logits
+        after = proof_model.run([*sequence[:changed], other, *sequence[changed + 1 :]], packed=True).logits
         for moved, (one, two) in enumerate(zip(before, after, strict=True)):
             num_tokens = int((~(gap_by_token(one, two) <= limits.moved)).sum())
             if moved != changed and num_tokens:
@@ -245,41 +243,41 @@ def _moved(
     return pairs
 
 
-def _unpacked(subject: Subject, row: Sequence[Encoded], profiles: Sequence[Profile], limits: Limits) -> str:
+def _unpacked(proof_model: ProofModel, sequence: Sequence[Encoded], profiles: Sequence[Profile], limits: Limits) -> str:
     """Compare the host's padded batch of two samples with each alone. Returns ALONE, ANOTHER or MIXED."""
-    if len(row) < 2:
+    if len(sequence) < 2:
         return ALONE
-    two = _two_of(row, profiles)
-    with _own_for(subject, max(two, key=length_of)):
+    two = _two_of(sequence, profiles)
+    with _own_for(proof_model, max(two, key=length_of)):
         try:
-            together = subject.run(two, packed=False).logits
+            together = proof_model.run(two, packed=False).logits
         except RuntimeError:
             return ALONE  # the host cannot batch them: images of different sizes (Mistral 3)
-        alone = [subject.run([sample], packed=False).logits[0] for sample in two]
+        alone = [proof_model.run([sample], packed=False).logits[0] for sample in two]
         if all(gap_of(*pair).over_tokens <= limits.alone for pair in zip(together, alone, strict=True)):
             return ALONE
         other = _with_other_media(two[1]) or two[1]
-        other = _with_other_tokens(subject, other) or other
-        after = subject.run([two[0], other], packed=False).logits[0]
+        other = _with_other_tokens(proof_model, other) or other
+        after = proof_model.run([two[0], other], packed=False).logits[0]
     return ANOTHER if gap_of(together[0], after).most <= limits.moved else MIXED
 
 
-def _two_of(row: Sequence[Encoded], profiles: Sequence[Profile]) -> list[Encoded]:
+def _two_of(sequence: Sequence[Encoded], profiles: Sequence[Profile]) -> list[Encoded]:
     """Choose a sample that differs, and the longest other sample with the same kind of media.
 
     The longest one, because beside a sample of equal length (its twin) nothing would be padded.
     """
-    order = sorted(range(len(row)), key=lambda at: (not kinds_of_media(row[at]), length_of(row[at])))
+    order = sorted(range(len(sequence)), key=lambda at: (not kinds_of_media(sequence[at]), length_of(sequence[at])))
     first = next((at for at in order if profiles[at].differs), order[0])
-    kinds = kinds_of_media(row[first])
+    kinds = kinds_of_media(sequence[first])
     others = [at for at in order if at != first]
-    of_its_media = [at for at in others if kinds & kinds_of_media(row[at])]
-    other = max(of_its_media, key=lambda at: length_of(row[at])) if of_its_media else others[0]
-    return [row[first], row[other]]
+    of_its_media = [at for at in others if kinds & kinds_of_media(sequence[at])]
+    other = max(of_its_media, key=lambda at: length_of(sequence[at])) if of_its_media else others[0]
+    return [sequence[first], sequence[other]]
 
 
-def _with_other_tokens(subject: Subject, sample: Encoded) -> Encoded | None:
-    return replaced(sample, subject.is_ordinary) if can_be_replaced(sample, subject.is_ordinary) else None
+def _with_other_tokens(proof_model: ProofModel, sample: Encoded) -> Encoded | None:
+    return replaced(sample, proof_model.is_ordinary) if can_be_replaced(sample, proof_model.is_ordinary) else None
 
 
 def _with_other_media(sample: Encoded) -> Encoded | None:
@@ -287,24 +285,25 @@ def _with_other_media(sample: Encoded) -> Encoded | None:
 
 
 def _given(
-    subject: Subject, row: Sequence[Encoded], profiles: Sequence[Profile], limits: Limits
+    proof_model: ProofModel, sequence: Sequence[Encoded], profiles: Sequence[Profile], limits: Limits
 ) -> tuple[int, int] | None:
     """Find a sample that gives what it gives alone with the media of another one. Returns (sample, other) or None."""
-    packed = subject.run(row, packed=True).logits
+    packed = proof_model.run(sequence, packed=True).logits
     suspects = [at for at, profile in enumerate(profiles) if profile.differs and profile.has_media]
     for at in suspects:
-        for other, sample in enumerate(row):
-            if other == at or not _fits(row[at], sample):
+        # Only media of the same shapes can be exchanged without a crash, so only those are tried.
+        for other, sample in enumerate(sequence):
+            if other == at or not _fits(sequence[at], sample):
                 continue
-            with _own_for(subject, row[at]):
-                alone = subject.run([{**row[at], **media_of(sample)}], packed=False).logits[0]
+            with _own_for(proof_model, sequence[at]):
+                alone = proof_model.run([{**sequence[at], **media_of(sample)}], packed=False).logits[0]
             if gap_of(packed[at], alone).over_tokens <= limits.alone:
                 return at, other
     return None
 
 
-def _own_for(subject: Subject, sample: Encoded) -> AbstractContextManager[None]:
-    return own_attention(subject.model, fitting(subject.model, length_of(sample)))
+def _own_for(proof_model: ProofModel, sample: Encoded) -> AbstractContextManager[None]:
+    return own_attention(proof_model.model, fitting(proof_model.model, length_of(sample)))
 
 
 def _fits(sample: Encoded, other: Encoded) -> bool:

@@ -1,26 +1,22 @@
-"""Compare a batch of the trainer with its samples, encoded again in this process.
-
-Tokens, labels, positions and boundaries must be equal, and pixels up to their last bits.
-"""
+"""The first batch of a trainer: one packed sequence, its samples encoded again, and copies with other content."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
-from swift_vlpack.feed.collate import UNUSED_COLUMNS
 from swift_vlpack.feed.feed import CannotReadAgain, Feed
-from swift_vlpack.feed.sequence import packed_sequence
+from swift_vlpack.feed.sequence import layout, packed_sequence
+from swift_vlpack.proof.perturb import kinds_of_media, replaced, with_other_media
+from swift_vlpack.proof.same_inputs import without_extras
 from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.samples import Encoded, PackRecord, SampleId
 
-_ENDS, _LONGEST = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
-_OF_LOSS = ("labels", "loss_scale")
-_LAST_BITS = 1e-3
-"""Tolerance for pixels and sounds: last bits may depend on the number of threads, another image differs by far more."""
+Span = tuple[int, int]
 
 
 def encoded_again(feed: Feed, record: PackRecord, *, rank: int, num_workers: int) -> list[Encoded] | str:
@@ -47,87 +43,75 @@ def encoded_again(feed: Feed, record: PackRecord, *, rank: int, num_workers: int
     return chosen
 
 
-def difference(
-    batch: Mapping[str, Any], samples: Sequence[Encoded], template: Any, record: PackRecord, *, weighs_samples: bool
-) -> str | None:
-    """Describe the first difference between a batch and its samples; None if there is none.
+@dataclass(frozen=True)
+class FirstSequence:
+    """A packed sequence as the trainer got it, and its samples, encoded again."""
 
-    `weighs_samples` says that training multiplies the loss weights of each sample by a factor of its own.
-    """
-    row = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-    ends = [0, *accumulate(record.lengths_in_sequence)]
-    if wrong := _wrong_boundaries(row, ends):
-        return wrong
-    alone = [packed_sequence(template, [known(sample)]) for sample in samples]
-    media: dict[str, list[torch.Tensor]] = {}
-    for key, sample, own, (start, end) in zip(record.sample_ids, samples, alone, pairwise(ends), strict=False):
-        if not set(own) <= set(row):
-            return f"the batch has no {', '.join(sorted(set(own) - set(row)))}"
-        if wrong := _wrong_loss(row, sample, start, end, weighs_samples):
-            return f"{wrong} of {key} are not those that it has when it is encoded anew"
-        for name, value in own.items():
-            if not isinstance(value, torch.Tensor) or name in (*_ENDS, *_LONGEST, *_OF_LOSS):
-                continue
-            if row[name].dim() and row[name].shape[-1] == ends[-1] and value.shape[-1] == end - start:
-                if not torch.equal(row[name][..., start:end], value):
-                    return f"{name} of {key} are not those that it has when it is encoded anew"
-            else:
-                media.setdefault(name, []).append(value)
-    for name, parts in media.items():
-        whole = row[name]
-        is_joined = all(part.dim() and part.shape[1:] == whole.shape[1:] for part in parts)
-        if is_joined and sum(map(len, parts)) == len(whole) and not _equal(torch.cat(parts), whole):
-            return f"{name} are not those of the samples, one after the other"
-    return None
+    inputs: Mapping[str, Any]
+    record: PackRecord
+    samples: Sequence[Encoded] | str
+    """The samples, or the reason why they could not be encoded again."""
+    template: Any
+    is_ordinary: Callable[[int], bool]
 
+    @property
+    def spans(self) -> list[Span]:
+        """Return the range of tokens of each sample."""
+        return list(pairwise([0, *accumulate(self.record.lengths)]))
 
-def wrong_by_itself(batch: Mapping[str, Any], record: PackRecord) -> str | None:
-    """Describe a mistake in a batch that shows without its samples: in boundaries or labels; None if there is none."""
-    row = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-    ends = [0, *accumulate(record.lengths_in_sequence)]
-    if wrong := _wrong_boundaries(row, ends):
-        return wrong
-    labels, tokens = row["labels"], row["input_ids"]
-    if not bool(((labels == NO_LABEL) | (labels == tokens)).all()):
-        return "labels are not the tokens at their places"
-    starts = labels[0, ends[1:-1]]
-    return None if bool((starts == NO_LABEL).all()) else "the first token of a sample is a target of the one before it"
+    @property
+    def watched(self) -> list[int]:
+        """Return every second sample, from the second on, or the others if these have no targets.
 
+        From the second on, because a sample sees the neighbour before it if the mask is causal and has no boundaries.
+        """
+        labels = self.inputs["labels"][0]
+        has_target = [bool((labels[start + 1 : end] != NO_LABEL).any()) for start, end in self.spans]
+        number = len(has_target)
+        return list(range(1 if any(has_target[1::2]) else 0, number, 2))
 
-def known(sample: Encoded) -> Encoded:
-    """Copy a sample without the columns that the template does not know; the template may change the copy."""
-    return {name: value for name, value in sample.items() if name != UNUSED_COLUMNS}
+    @property
+    def others(self) -> list[int]:
+        """Return the samples that are not watched."""
+        return [at for at in range(len(self.spans)) if at not in self.watched]
 
+    def for_watched(self) -> dict[str, Any]:
+        """Return the inputs with labels of the watched samples only, so that the loss is theirs alone."""
+        labels = torch.full_like(self.inputs["labels"], NO_LABEL)
+        for start, end in map(self.spans.__getitem__, self.watched):
+            labels[0, start:end] = self.inputs["labels"][0, start:end]
+        return {**self.inputs, "labels": labels}
 
-def _wrong_boundaries(row: Mapping[str, Any], ends: Sequence[int]) -> str | None:
-    if row["input_ids"].shape != (1, ends[-1]):
-        return f"the batch has {tuple(row['input_ids'].shape)} tokens, and its samples {ends[-1]}"
-    for name in _ENDS:
-        if name in row and row[name].tolist() != list(ends):
-            return f"{name} of the batch are {row[name].tolist()}, and its samples end at {list(ends)}"
-    longest = max(end - start for start, end in pairwise(ends))
-    wrong = next((name for name in _LONGEST if name in row and int(row[name]) != longest), None)
-    return f"{wrong} of the batch is {int(row[wrong])}, and its longest sample has {longest}" if wrong else None
+    def with_other(self, which: Sequence[int]) -> dict[str, Any]:
+        """Return `for_watched()` with other tokens and media in the samples `which`; lengths, grids and labels stay."""
+        inputs = self.for_watched()
+        inputs["input_ids"] = inputs["input_ids"].clone()
+        for start, end in map(self.spans.__getitem__, which):
+            tokens = {"input_ids": inputs["input_ids"][0, start:end].tolist()}
+            inputs["input_ids"][0, start:end] = torch.tensor(replaced(tokens, self.is_ordinary)["input_ids"])
+        if not isinstance(self.samples, str) and any(kinds_of_media(self.samples[at]) for at in which):
+            changed = [with_other_media(one) if at in which else one for at, one in enumerate(self.samples)]
+            names = {name for one in changed for name in kinds_of_media(one)} & set(inputs)
+            made = packed_sequence(
+                self.template, list(map(without_extras, changed)), multiple=self.record.sequence_multiple
+            )
+            inputs |= {name: made[name].to(inputs[name]) for name in names if isinstance(inputs[name], torch.Tensor)}
+        return inputs
 
-
-def _wrong_loss(row: Mapping[str, Any], sample: Encoded, start: int, end: int, weighs_samples: bool) -> str | None:
-    """Name what differs in a sample's loss, None if nothing does. Its first token is skipped: it is never a target."""
-    labels = row["labels"][0, start:end]
-    expected = torch.as_tensor(sample["labels"])
-    if not torch.equal(labels[1:], expected[1:]) or (start and int(labels[0]) != NO_LABEL):
-        return "labels"
-    is_target = labels[1:] != NO_LABEL
-    own = sample.get("loss_scale")
-    weights = torch.ones(end - start) if own is None else torch.as_tensor(own, dtype=torch.float32)
-    made = row.get("loss_scale")
-    given = torch.ones(end - start) if made is None else made[0, start:end].float()
-    given, weights = given[1:][is_target], weights[1:][is_target]
-    if weighs_samples and weights.any():
-        given = given * (weights.abs().max() / given.abs().max().clamp_min(1e-30))
-    return None if _equal(given, weights) else "loss weights"
+    def alone(self, at: int) -> dict[str, Any]:
+        """Collate one sample as the host does un-packed, with the loss weights that its tokens have in the sequence."""
+        assert not isinstance(self.samples, str)
+        with layout(self.template, packed=False):
+            made: dict[str, Any] = self.template.data_collator([without_extras(self.samples[at])])
+        if self.inputs.get("loss_scale") is not None:
+            start, end = self.spans[at]
+            weights = torch.zeros(made["labels"].shape, dtype=self.inputs["loss_scale"].dtype)
+            weights[is_token(made)] = self.inputs["loss_scale"][0, start:end].cpu()
+            made["loss_scale"] = weights
+        return made
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    return torch.allclose(one.float(), other.float(), rtol=_LAST_BITS, atol=_LAST_BITS)
+def is_token(inputs: Mapping[str, Any]) -> torch.Tensor:
+    """Return a mask of the tokens that are not padding, for a batch of one un-packed sample."""
+    mask = inputs.get("attention_mask")
+    return mask.bool() if mask is not None and mask.dim() == 2 else torch.ones_like(inputs["labels"], dtype=torch.bool)

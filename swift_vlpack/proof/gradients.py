@@ -12,11 +12,11 @@ import torch
 import torch.utils.checkpoint
 
 from swift_vlpack.proof.proof_model import VISION_PARTS
-from swift_vlpack.proof.reference import InSingle
+from swift_vlpack.proof.reference import Float32Mode
 
 _CHECKPOINT = "_gradient_checkpointing_func"
 """Attribute of a layer that holds the checkpoint function by which transformers and ms-swift run it."""
-_BYTES_IN_SINGLE = 2**33
+_BYTES_IN_FLOAT32 = 2**33
 """Most memory that float32 copies of the weights may take, beside the model, until the backward is done."""
 
 
@@ -41,7 +41,7 @@ def small_set(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 
 
 @contextmanager
-def small_set_in_single(model: torch.nn.Module) -> Iterator[tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]]:
+def small_set_in_float32(model: torch.nn.Module) -> Iterator[tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]]:
     """Yield float32 copies of the small set, by name and by the `id` of the parameter.
 
     The mapping by name is empty if the backward would keep too many weights in float32. With gradient checkpointing
@@ -51,9 +51,9 @@ def small_set_in_single(model: torch.nn.Module) -> Iterator[tuple[dict[str, torc
     by_id = {id(one): leaves[name] for name, one in _norms_and_biases(model).items()}
     num_bytes = sum(4 * one.numel() for one in model.parameters() if one.element_size() == 2)
     with _run_again(
-        model, lambda: (nullcontext(), InSingle(next(model.parameters()).device.type, by_id))
+        model, lambda: (nullcontext(), Float32Mode(next(model.parameters()).device.type, by_id))
     ) as num_run_again:
-        yield (leaves if num_run_again or num_bytes <= _BYTES_IN_SINGLE else {}), by_id
+        yield (leaves if num_run_again or num_bytes <= _BYTES_IN_FLOAT32 else {}), by_id
 
 
 def _norms_and_biases(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Prove isolation on a whole sequence that trains, with the trainer's own loss, backward and random draws.
+"""Measure a whole sequence that trains, with the trainer's own loss, backward and random draws.
 
 (a) Compute the loss of every second sample, the `watched` ones. Replace tokens and media of the other samples, and keep
     lengths and grids, so that the same random numbers are drawn. Nothing of the watched samples may change: neither
@@ -11,17 +11,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 
-from swift_vlpack.feed.sequence import layout, packed_sequence
 from swift_vlpack.proof import gradients
-from swift_vlpack.proof.changes import kinds_of_media, replaced, with_other_media
-from swift_vlpack.proof.first_batch import known
-from swift_vlpack.proof.isolation import IsolationError
+from swift_vlpack.proof.choose_samples import shortest_of_each_kind
+from swift_vlpack.proof.first_batch import FirstSequence, Span, is_token
+from swift_vlpack.proof.limits import (
+    FLOORS,
+    TIMES_NOISE,
+    TIMES_NOISE_BESIDE_FLOAT32,
+    Gap,
+    Limits,
+    Noise,
+    gap_of,
+    has_experts,
+    precision_of,
+    rounded_otherwise,
+    worst,
+)
 from swift_vlpack.proof.passes import Pass, Passes
+from swift_vlpack.proof.proof_model import length_of
 from swift_vlpack.proof.reference import (
     OWN,
     QUICK,
@@ -31,102 +42,13 @@ from swift_vlpack.proof.reference import (
     repeatable_training,
     untouched,
 )
-from swift_vlpack.proof.tolerance import (
-    FLOORS,
-    TIMES_NOISE,
-    TIMES_NOISE_BESIDE_SINGLE,
-    Gap,
-    Limits,
-    Noise,
-    gap_of,
-    precision_of,
-    rounded_otherwise,
-    worst,
-)
-from swift_vlpack.rows.contents import NO_LABEL
-from swift_vlpack.rows.samples import Encoded, PackRecord
 from swift_vlpack.words import counted
-
-NOISE_LIMIT, STEPS_OF_CHANCE = 0.1, 10
-"""Sizes of noise on embeddings may differ by this share, plus this many standard deviations of their estimate."""
 
 NUM_FOR_NOISE = 4
 """Number of samples on which the effect of rounding is measured."""
 
-Span = tuple[int, int]
 OfAll = Callable[[Callable[[], Any]], list[Any]]
-
-
-@dataclass(frozen=True)
-class FirstRow:
-    """A packed sequence as the trainer got it, and its samples, encoded again."""
-
-    inputs: Mapping[str, Any]
-    record: PackRecord
-    samples: Sequence[Encoded] | str
-    """The samples, or the reason why they could not be encoded again."""
-    template: Any
-    is_ordinary: Callable[[int], bool]
-
-    @property
-    def spans(self) -> list[Span]:
-        """Return the range of tokens of each sample."""
-        return list(pairwise([0, *accumulate(self.record.lengths)]))
-
-    @property
-    def watched(self) -> list[int]:
-        """Return every second sample, from the second on, or the others if these have no targets.
-
-        From the second on, because a sample sees the neighbour before it if the mask is causal and has no boundaries.
-        """
-        labels = self.inputs["labels"][0]
-        has_target = [bool((labels[start + 1 : end] != NO_LABEL).any()) for start, end in self.spans]
-        number = len(has_target)
-        return list(range(1 if any(has_target[1::2]) else 0, number, 2))
-
-    @property
-    def others(self) -> list[int]:
-        """Return the samples that are not watched."""
-        return [at for at in range(len(self.spans)) if at not in self.watched]
-
-    def for_watched(self) -> dict[str, Any]:
-        """Return the inputs with labels of the watched samples only, so that the loss is theirs alone."""
-        labels = torch.full_like(self.inputs["labels"], NO_LABEL)
-        for start, end in map(self.spans.__getitem__, self.watched):
-            labels[0, start:end] = self.inputs["labels"][0, start:end]
-        return {**self.inputs, "labels": labels}
-
-    def with_other(self, which: Sequence[int]) -> dict[str, Any]:
-        """Return `for_watched()` with other tokens and media in the samples `which`; lengths, grids and labels stay."""
-        row = self.for_watched()
-        row["input_ids"] = row["input_ids"].clone()
-        for start, end in map(self.spans.__getitem__, which):
-            tokens = {"input_ids": row["input_ids"][0, start:end].tolist()}
-            row["input_ids"][0, start:end] = torch.tensor(replaced(tokens, self.is_ordinary)["input_ids"])
-        if not isinstance(self.samples, str) and any(kinds_of_media(self.samples[at]) for at in which):
-            changed = [with_other_media(one) if at in which else one for at, one in enumerate(self.samples)]
-            names = {name for one in changed for name in kinds_of_media(one)} & set(row)
-            made = packed_sequence(self.template, list(map(known, changed)), multiple=self.record.sequence_multiple)
-            row |= {name: made[name].to(row[name]) for name in names if isinstance(row[name], torch.Tensor)}
-        return row
-
-    def alone(self, at: int) -> dict[str, Any]:
-        """Collate one sample as the host does un-packed, with the loss weights that its tokens have in the sequence."""
-        assert not isinstance(self.samples, str)
-        with layout(self.template, packed=False):
-            made: dict[str, Any] = self.template.data_collator([known(self.samples[at])])
-        if self.inputs.get("loss_scale") is not None:
-            start, end = self.spans[at]
-            weights = torch.zeros(made["labels"].shape, dtype=self.inputs["loss_scale"].dtype)
-            weights[_is_token(made)] = self.inputs["loss_scale"][0, start:end].cpu()
-            made["loss_scale"] = weights
-        return made
-
-
-def _is_token(inputs: Mapping[str, Any]) -> torch.Tensor:
-    """Return a mask of the tokens that are not padding, for a batch of one un-packed sample."""
-    mask = inputs.get("attention_mask")
-    return mask.bool() if mask is not None and mask.dim() == 2 else torch.ones_like(inputs["labels"], dtype=torch.bool)
+"""Runs a function on every rank and returns all results, in order of rank, on each of them."""
 
 
 class Gradients(NamedTuple):
@@ -179,42 +101,13 @@ class InTraining:
         """Tell whether samples were compared with what they give alone, within limits that would notice a mistake."""
         return bool(self.gaps) and self.limits.would_notice(self.largest)
 
-    def line(self) -> str:
-        """Return the line that the log shows. It says "verified" only of what a limit would have noticed."""
-        what = f"{counted(self.num_samples, 'sample')} of {self.num_tokens} tokens"
-        drawn = "with all that is drawn at random" if self.has_drawn else "nothing is drawn at random"
-        again = ", layers run again in the backward" if self.is_checkpointed else ""
-        whole = ", which is what its samples are when they are encoded anew" if self.is_encoded_again else ""
-        seen = f"the first batch of the trainer ({what}, {drawn}{again})"
-        parts = [
-            f"isolation verified in training: {seen}{whole}"
-            if self.is_sharp
-            else f"isolation in training: no sample sees another in {seen}{whole}"
-        ]
-        if self.moved:
-            of_changed = "" if self.of_changed is None else f", gradients by {self.of_changed.most:.1e}"
-            parts.append(f"other neighbours move hidden states by {worst(self.moved):.1e}{of_changed}")
-        if self.gaps:
-            of_alone = "" if self.of_alone is None else f", gradients within {self.of_alone.most:.1e}"
-            equal = "equals" if len(self.gaps) == 1 else "equal"
-            off = worst([gap.most for gap in self.gaps])
-            alone = f"{counted(len(self.gaps), 'sample')} in it {equal} the model's own attention within {off:.1e}"
-            parts.append(f"{alone} of hidden states up to {self.largest:.1f}{of_alone}")
-            if not self.is_sharp:
-                parts.append(
-                    f"that rests on the rounding of {self.dtype}, for which {self.limits.alone:.1e} would pass, and of "
-                    f"gradients {self.limits.gradient:.1e}"
-                )
-        if self.not_looked_at:
-            parts.append(f"not looked at: {', '.join(self.not_looked_at)}")
-        return "; ".join(parts)
 
-
-def measured(passes: Passes, row: FirstRow, results_of_all: OfAll) -> InTraining:
+def measure_in_training(passes: Passes, sequence: FirstSequence, results_of_all: OfAll) -> InTraining:
     """Run all passes and return the measurements. If parameters are sharded, all ranks run equally many passes."""
     with untouched(passes.model), torch.enable_grad():
         passes.model.train()
-        compared = _Compared(passes, row)
+        compared = _Compared(passes, sequence)
+        # With sharded parameters every pass is a collective, so a rank with fewer samples runs as many passes.
         of_ranks = results_of_all(compared.begin)
         if passes.is_sharded:
             compared.has_drawn = any(has_drawn for has_drawn, _ in of_ranks)
@@ -228,11 +121,11 @@ class _Compared:
 
     result: InTraining
 
-    def __init__(self, passes: Passes, row: FirstRow) -> None:
+    def __init__(self, passes: Passes, sequence: FirstSequence) -> None:
         self.passes = passes
-        self.row = row
-        self.watched = row.watched
-        self.encoded = [] if isinstance(row.samples, str) else [row.samples[at] for at in self.watched]
+        self.sequence = sequence
+        self.watched = sequence.watched
+        self.encoded = [] if isinstance(sequence.samples, str) else [sequence.samples[at] for at in self.watched]
         self.has_drawn = False
         self.num_alone = len(self.encoded)
         self.quick_is_equal = True
@@ -243,7 +136,7 @@ class _Compared:
     def begin(self) -> tuple[bool, int]:
         """Run the sequence as it trains. Returns whether it draws at random, and how many samples to run alone."""
         found: list[Pass] = []
-        self.dtype = precision_of(self.passes.model, lambda: found.append(self._packed(self.row.for_watched())))
+        self.dtype = precision_of(self.passes.model, lambda: found.append(self._packed(self.sequence.for_watched())))
         self.original = found[0]
         self.has_drawn = self.original.has_drawn or _has_rates(self.passes.model)
         if self._long() or self.passes.is_sharded:
@@ -254,35 +147,36 @@ class _Compared:
 
     def finish(self) -> None:
         """Run all other passes, compare them, and set `result`."""
-        original, model, row = self.original, self.passes.model, self.row
+        original, model, sequence = self.original, self.passes.model, self.sequence
         moved, of_changed, beside, own = self._changed()
+        # Without random draws a sample can be compared with what it gives alone, where it would draw other numbers.
         still = original
         sizes = self._embedded_alone()
         with repeatable_training(model):
             if self.has_drawn:
-                still = self._packed(row.for_watched())
+                still = self._packed(sequence.for_watched())
             alone = self._alone(list(range(self.num_alone)))
             few = self._for_noise()
             with rounded_otherwise(model, self.dtype):
                 noise = self._alone(few)
         largest = float(original.hidden.abs().max())
-        has_experts = any("expert" in name for name, _ in model.named_modules())
+        experts = has_experts(model)
         of_noise = Noise(0.0, 0.0)
         if alone:
             right = [alone[number] for number in few if number < len(alone)]
             gaps = [_gap(*pair).over_tokens for pair in zip(right, noise, strict=True)]
             of_noise = Noise(worst(gaps), _apart(_joined(right), _joined(noise)).most)
         # Because the proof before this one compares models of 16 bits in float32, and this one cannot.
-        times = TIMES_NOISE_BESIDE_SINGLE if torch.finfo(self.dtype).bits == 16 else TIMES_NOISE
-        limits = Limits.of(self.dtype, largest, of_noise.times(times), 0.0, has_experts=has_experts)
+        times = TIMES_NOISE_BESIDE_FLOAT32 if torch.finfo(self.dtype).bits == 16 else TIMES_NOISE
+        limits = Limits.of(self.dtype, largest, of_noise.times(times), 0.0, has_experts=experts)
         floor = FLOORS[self.dtype]
         exact = limits._replace(moved=floor.moved * max(1.0, largest), gradient=floor.gradient)
         together = self._of_watched(still)
         self.result = InTraining(
-            num_samples=len(row.spans),
-            num_tokens=int(row.inputs["input_ids"].shape[-1]),
-            names=[str(row.record.sample_ids[at]) for at in self.watched],
-            is_encoded_again=not isinstance(row.samples, str),
+            num_samples=len(sequence.spans),
+            num_tokens=int(sequence.inputs["input_ids"].shape[-1]),
+            names=[str(sequence.record.sample_ids[at]) for at in self.watched],
+            is_encoded_again=not isinstance(sequence.samples, str),
             has_drawn=self.has_drawn,
             is_checkpointed=self.is_checkpointed,
             moved=moved,
@@ -295,7 +189,7 @@ class _Compared:
             limits=limits,
             dtype=str(self.dtype).removeprefix("torch."),
             # In 16 bits a token may go to another expert because other tokens are beside it.
-            exact=exact if not has_experts else limits._replace(moved=max(limits.alone, exact.moved)),
+            exact=exact if not experts else limits._replace(moved=max(limits.alone, exact.moved)),
             not_looked_at=self._not_looked_at(has_changed=not moved or own > 2 * exact.moved),
         )
 
@@ -307,16 +201,17 @@ class _Compared:
 
         Returns `moved`, `of_changed` and `beside` of `InTraining`, and how far the changed samples moved themselves.
         """
-        row, original = self.row, self.original
-        if len(row.spans) < 2 and not self.passes.is_sharded:
+        sequence, original = self.sequence, self.original
+        if len(sequence.spans) < 2 and not self.passes.is_sharded:
             return [], None, 0.0, 0.0
-        changed = self._packed(row.with_other(row.others))
-        turned = self._packed(row.with_other(self.watched), backward=False)
-        moved = [_most(original.hidden, changed.hidden, row.spans[at]) for at in self.watched]
-        moved += [_most(original.hidden, turned.hidden, row.spans[at]) for at in row.others]
+        # The second pass goes without a backward: the loss is that of the watched samples, which changed themselves.
+        changed = self._packed(sequence.with_other(sequence.others))
+        turned = self._packed(sequence.with_other(self.watched), backward=False)
+        moved = [_most(original.hidden, changed.hidden, sequence.spans[at]) for at in self.watched]
+        moved += [_most(original.hidden, turned.hidden, sequence.spans[at]) for at in sequence.others]
         before, after = self._of_watched(original), self._of_watched(changed)
         apart = _apart(_joined(before, original.gradient), _joined(after, changed.gradient))
-        own = worst([_most(original.hidden, changed.hidden, row.spans[at]) for at in row.others])
+        own = worst([_most(original.hidden, changed.hidden, sequence.spans[at]) for at in sequence.others])
         return moved, apart, self._beside(original), own
 
     def _beside(self, original: Pass) -> float:
@@ -324,25 +219,16 @@ class _Compared:
         if original.of_inputs is None:
             return 0.0
         squares = original.of_inputs.float().square().sum(dim=-1)
+        # The lengths of two vectors: the gradients at all tokens of each group of samples.
         of = [
-            float(sum(squares[slice(*self.row.spans[at])].sum() for at in which))
-            for which in (self.row.others, self.watched)
+            float(sum(squares[slice(*self.sequence.spans[at])].sum() for at in which))
+            for which in (self.sequence.others, self.watched)
         ]
         return (of[0] / max(of[1], 1e-30)) ** 0.5 if of[1] > 0 else 0.0
 
     def _of_watched(self, whole: Pass) -> list[Pass]:
         """Cut the results of the watched samples out of a pass."""
-        spans = [slice(*self.row.spans[at]) for at in self.watched]
-        return [
-            replace(
-                whole,
-                hidden=whole.hidden[span],
-                of_loss=None if whole.of_loss is None else whole.of_loss[span],
-                of_inputs=None if whole.of_inputs is None else whole.of_inputs[span],
-                gradient={},
-            )
-            for span in spans
-        ]
+        return [whole.at(slice(*self.sequence.spans[at])) for at in self.watched]
 
     def _alone(self, numbers: Sequence[int]) -> list[Pass]:
         """Run the watched samples of these numbers alone, as the host does without packing.
@@ -353,11 +239,11 @@ class _Compared:
         made = []
         for number in numbers:
             if number >= len(self.encoded):
-                self._packed(self.row.for_watched())
+                self._packed(self.sequence.for_watched())
                 continue
             at = self.watched[number]
-            inputs = self.row.alone(at)
-            with own_attention(self.passes.model, self._attention_for(self.row.record.lengths[at])):
+            inputs = self.sequence.alone(at)
+            with own_attention(self.passes.model, self._attention_for(self.sequence.record.lengths[at])):
                 made.append(_without_padding(self.passes.run(inputs, packed=False), inputs))
         return made
 
@@ -367,9 +253,8 @@ class _Compared:
         If parameters are sharded, adds numbers past the last sample (see `_alone`): all ranks return equally many.
         """
         samples = self.encoded
-        by_length = sorted(range(len(samples)), key=lambda number: int(samples[number]["length"]))
-        of_kinds = {kinds_of_media(samples[number]): number for number in by_length[::-1]}
-        few = list(dict.fromkeys([*of_kinds.values(), *by_length]))[:NUM_FOR_NOISE]
+        by_length = sorted(range(len(samples)), key=lambda number: length_of(samples[number]))
+        few = list(dict.fromkeys([*shortest_of_each_kind(samples), *by_length]))[:NUM_FOR_NOISE]
         missing = min(NUM_FOR_NOISE, self.num_alone) - len(few) if self.passes.is_sharded else 0
         return few + [self.num_alone] * missing
 
@@ -383,7 +268,7 @@ class _Compared:
 
     def _long(self) -> list[int]:
         """Return the watched samples that are too long for the model's own attention."""
-        return [at for at in self.watched if self._attention_for(self.row.record.lengths[at]) != OWN]
+        return [at for at in self.watched if self._attention_for(self.sequence.record.lengths[at]) != OWN]
 
     def _is_quick_equal(self) -> bool:
         """Return whether sdpa equals the model's own attention on the shortest watched sample.
@@ -391,14 +276,14 @@ class _Compared:
         Compared before sdpa replaces the model's own attention, because it ignores what some models ask of attention.
         """
         hidden = []
-        shortest = min(self.watched, key=lambda at: self.row.record.lengths[at], default=0)
+        shortest = min(self.watched, key=lambda at: self.sequence.record.lengths[at], default=0)
         with repeatable_training(self.passes.model):
             for name in (OWN, QUICK):
                 if not self.encoded:
-                    self._packed(self.row.for_watched())
+                    self._packed(self.sequence.for_watched())
                     continue
                 with own_attention(self.passes.model, name):
-                    hidden.append(self.passes.run(self.row.alone(shortest), packed=False, backward=False).hidden)
+                    hidden.append(self.passes.run(self.sequence.alone(shortest), packed=False, backward=False).hidden)
         limit = 4 * FLOORS[self.dtype].logits
         return not hidden or gap_of(*hidden).over_tokens <= limit * max(1.0, float(hidden[0].abs().max()))
 
@@ -406,21 +291,22 @@ class _Compared:
         """Return the embeddings of each watched sample, with noise drawn for the sample alone."""
         if not self.has_drawn or self.passes.is_sharded:
             return []
-        embed, ids = self.passes.model.get_input_embeddings(), self.row.inputs["input_ids"]
+        embed, ids = self.passes.model.get_input_embeddings(), self.sequence.inputs["input_ids"]
         with torch.no_grad():
             return [
-                embed(ids[:, slice(*self.row.spans[at])].to(self.original.hidden.device)).detach()[0]
+                embed(ids[:, slice(*self.sequence.spans[at])].to(self.original.hidden.device)).detach()[0]
                 for at in self.watched
             ]
 
     def _noise_sizes(self, still: Pass, alone: Sequence[torch.Tensor]) -> list[tuple[float, float]]:
+        # The pass without draws has the embeddings themselves; what is left of the other one is noise.
         drawn, right = self.original.embedded, still.embedded
-        num_tokens = self.row.inputs["input_ids"].shape[-1]
+        num_tokens = self.sequence.inputs["input_ids"].shape[-1]
         if drawn is None or right is None or not len(drawn) == len(right) == num_tokens:
             return []
         sizes = []
         for at, own in zip(self.watched, alone, strict=False):
-            span = slice(*self.row.spans[at])
+            span = slice(*self.sequence.spans[at])
             squares = [(one.float() - right[span].float()).square().flatten() for one in (drawn[span], own)]
             means = [float(one.mean()) for one in squares]
             if max(means) > 0:
@@ -436,8 +322,8 @@ class _Compared:
             said.append(f"gradients of parameters ({self.passes.why_no_parameters})")
         if self.has_drawn and self.passes.is_sharded:
             said.append("how large drawn noise is (parameters are sharded)")
-        if isinstance(self.row.samples, str):
-            said.append(f"its samples encoded anew and alone, other media beside them ({self.row.samples})")
+        if isinstance(self.sequence.samples, str):
+            said.append(f"its samples encoded anew and alone, other media beside them ({self.sequence.samples})")
         elif self._long():
             too_long = f"{counted(len(self._long()), 'sample')} too long for {OWN}"
             stands_in = f"{QUICK} stands in" if self.quick_is_equal else f"{QUICK} is not equal, so none is run alone"
@@ -461,13 +347,7 @@ def _has_rates(model: torch.nn.Module) -> bool:
 
 
 def _without_padding(ran: Pass, inputs: Mapping[str, Any]) -> Pass:
-    kept = _is_token(inputs)[0].to(ran.hidden.device)
-    return replace(
-        ran,
-        hidden=ran.hidden[kept],
-        of_loss=None if ran.of_loss is None else ran.of_loss[kept],
-        of_inputs=None if ran.of_inputs is None else ran.of_inputs[kept],
-    )
+    return replace(ran.at(is_token(inputs)[0].to(ran.hidden.device)), gradient=ran.gradient)
 
 
 def _gap(one: Pass, other: Pass) -> Gap:
@@ -513,84 +393,3 @@ def _share(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
         return 1.0
     one, other = one.float(), other.float()
     return float((one - other).norm() / torch.maximum(one.norm(), other.norm()).clamp_min(1e-30))
-
-
-def prove_in_training(of: InTraining) -> None:
-    """Raise `IsolationError` at the first failure. Compares by `not <=`, so that NaN fails, too."""
-    limits, exact = of.limits, of.exact
-    equal_alone = all(map(limits.allow, of.gaps)) and (of.of_alone is None or of.of_alone.most <= limits.gradient)
-    without = " With nothing drawn, the samples are right." if of.has_drawn and of.gaps and equal_alone else ""
-    drawn = (
-        "what is drawn at random mixes samples: a dropout, noise or kernel that training takes and a proof without "
-        "draws does not see"
-    )
-    leak = drawn if without else "samples of the trainer's own row see each other"
-    wrong = [size for size in of.moved if not size <= exact.moved]
-    if wrong:
-        _stop(leak, f"other neighbours moved hidden states by {worst(wrong):.3g} of up to {of.largest:.3g}{without}")
-    if of.of_changed is not None:
-        _check_changed(of.of_changed, of, drawn if without else "")
-    for name, gap in zip(of.names, of.gaps, strict=False):
-        if not limits.allow(gap):
-            _stop(
-                "a sample in the trainer's own row does not give what it gives alone",
-                f"hidden states of {name} differ by {gap.most:.3g} of up to {of.largest:.3g}, allowed is "
-                f"{limits.token if limits.token < gap.most else limits.alone:.3g}",
-            )
-    if of.of_alone is not None:
-        _check_alone(of.of_alone, of)
-    for name, (size, chance) in zip(of.names, of.noise_sizes, strict=False):
-        if not abs(size - 1) <= NOISE_LIMIT + STEPS_OF_CHANCE * chance:
-            _stop(
-                "noise on embeddings is scaled by the length of the row, not by that of the sample, or is otherwise "
-                "not what the sample gets alone",
-                f"the noise of {name} is {size:.3g} times as large as alone",
-            )
-
-
-def _check_changed(changed: Gradients, of: InTraining, drawn: str) -> None:
-    again = (
-        "layers that are run again in the backward (gradient checkpointing) do something else than in the forward, "
-        "such as without boundaries; or the backward of attention crosses them"
-        if of.is_checkpointed
-        else "the backward of a row crosses the boundaries of its samples"
-    )
-    if not of.beside <= of.exact.gradient:
-        _stop(drawn or again, f"the loss of some samples has a gradient of {of.beside:.3g} at tokens of others")
-    if not changed.loss <= of.exact.gradient:
-        _stop(
-            "the loss of a sample depends on the samples beside it",
-            f"other neighbours changed its gradient by {changed.loss:.3g} of its length",
-        )
-    if not changed.inputs <= of.exact.gradient:
-        _stop(drawn or again, f"other neighbours changed the gradient of samples by {changed.inputs:.3g} of its length")
-    _check_parts(
-        changed, of.exact.gradient, "other neighbours changed the gradient that samples give to", drawn or again
-    )
-
-
-def _check_alone(alone: Gradients, of: InTraining) -> None:
-    limit = of.limits.gradient
-    backward = (
-        "the backward of the trainer's own row is not that of its samples one by one: a function with a backward of "
-        "its own, something that is detached, or a layer that is run again otherwise (gradient checkpointing)"
-    )
-    if not alone.loss <= limit:
-        _stop(
-            "the trainer's loss of a row is not that of its samples",
-            f"its gradient at the last layer differs by {alone.loss:.3g} of its length, allowed is {limit:.3g}",
-        )
-    if not alone.inputs <= limit:
-        _stop(backward, f"the gradient differs by {alone.inputs:.3g} of its length, allowed is {limit:.3g}")
-    _check_parts(alone, limit, f"allowed is {limit:.3g}, and there is another gradient of", backward)
-
-
-def _check_parts(found: Gradients, limit: float, said: str, cause: str) -> None:
-    wrong = {part: off for part, off in found.parts.items() if not off <= limit}
-    if wrong:
-        part = max(wrong, key=wrong.__getitem__)
-        _stop(cause, f"{said} parameters of the {part} part, by {wrong[part]:.3g} of its length")
-
-
-def _stop(cause: str, said: str) -> None:
-    raise IsolationError(f"isolation does not hold in the first batch of the trainer: {cause}. ({said})", cause=cause)

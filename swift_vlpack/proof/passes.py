@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,14 @@ class Pass:
     """Gradients of trained parameters, by name; at most `NUM_KEPT` values of each."""
     has_drawn: bool = False
     """True if anything was drawn at random."""
+
+    def at(self, tokens: slice | torch.Tensor) -> Pass:
+        """Return the results of some tokens, without the gradient of parameters."""
+        hidden, of_loss, of_inputs = (
+            None if one is None else one[tokens] for one in (self.hidden, self.of_loss, self.of_inputs)
+        )
+        assert hidden is not None
+        return replace(self, hidden=hidden, of_loss=of_loss, of_inputs=of_inputs, gradient={})
 
 
 class CannotSee(Exception):
@@ -73,6 +81,7 @@ class Passes:
 
         Raises `CannotSee` if the hidden states of the model cannot be captured.
         """
+        # Equal draws in every pass: of equal lengths and grids, each token draws what it drew before.
         _seed_all(seed)
         before = _states_of_torch()
         with (
@@ -125,6 +134,7 @@ class Passes:
 
 def _layers_of(model: Any) -> torch.nn.Module:
     """Return the module around the language model's layers, without the head: around the decoder's largest stack."""
+    # Wrappers of PEFT and of vision-language models each hand on to the next inner model.
     while hasattr(model, "get_decoder") and (inner := model.get_decoder()) is not model:
         model = inner
     stacks = {name: one for name, one in model.named_modules() if isinstance(one, torch.nn.ModuleList)}

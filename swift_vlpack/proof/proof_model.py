@@ -29,28 +29,28 @@ Cut = Callable[[torch.Tensor, list[int]], tuple[torch.Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Collated:
     """Collated samples: the inputs of the model, and the labels and weights of its loss."""
 
     inputs: Mapping[str, Any]
-    labels: torch.Tensor | None  # (num_rows, num_tokens)
+    labels: torch.Tensor | None  # (batch_size, num_tokens)
     weights: torch.Tensor | None  # of the tokens in the loss; the same shape
 
     @classmethod
-    def of(cls, made: Mapping[str, Any]) -> Row:
+    def of(cls, made: Mapping[str, Any]) -> Collated:
         """Split a collator's output into inputs, labels and loss weights."""
         inputs = {name: value for name, value in made.items() if name not in ("labels", *NOT_FOR_THE_MODEL)}
         return cls(inputs, made.get("labels"), made.get("loss_scale"))
 
 
-class Rows(Protocol):
+class Batches(Protocol):
     """Makes the inputs of a forward from samples, packed or padded."""
 
-    def row(self, samples: Sequence[Encoded], *, packed: bool) -> AbstractContextManager[Row]:
+    def batch(self, samples: Sequence[Encoded], *, packed: bool) -> AbstractContextManager[Collated]:
         """Yield one packed sequence, or the host's own padded batch; run the forward inside of the context."""
 
 
-class TemplateRows:
+class TemplateBatches:
     """Makes both kinds of input with ms-swift's template, as it collates in training."""
 
     def __init__(self, template: Any, multiple: int = 1) -> None:
@@ -59,18 +59,18 @@ class TemplateRows:
         self.multiple = multiple
 
     @contextmanager
-    def row(self, samples: Sequence[Encoded], *, packed: bool) -> Iterator[Row]:
+    def batch(self, samples: Sequence[Encoded], *, packed: bool) -> Iterator[Collated]:
         """Collate copies of the samples, because the template adds to them and takes from them."""
         copies = [{name: value for name, value in sample.items() if name != UNUSED_COLUMNS} for sample in samples]
         with layout(self.template, packed=packed):
             if packed:
-                yield Row.of(packed_sequence(self.template, copies, multiple=self.multiple))
+                yield Collated.of(packed_sequence(self.template, copies, multiple=self.multiple))
             else:
-                yield Row.of(self.template.data_collator(copies))
+                yield Collated.of(self.template.data_collator(copies))
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class RunResult:
     """The result of a forward, split into its samples."""
 
     logits: tuple[torch.Tensor, ...]  # (length, some columns of the vocabulary) each
@@ -85,11 +85,11 @@ class Ran:
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class ProofModel:
     """A model without wrappers, and the means to run it."""
 
     model: Any
-    rows: Rows
+    batches: Batches
     is_ordinary: Callable[[int], bool]
     """Tells whether a token is plain text, which may be replaced without moving images or turns."""
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -102,52 +102,53 @@ class Subject:
         *,
         packed: bool,
         parameters: Mapping[str, torch.Tensor] | None = None,
-    ) -> Ran:
+    ) -> RunResult:
         """Run one forward; with `parameters` also a backward from the logits of all targets."""
-        with self.rows.row(samples, packed=packed) as row:
+        with self.batches.batch(samples, packed=packed) as batch:
             parts = list(map(length_of, samples))
-            mask = row.inputs.get("attention_mask")
+            mask = batch.inputs.get("attention_mask")
             cut = _packed if packed else _padded(mask)
             with (
                 cut_head(self.model) if self.is_head_cut else nullcontext(),
-                positions_asked(self.model) as asked,
+                rotary_positions(self.model) as positions,
                 torch.set_grad_enabled(bool(parameters)),
             ):
                 with self.forward_context():
                     device = next(self.model.parameters()).device
-                    logits = self.model(**on_device(row.inputs, device)).logits
+                    logits = self.model(**on_device(batch.inputs, device)).logits
+                # Before the gradient, so that the whole logits can be freed: the largest tensor of the forward.
                 logits = logits if self.is_head_cut else some_columns(logits)
                 gradient = {}
                 if parameters:
-                    assert row.labels is not None
-                    pull = pulled(logits, row, _places(row.labels, parts, mask, packed=packed))
+                    assert batch.labels is not None
+                    pull = pulled(logits, batch, _places(batch.labels, parts, mask, packed=packed))
                     found = torch.autograd.grad(pull, list(parameters.values()), allow_unused=True)
                     gradient = {name: grad for name, grad in zip(parameters, found, strict=True) if grad is not None}
-        asked = [one for one in asked if one.shape[-1] == logits.shape[1]]
-        return Ran(
+        positions = [one for one in positions if one.shape[-1] == logits.shape[1]]
+        return RunResult(
             cut(logits.detach(), parts),
-            cut(row.labels, parts) if row.labels is not None else (None,) * len(parts),
-            cut(row.weights, parts) if row.weights is not None else (None,) * len(parts),
+            cut(batch.labels, parts) if batch.labels is not None else (None,) * len(parts),
+            cut(batch.weights, parts) if batch.weights is not None else (None,) * len(parts),
             gradient,
-            row.inputs,
-            _positions(asked[0], len(logits), cut, parts) if asked else (),
+            batch.inputs,
+            _by_sample(positions[0], len(logits), cut, parts) if positions else (),
         )
 
 
-def with_cut_head(subject: Subject, sample: Encoded) -> Subject:
+def with_cut_head(proof_model: ProofModel, sample: Encoded) -> ProofModel:
     """Let the head compute only the logits that are compared, if that gives the same on a short sample.
 
     Saves time, because with a large vocabulary the head is most of the work of a small model. A model that computes
     logits from one another keeps its whole head.
     """
-    cut = replace(subject, is_head_cut=True)
-    whole = subject.run([sample], packed=False).logits[0]
+    cut = replace(proof_model, is_head_cut=True)
+    whole = proof_model.run([sample], packed=False).logits[0]
     try:
         logits = cut.run([sample], packed=False).logits[0]
     except (RuntimeError, IndexError, ValueError):
-        return subject
+        return proof_model
     is_same = logits.shape == whole.shape and torch.allclose(logits.float(), whole.float(), rtol=0.02, atol=0.02)
-    return cut if is_same else subject
+    return cut if is_same else proof_model
 
 
 @contextmanager
@@ -172,14 +173,14 @@ def cut_head(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def positions_asked(model: Any) -> Iterator[list[torch.Tensor]]:
+def rotary_positions(model: Any) -> Iterator[list[torch.Tensor]]:
     """Collect the positions by which rotary embeddings of the language model turn queries and keys.
 
     Read there and not from the inputs, because the model may compute them itself, as it does for un-packed batches.
     """
     seen: list[torch.Tensor] = []
 
-    def asked(module: Any, args: Any, kwargs: Any) -> None:
+    def note(module: Any, args: Any, kwargs: Any) -> None:
         found = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
         if isinstance(found, torch.Tensor) and found.dim() > 1 and not found.is_floating_point():
             seen.append(found.detach())
@@ -189,7 +190,7 @@ def positions_asked(model: Any) -> Iterator[list[torch.Tensor]]:
         for name, module in model.named_modules()
         if "rotary" in type(module).__name__.lower() and not any(part in name for part in VISION_PARTS)
     ]
-    handles = [module.register_forward_pre_hook(asked, with_kwargs=True) for module in rotary]
+    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in rotary]
     try:
         yield seen
     finally:
@@ -197,9 +198,9 @@ def positions_asked(model: Any) -> Iterator[list[torch.Tensor]]:
             handle.remove()
 
 
-def _positions(asked: torch.Tensor, batch_size: int, cut: Cut, parts: list[int]) -> tuple[torch.Tensor, ...]:
+def _by_sample(positions: torch.Tensor, batch_size: int, cut: Cut, parts: list[int]) -> tuple[torch.Tensor, ...]:
     """Cut positions of (axes, batch, tokens), or (batch, tokens), into the samples."""
-    axes = asked if asked.dim() == 3 else asked[None]
+    axes = positions if positions.dim() == 3 else positions[None]
     of_axes = [cut(axis.expand(batch_size, -1), parts) for axis in axes]
     return tuple(torch.stack(of_sample) for of_sample in zip(*of_axes, strict=True))
 
@@ -219,7 +220,7 @@ def _step(num_words: int) -> int:
     return -(-num_words // NUM_COLUMNS)
 
 
-def pulled(logits: torch.Tensor, row: Row, places: torch.Tensor) -> torch.Tensor:
+def pulled(logits: torch.Tensor, batch: Collated, places: torch.Tensor) -> torch.Tensor:
     """Return the scalar whose gradient is compared: a weighted sum of the logits that predict targets.
 
     Not the loss: if a model is sure of all its targets, or was ruined, the gradient of its loss is nothing but rounding
@@ -227,36 +228,37 @@ def pulled(logits: torch.Tensor, row: Row, places: torch.Tensor) -> torch.Tensor
     (`places`), so the sum of a pack is that of its samples. Loss weights are included, and so are targets that wrongly
     stand in the padding.
     """
-    assert row.labels is not None
-    counts = (row.labels != NO_LABEL).to(logits.device, torch.float32)
-    counts = counts if row.weights is None else counts * row.weights.to(logits.device)
-    is_asked = counts[:, 1:] != 0
+    assert batch.labels is not None
+    counts = (batch.labels != NO_LABEL).to(logits.device, torch.float32)
+    counts = counts if batch.weights is None else counts * batch.weights.to(logits.device)
+    is_target = counts[:, 1:] != 0
+    # Random weights, because sums with equal weights would not notice tokens that are exchanged.
     generator = torch.Generator().manual_seed(0)
     pattern = torch.randn(_LONGEST_PATTERN, logits.shape[-1], generator=generator).to(logits.device)
-    places = places.to(logits.device)[:, :-1][is_asked] % _LONGEST_PATTERN
-    of_tokens = (logits[:, :-1][is_asked].float() * pattern[places]).sum(-1)
-    return (of_tokens * counts[:, 1:][is_asked]).sum()
+    places = places.to(logits.device)[:, :-1][is_target] % _LONGEST_PATTERN
+    of_tokens = (logits[:, :-1][is_target].float() * pattern[places]).sum(-1)
+    return (of_tokens * counts[:, 1:][is_target]).sum()
 
 
-def _places(row: torch.Tensor, parts: list[int], mask: torch.Tensor | None, *, packed: bool) -> torch.Tensor:
-    """Number the tokens of each sample from 0, in the shape of `row`."""
+def _places(labels: torch.Tensor, parts: list[int], mask: torch.Tensor | None, *, packed: bool) -> torch.Tensor:
+    """Number the tokens of each sample from 0, in the shape of `labels`."""
     if packed:
-        return torch.cat([torch.arange(length) for length in [*parts, row.shape[1] - sum(parts)]])[None]
+        return torch.cat([torch.arange(length) for length in [*parts, labels.shape[1] - sum(parts)]])[None]
     if mask is None or mask.dim() != 2:
-        return torch.arange(row.shape[1]).expand(row.shape)
+        return torch.arange(labels.shape[1]).expand(labels.shape)
     return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
-def _packed(row: torch.Tensor, parts: list[int]) -> tuple[torch.Tensor, ...]:
-    return row[0, : sum(parts)].split(parts)  # the rest is padding
+def _packed(sequence: torch.Tensor, parts: list[int]) -> tuple[torch.Tensor, ...]:
+    return sequence[0, : sum(parts)].split(parts)  # the rest is padding
 
 
 def _padded(mask: torch.Tensor | None) -> Cut:
     """Make a cut that drops the padding, on whichever side the host puts it."""
 
-    def cut(rows: torch.Tensor, parts: list[int]) -> tuple[torch.Tensor, ...]:
+    def cut(padded: torch.Tensor, parts: list[int]) -> tuple[torch.Tensor, ...]:
         if mask is None or mask.dim() != 2:
-            return tuple(row[:length] for row, length in zip(rows, parts, strict=True))
-        return tuple(row[kept.bool()] for row, kept in zip(rows, mask.to(rows.device), strict=True))
+            return tuple(one[:length] for one, length in zip(padded, parts, strict=True))
+        return tuple(one[kept.bool()] for one, kept in zip(padded, mask.to(padded.device), strict=True))
 
     return cut

@@ -1,38 +1,90 @@
-"""The model without us: its own attention, nothing drawn at random, and everything given back afterwards."""
+"""The model without packing: its own attention, nothing drawn at random, and everything restored afterwards.
+
+The reference of the proof is each sample alone, run by the model's own attention and collated by the host.
+"""
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
+from swift_vlpack.proof.limits import FLOORS, coarsest, gap_of
+from swift_vlpack.proof.proof_model import ProofModel, RunResult, length_of
+from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.families import text_config_of
+from swift_vlpack.rows.samples import Encoded
 
 OWN = "eager"
-"""The model's definition. What else it can run with is quicker, and may drop what attention it asks for: sdpa knows
-neither sinks nor soft caps."""
+"""The attention that defines the model. Others are faster and may drop what the model asks for: sdpa supports neither
+sinks nor soft caps."""
 QUICK = "sdpa"
-"""What stands in for it where a sample is too long for a matrix of all its tokens by all its tokens, if it is equal."""
+"""Replaces `OWN` for samples that are too long for a matrix of L x L, if both are equal on a short sample."""
 _BYTES_OF_FORWARD, _BYTES_OF_BACKWARD = 2**31, 2**33
-"""That the attention weights of one sample alone may take; a few GB beside a model that is to be trained."""
+"""Most memory that the attention weights of one sample may take: a few GB, beside a model that is to be trained."""
 _DRAWS = re.compile(r"drop|jitter|neftune_noise_alpha")
-"""Rates of what a model draws at random while it trains, by the names that models give them."""
+"""Names of attributes that hold the rates of random draws in training."""
 _DROPOUTS = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
+_FEW_WORDS = 200
+"""Length of the sample on which `OWN` and `QUICK` are compared."""
 _SCALARS = (bool, int, float, str, type(None))
 _OF_16_BITS = (torch.bfloat16, torch.float16)
 _CHOOSING = ("embedding", "__getitem__", "index_select")
-"""Operations that take some rows of a tensor: these are widened, not the whole, which may be a vocabulary."""
+"""Operations that select parts of a tensor: the parts are widened, not the whole, which may be a vocabulary."""
+
+
+class Reference:
+    """Runs samples alone by the model's own attention; longer ones by sdpa, if it is equal on this model."""
+
+    def __init__(self, proof_model: ProofModel, samples: Sequence[Encoded]) -> None:
+        self.proof_model = proof_model
+        self.limit = longest_for_own(proof_model.model)
+        self.short = _words_of(min(samples, key=length_of), proof_model.is_ordinary)
+
+    def is_for(self, samples: Sequence[Encoded]) -> bool:
+        """Return whether all these samples can be run alone as a reference."""
+        return all(length_of(sample) <= self.limit for sample in samples) or self._has_equal
+
+    def known(self, samples: Sequence[Encoded]) -> Sequence[Encoded]:
+        """Select the samples that can be run alone; only the two shortest if even they are too long."""
+        by_length = sorted(samples, key=length_of)
+        return [one for one in samples if self.is_for([one])] if self.is_for(by_length[:2]) else by_length[:2]
+
+    def of(self, sample: Encoded) -> RunResult:
+        """Run one sample alone."""
+        with own_attention(self.proof_model.model, fitting(self.proof_model.model, length_of(sample))):
+            return self.proof_model.run([sample], packed=False)
+
+    @cached_property
+    def _has_equal(self) -> bool:
+        """Return whether sdpa equals the model's own attention on a few words.
+
+        sdpa needs no matrix of L x L, so it can run long samples. But it may ignore what the model asks of attention.
+        """
+        logits = []
+        for name in (OWN, QUICK):
+            with own_attention(self.proof_model.model, name):
+                logits.append(self.proof_model.run([self.short], packed=False).logits[0])
+        limit = 4 * FLOORS[coarsest([logits[0].dtype])].logits
+        return gap_of(*logits).most <= limit * max(1.0, float(logits[0].abs().max()))
+
+
+def _words_of(sample: Encoded, is_ordinary: Callable[[int], bool]) -> Encoded:
+    """Make a sample of a few words of another sample."""
+    tokens = [token for token in sample["input_ids"] if is_ordinary(token)][:_FEW_WORDS]
+    return {"input_ids": tokens, "labels": [NO_LABEL, *tokens[1:]], "length": len(tokens)}
 
 
 @contextmanager
 def untouched(model: torch.nn.Module) -> Iterator[None]:
-    """Run a check without gradients and dropout, then give back modes, settings, buffers and random states."""
+    """Run a check without gradients and dropout, then restore modes, settings, buffers and random states."""
     settings, buffers = _settings([*model.modules(), *configs_of(model)]), _buffers(model)
     states = random.getstate(), np.random.get_state()
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
@@ -53,11 +105,12 @@ def untouched(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def repeatable_training(model: torch.nn.Module) -> Iterator[None]:
-    """Training mode, as the model will train, in which the same samples give the same logits: all rates are 0."""
+    """Switch to training mode with all rates of random draws at 0, so that equal samples give equal logits."""
     owners = [*model.modules(), *configs_of(model)]
     settings = _settings(owners)
     try:
         model.train()
+        # By name, because models read their rates from many places: modules, their configs, functional calls.
         for owner in owners:
             rates = [name for name, value in vars(owner).items() if type(value) is float and _DRAWS.search(name)]
             for name in [*rates, *(["p"] if isinstance(owner, _DROPOUTS) else [])]:
@@ -69,22 +122,24 @@ def repeatable_training(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def own_attention(model: Any, name: str = OWN) -> Iterator[None]:
-    """The attention that defines the model, in all its parts; for a while, and on the very model that trains."""
+    """Let all parts of the model use the attention that defines it, or another one by `name`; then switch back."""
     configs = [config for config in configs_of(model) if hasattr(config, "_attn_implementation")]
     settings = _settings(configs)
     try:
-        for config in configs:  # transformers' own setter warns every time of parts that were not loaded (a talker)
+        for (
+            config
+        ) in configs:  # transformers' own setter warns each time about parts that were not loaded, such as a talker
             config._attn_implementation = name
         yield
     finally:
         _restore(settings)
 
 
-class InSingle(TorchFunctionMode):
-    """Compute in float32 whatever the weights are in: each 16-bit tensor is widened as an operation takes it.
+class Float32Mode(TorchFunctionMode):
+    """Compute in float32, whatever the type of the weights: each 16-bit tensor is widened when an operation takes it.
 
-    A second model may not fit into memory beside the first. Here at most one weight is there twice, or those of a layer
-    that is run again in the backward. `leaves` are float32 copies of parameters whose gradients are asked for.
+    A second model may not fit into memory beside the first. Here at most one weight exists twice, or the weights of
+    one layer that is run again in the backward. `leaves` are float32 copies of parameters that get a gradient.
 
     Autocast is off for each operation, because accelerate wraps it around the model's own forward.
     """
@@ -97,7 +152,7 @@ class InSingle(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in ("__get__", "__set__"):  # of an attribute
+        if name in ("__get__", "__set__"):  # access to an attribute
             made = func(*args, **kwargs)
             return self._widened(made) if isinstance(made, torch.dtype) else made
         if name in ("bfloat16", "half"):
@@ -129,7 +184,7 @@ def _each(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 @contextmanager
-def in_single(
+def in_float32(
     forward_context: AbstractContextManager[Any], device: str, leaves: Mapping[int, torch.Tensor]
 ) -> Iterator[None]:
     """Run a forward in float32: without autocast and TF32, and with 16-bit weights widened."""
@@ -137,7 +192,7 @@ def in_single(
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     try:
-        with forward_context, InSingle(device, leaves):
+        with forward_context, Float32Mode(device, leaves):
             yield
     finally:
         torch.set_float32_matmul_precision(before[0])
@@ -145,21 +200,21 @@ def in_single(
 
 
 def longest_for_own(model: Any, *, is_trained: bool = False) -> int:
-    """Tokens of the longest sample whose attention weights are small enough: of one layer, or of all in a backward."""
+    """Return the longest sample whose attention weights fit: those of one layer, or of all layers for a backward."""
     text = text_config_of(getattr(model, "config", None))
     num_heads = getattr(text, "num_attention_heads", None) or 32
     num_layers = (getattr(text, "num_hidden_layers", None) or 32) if is_trained else 1
     most = _BYTES_OF_BACKWARD if is_trained else _BYTES_OF_FORWARD
-    return int((most / (10 * num_heads * num_layers)) ** 0.5)  # 10: in float for softmax, and twice in the data type
+    return int((most / (10 * num_heads * num_layers)) ** 0.5)  # 10 bytes: float32 for the softmax, and twice in 16 bits
 
 
 def fitting(model: Any, num_tokens: int) -> str:
-    """The attention to ask what a sample of so many tokens gives."""
+    """Return the attention to use as reference for a sample of this length: `OWN`, or `QUICK` if it is too long."""
     return OWN if num_tokens <= longest_for_own(model) else QUICK
 
 
 def configs_of(model: torch.nn.Module) -> list[Any]:
-    """The configs that the parts of a model read while they run."""
+    """Return all configs that the parts of a model read while they run."""
     found: dict[int, Any] = {}
     for module in model.modules():
         waiting = [getattr(module, "config", None)]
@@ -173,7 +228,7 @@ def configs_of(model: torch.nn.Module) -> list[Any]:
 
 
 def _settings(owners: list[Any]) -> list[tuple[Any, dict[str, Any]]]:
-    """All plain values of modules and configs: modes, rates, attention, lengths that RoPE remembers."""
+    """Copy all plain values of modules and configs: modes, rates, attention, lengths that RoPE remembers."""
     return [
         (owner, {name: value for name, value in vars(owner).items() if isinstance(value, _SCALARS)}) for owner in owners
     ]
@@ -185,7 +240,7 @@ def _restore(settings: list[tuple[Any, dict[str, Any]]]) -> None:
 
 
 def _buffers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor]]:
-    """Buffers as they are, and copies: a model may change one, or put another in its place."""
+    """Return all buffers and copies of them: a model may change a buffer, or replace it by another."""
     return [
         (module, name, buffer, buffer.detach().clone())
         for module in model.modules()

@@ -1,4 +1,4 @@
-"""The isolation proof on a model and a collator of documents, without a template, packs or a trainer."""
+"""Run the isolation proof on a model and a collator of documents, without a template, packs or a trainer."""
 
 from __future__ import annotations
 
@@ -11,55 +11,56 @@ import torch
 
 from swift_vlpack.attention import attention
 from swift_vlpack.attention.prepare import unwrapped
-from swift_vlpack.errors import DataError
-from swift_vlpack.proof.changes import can_be_replaced
-from swift_vlpack.proof.isolation import IsolationError, proved
-from swift_vlpack.proof.proof_model import Row, Subject
+from swift_vlpack.errors import DataError, IsolationError
+from swift_vlpack.proof.perturb import can_be_replaced
+from swift_vlpack.proof.proof_model import Collated, ProofModel
+from swift_vlpack.proof.prove import run_proof
 from swift_vlpack.rows.contents import NO_LABEL, num_supervised
 from swift_vlpack.rows.samples import Encoded
 
 NUM_EXAMPLES = 16
-"""Rows that are looked at: their documents are what is compared, and the first of them whole."""
+"""Rows that are read: their shortest documents are compared as one pack, and the first rows as whole sequences."""
 NUM_DOCUMENTS, NUM_ROWS = 4, 4
 
-Collate = Callable[[list[Mapping[str, Any]]], Mapping[str, Any]]
+Collator = Callable[[list[Mapping[str, Any]]], Mapping[str, Any]]
 Examples = Iterable[Mapping[str, Any]]
 
 
 def verify(
     model: Any,
-    collator: Collate,
+    collator: Collator,
     examples: Examples,
     *,
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> str:
-    """Prove that documents of a row do not see each other, in `model(**collator(rows))`; the line that says so.
+    """Prove that documents of a row do not see each other in `model(**collator(rows))`. Returns a line for the log.
 
-    `examples` are rows as the collator takes them, `input_ids` with `document_starts`. Every document must give the
+    `examples` are rows as the collator takes them: `input_ids` with `document_starts`. Every document must give the
     logits, labels and gradients that the model's own attention gives it alone. Raises `IsolationError` with the
-    likeliest cause. The model may be wrapped and is left as it was; `forward_context` is autocast, for one.
+    likeliest cause. The model may be wrapped and is left as it was. `forward_context` makes the context of a forward,
+    such as autocast.
     """
     name = attention.name_of(unwrapped(model).config)
     rows = [documents_of(row) for row in islice(examples, NUM_EXAMPLES)]
-    subject = Subject(unwrapped(model), CollatedRows(collator), _is_ordinary(collator), forward_context)
+    proof_model = ProofModel(unwrapped(model), CollatorBatches(collator), _is_ordinary(collator), forward_context)
     usable = [
         document for row in rows for document in row
-        if num_supervised(document) and can_be_replaced(document, subject.is_ordinary)
+        if num_supervised(document) and can_be_replaced(document, proof_model.is_ordinary)
     ]  # fmt: skip
     if not usable:
         raise DataError("verify found no document with a target and two different tokens of text; give it other rows")
     samples = sorted(usable, key=lambda document: int(document["length"]))[:NUM_DOCUMENTS]
     try:
-        proof = proved(subject, samples if len(samples) > 1 else samples * 2, rows[:NUM_ROWS])
+        proof = run_proof(proof_model, samples if len(samples) > 1 else samples * 2, rows[:NUM_ROWS])
     except IsolationError as error:
-        with subject.rows.row(samples, packed=True) as row:
-            hint = "" if "cu_seq_lens_q" in row.inputs and name == attention.NAME else _hint(subject.model)
+        with proof_model.batches.batch(samples, packed=True) as batch:
+            hint = "" if "cu_seq_lens_q" in batch.inputs and name == attention.NAME else _hint(proof_model.model)
         raise IsolationError(f"{error}{hint}", cause=error.cause, measured=error.measured) from error.__cause__
     return proof.line(name)
 
 
 def documents_of(row: Mapping[str, Any]) -> list[Encoded]:
-    """The documents of a row by themselves."""
+    """Split a row into its documents."""
     tokens = _numbers(row["input_ids"])
     labels = _numbers(row["labels"]) if row.get("labels") is not None else tokens
     starts = _numbers(row["document_starts"]) if row.get("document_starts") is not None else [0]
@@ -69,16 +70,16 @@ def documents_of(row: Mapping[str, Any]) -> list[Encoded]:
     ]
 
 
-class CollatedRows:
-    """Documents as one row of the collator; and un-packed, padded with a mask as transformers has it, without us."""
+class CollatorBatches:
+    """Makes both kinds of input: a sequence by the user's collator, or a padded batch with a mask, without it."""
 
-    def __init__(self, collator: Collate) -> None:
+    def __init__(self, collator: Collator) -> None:
         self.collator = collator
 
     @contextmanager
-    def row(self, samples: Sequence[Encoded], *, packed: bool) -> Iterator[Row]:
-        """The model's inputs, and what is a target of them."""
-        yield Row.of(self._packed(samples) if packed else self._padded(samples))
+    def batch(self, samples: Sequence[Encoded], *, packed: bool) -> Iterator[Collated]:
+        """Yield the inputs of the model and its labels."""
+        yield Collated.of(self._packed(samples) if packed else self._padded(samples))
 
     def _packed(self, samples: Sequence[Encoded]) -> dict[str, Any]:
         starts = [0]
@@ -95,7 +96,7 @@ class CollatedRows:
         return made
 
     def _padded(self, samples: Sequence[Encoded]) -> dict[str, Any]:
-        """Of the collator there are only the labels, which its options decide (`train_on_eos`)."""
+        """Pad the samples; only the labels are the collator's, because its options decide them (`train_on_eos`)."""
         longest = max(int(sample["length"]) for sample in samples)
         shape = (len(samples), longest)
         made = {
@@ -121,7 +122,7 @@ def _numbers(values: Any) -> list[int]:
 
 
 def _is_ordinary(collator: Any) -> Callable[[int], bool]:
-    """Tokens that mean nothing to the collator and to chat templates."""
+    """Make a function that tells whether a token has no special meaning to the collator and to chat templates."""
     tokenizer = getattr(collator, "tokenizer", None)
     special = {getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")}
     special |= set(getattr(tokenizer, "all_special_ids", ()))
@@ -129,7 +130,7 @@ def _is_ordinary(collator: Any) -> Callable[[int], bool]:
 
 
 def _hint(model: Any) -> str:
-    """What positions alone need besides."""
+    """Return a hint for models that rely on restarted positions; empty if the model uses no cache."""
     if not getattr(model.config, "use_cache", False):
         return ""
     return (

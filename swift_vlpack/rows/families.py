@@ -112,7 +112,7 @@ BY_TILES = {template: one for one in MEDIA if one.divides is Divides.BY_TILES fo
 
 _STARTS = ("<|vision_start|>", "<|begin_of_image|>", "<img>")
 _ENDS = ("<|vision_end|>", "<|end_of_image|>", "</img>")
-"""Words that templates put before and behind a medium; they are never cut off it."""
+"""Words that templates write before and after a medium; cutting keeps them with it."""
 
 RESTARTED = (
     *("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"),
@@ -210,6 +210,7 @@ def let_through(template: Any, *, any_family: bool, way_in: str) -> None:
         raise ConfigError(
             f"ms-swift does not pack the template {name!r}; leave packing out, or let the proof decide: {way_in}"
         )
+    # ms-swift's own field, by which its arguments and collator decide; there is no other way to let a family through.
     template.support_padding_free = True
     logger.warning("ms-swift does not pack the template %r; the proof says whether its packs are right", name)
 

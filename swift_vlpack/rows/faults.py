@@ -1,4 +1,9 @@
-"""Why a row cannot be used: one word that is counted, a sentence for people, and the files at fault."""
+"""Find out why a row cannot be used: the word that is counted, a sentence for people, and the files at fault.
+
+>>> row = {"messages": [{"role": "user", "content": "<image>"}], "images": ["/nowhere/a.jpg"]}
+>>> fault_of(ValueError("cannot identify image"), row)[:2]
+(<Reason.FILE_MISSING: 'file_missing'>, 'no such file: /nowhere/a.jpg')
+"""
 
 from __future__ import annotations
 
@@ -36,7 +41,7 @@ _BY_ERROR = {
     "ReadTimeout": Reason.FILE_TIMEOUT,
     "UrlUnreachable": Reason.URL_UNREACHABLE,
 }
-_VIDEO_READERS = ("torchcodec", "decord")  # qwen_vl_utils asks torchvision where they fail, which reads none
+_VIDEO_READERS = ("torchcodec", "decord")  # if both fail, qwen_vl_utils asks torchvision, which reads no videos
 _LONGEST_SHOWN = 200  # characters
 _LONGEST_ERROR = 2000  # characters
 _DATA_URL = re.compile(r"data:(.+?);base64,(.+)", re.DOTALL)
@@ -55,9 +60,9 @@ class Fault(NamedTuple):
     reason: str
     """The word that is counted, one of `reasons.py`."""
     error: str
-    """The failure in words, with what to do where that is known."""
+    """The failure in words, and what to do if that is known."""
     files: tuple[str, ...] = ()
-    """The files at fault, with their whole paths; all of the row where it is not known which."""
+    """Full paths of the files at fault; all files of the row if nobody knows which."""
 
 
 class ReadTimeout(OSError):
@@ -65,11 +70,11 @@ class ReadTimeout(OSError):
 
 
 class NotAFile(OSError):
-    """A FIFO or a device in place of an image: opening it would wait for ever."""
+    """A FIFO or a device in place of an image; opening it would wait for ever."""
 
 
 def check_openable(row: Mapping[str, Any]) -> None:
-    """Refuse a row that names what is there and is neither a file nor a folder, before anybody opens it."""
+    """Raise `NotAFile` for a row that names a FIFO, a socket or a device, before anybody opens it."""
     for medium in media(row):
         if medium.kind != "tag" and isinstance(medium.value, str) and (found := real_file(medium.value)) is not None:
             mode = stat.S_IFMT(found.state.st_mode)
@@ -78,17 +83,18 @@ def check_openable(row: Mapping[str, Any]) -> None:
 
 
 def fault_of(error: Exception, row: Mapping[str, Any]) -> Fault:
-    """What made a row fail. Files first: whatever a library says of them, these are what a user can see and mend.
+    """Find out what made a row fail.
 
-    One missing path in four has a length that base64 can have, and ms-swift then decodes it instead of opening it.
+    Files are looked at first, whatever a library said, because a user can see and mend them. A missing file shows up
+    as many errors: one path in four has a length that base64 can have, and ms-swift then decodes the path itself.
     """
     said = _said(error)
-    # By name, so that no library has to be imported to say what failed in it.
+    # By the error's name, so that no library has to be imported to tell what failed in it.
     known = _BY_ERROR.get(type(error).__name__)
-    # A limit of length first: it is ms-swift's own word, and no file is to blame for it.
+    # The limit of length first: it is ms-swift's own error, and no file is to blame for it.
     if known == Reason.OVER_MAX_LENGTH:
         return Fault(known, said)
-    # Before anything that looks at files, which would wait for the same disk.
+    # Before files are looked at, which would wait for the same disk.
     if known == Reason.FILE_TIMEOUT:
         return timeout_of(str(error), row)
     if not row.get("messages"):
@@ -109,19 +115,19 @@ def fault_of(error: Exception, row: Mapping[str, Any]) -> Fault:
 
 
 def timeout_of(said: str, row: Mapping[str, Any]) -> Fault:
-    """The fault of a row whose files are not answered for; nobody looks at them again to say so."""
+    """Return the fault of a row whose reads were given up, without looking at its files again."""
     values = [medium.value for medium in media(row) if isinstance(medium.value, str)]
     files = [expected_file(value) for value in values if is_name(value)]
     return _with_files(Reason.FILE_TIMEOUT, said, tuple(dict.fromkeys(files)))
 
 
 def is_lasting(error: Exception, reason: str, row: Mapping[str, Any]) -> bool:
-    """Whether the same row in the same state will fail again, so that the reason may be remembered."""
+    """Tell whether the same row in the same state will fail again, so that the reason may be cached."""
     if reason == Reason.OVER_MAX_LENGTH:
         return True
     if about(reason).is_passing or isinstance(error, MemoryError):
         return False
-    # What a network gave once says nothing about the next time.
+    # Because a network that failed once may answer the next time.
     if any(isinstance(medium.value, str) and medium.value.startswith("http") for medium in media(row)):
         return False
     if not isinstance(error, OSError) or type(error).__name__ in _BY_ERROR:
@@ -130,7 +136,7 @@ def is_lasting(error: Exception, reason: str, row: Mapping[str, Any]) -> bool:
 
 
 def _fault_of_files(found: Iterable[Medium]) -> Fault | None:
-    """What is wrong with files as such, if anything is."""
+    """Return what is wrong with the files themselves: missing, a folder, no regular file, empty."""
     faults = [(medium, fault) for medium in found if (fault := _fault_of_file(medium)) is not None]
     if not faults:
         return None
@@ -162,7 +168,7 @@ def _root() -> str:
 
 
 def _fault_of_content(error: Exception, known: str | None, found: list[Medium]) -> Fault:
-    """Which image cannot be read, if one cannot; else what was said."""
+    """Return the fault of the content: of an image that cannot be read, if there is one, else the error itself."""
     reason, files, said = known or Reason.ENCODE_FAILED, _paths(found), _said(error)
     if known is None and "aspect ratio" in str(error):
         reason = Reason.ASPECT_RATIO
@@ -171,7 +177,7 @@ def _fault_of_content(error: Exception, known: str | None, found: list[Medium]) 
     elif known is None and (_is_from_pillow(error) or isinstance(error, binascii.Error)):
         reason = Reason.IMAGE_UNREADABLE
     if reason in (Reason.IMAGE_UNREADABLE, Reason.IMAGE_TOO_LARGE, Reason.FILE_UNREADABLE):
-        # Once more, and only now: which of several images it was is in no error.
+        # Read the images again, and only now, because no error tells which of several images it was.
         bad = [(medium, its) for medium in found if (its := _error_of_image(medium)) is not None]
         if bad:
             medium, its = bad[0]
@@ -185,7 +191,7 @@ def _with_files(reason: str, said: str, files: tuple[str, ...]) -> Fault:
 
 
 def _error_of_image(medium: Medium) -> Exception | None:
-    """What Pillow says of an image, read as ms-swift reads it."""
+    """Return Pillow's error for an image that is read as ms-swift reads it; None if it can be read."""
     if medium.kind not in ("image", "tag") or str(medium.value).startswith("http"):
         return None
     try:
@@ -211,10 +217,10 @@ def _content(value: Any) -> bytes | None:
 
 
 def _named(error: Exception, medium: Medium) -> str:
-    """The error with the name of the image in it, instead of the buffer that it was read into."""
+    """Return the error with the name of the image in it, in place of the buffer it was read into."""
     paths = _paths([medium])
     name = paths[0] if paths else f"the content of {medium.place}"
-    # The buffer's address would make two of one message, and tells nobody anything.
+    # The address of the buffer tells nobody anything, and would make equal messages differ.
     said = _IN_MEMORY.sub(name, _said(error))
     return said if name in said else f"{said} ({name})"
 
@@ -224,7 +230,7 @@ def _said(error: Exception) -> str:
 
 
 def _paths(found: Iterable[Medium]) -> tuple[str, ...]:
-    """The whole paths of the files that are there or looked for, each once."""
+    """Return the full paths of the files that exist or were looked for, each once."""
 
     def paths() -> Iterator[str]:
         for medium in found:
@@ -253,7 +259,7 @@ def _is_from_pillow(error: Exception) -> bool:
 
 
 def _is_image(item: Any) -> bool:
-    """Whether an entry of `images` is of a form that can be an image at all."""
+    """Tell whether an entry of `images` has a form that can be an image at all."""
     item = content_of(item)
     return (isinstance(item, (str, bytes)) and bool(item)) or hasattr(item, "getbbox")
 

@@ -1,4 +1,10 @@
-"""Mix several sources into epochs; each row is encoded when it is asked for."""
+"""Mix several sources into epochs; each row is encoded when it is asked for.
+
+>>> sources = [RowSource(name="chat", rows=[{}] * 4), RowSource(name="scans", rows=[{}] * 4, ratio=0.5)]
+>>> rows = FusionCaptionDataset(sources, template=None)
+>>> len(rows), sorted(source for source, row in rows.schedule)
+(6, [0, 0, 0, 0, 1, 1])
+"""
 
 from __future__ import annotations
 
@@ -16,8 +22,8 @@ from tqdm import tqdm
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import DataError
-from swift_vlpack.plan.cut_rows import CutRows
 from swift_vlpack.plan.mix import Mix, Schedule, Source
+from swift_vlpack.plan.parts import CutRows
 from swift_vlpack.plan.shares import EVERYTHING, Share
 from swift_vlpack.plan.shuffle import permutation
 from swift_vlpack.plan.windows import lost_part
@@ -120,6 +126,17 @@ class FusionCaptionDataset(Dataset[Encoded]):
             return row.of_part(address.span.number)
         return sample_or_error(self._part, address, row)
 
+    def numbers_in(self, share: Share, epoch: int, sample_ids: Collection[SampleId]) -> set[int]:
+        """Find rows in a share of an epoch by their ids. Returns their numbers there, for `samples(held=...)`."""
+        schedule, missing, numbers = self.mix.schedule(epoch), set(sample_ids), set()
+        for number, position in enumerate(range(share.number, len(schedule), share.num_shares)):
+            if not missing:
+                break
+            if (sample_id := self.sample_id(Address(*schedule[position]))) in missing:
+                missing.remove(sample_id)
+                numbers.add(number)
+        return numbers
+
     def samples(
         self, epoch: int, share: Share = EVERYTHING, *, start: int = 0, held: Collection[int] = ()
     ) -> Iterator[Encoded | SampleError]:
@@ -195,7 +212,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
             parts, span, cutter = source.sizes.cut.parts(index), address.span, self.encoder.cutter
             if cutter is not None and cutter.lays_end_to_end:
                 return left_out_part(source.sample_id(index), lost_part(parts, span, cutter.cutting))
-            return left_out_part(source.sample_id(index), parts[span.number].part(span.number))
+            return left_out_part(source.sample_id(index), parts[span.number])
         return LeftOut(source.sample_id(index), *source.sizes.fault(index))
 
 

@@ -13,28 +13,18 @@ sources:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.plan.mix import RATIOS_BY
 from swift_vlpack.yaml_files import read_yaml
 
-KINDS = {
-    "dataset": (str,),
-    "name": (str,),
-    "ratio": (int, float),
-    "sample_limit": (int,),
-    "system": (str,),
-    "max_pixels": (int,),
-    "seed": (int,),
-}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceSpec:
-    """One source as the file asks for it."""
+    """One source, as the file asks for it."""
 
     dataset: str
     name: str
@@ -43,6 +33,20 @@ class SourceSpec:
     system: str | None = None
     max_pixels: int | None = None
     seed: int | None = None
+
+
+def _kinds_of(hint: Any) -> tuple[type, ...]:
+    """Return the types that YAML may give for a field; a float may be written as a whole number.
+
+    >>> _kinds_of(float | None)
+    (<class 'int'>, <class 'float'>)
+    """
+    kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
+    return (int, float) if float in kinds else tuple(kinds)
+
+
+KINDS = {name: _kinds_of(hint) for name, hint in get_type_hints(SourceSpec).items()}
+"""The types of each key of a source."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +77,7 @@ def read_fusion_config(path: str) -> FusionConfig:
 
 
 def specs_of(datasets: list[str]) -> list[SourceSpec]:
-    """The sources that `--dataset` names, ratio 1 each; where names are equal they are numbered."""
+    """Return the sources that `--dataset` names, with ratio 1; equal names are numbered."""
     names = [_name_of(dataset) for dataset in datasets]
     return [
         SourceSpec(dataset=dataset, name=name if names.count(name) == 1 else f"{name}-{names[:at].count(name)}")
@@ -86,10 +90,9 @@ def _spec(entry: Any, where: str, folder: Path) -> SourceSpec:
         entry = {"dataset": entry}
     if not isinstance(entry, dict) or "dataset" not in entry:
         raise ConfigError(f"{where}: expected a mapping with the key dataset, got {entry!r}")
-    known = [spec.name for spec in fields(SourceSpec)]
     for key, value in entry.items():
-        if key not in known:
-            raise ConfigError(f"{where}: unknown key {key!r}; known: {', '.join(known)}")
+        if key not in KINDS:
+            raise ConfigError(f"{where}: unknown key {key!r}; known: {', '.join(KINDS)}")
         if not isinstance(value, KINDS[key]) or isinstance(value, bool):
             raise ConfigError(
                 f"{where}: {key} must be {' or '.join(kind.__name__ for kind in KINDS[key])}, got {value!r}"
@@ -106,13 +109,13 @@ def _spec(entry: Any, where: str, folder: Path) -> SourceSpec:
 
 
 def _name_of(dataset: str) -> str:
-    """`data/captions.jsonl#500` is called captions; a hub name keeps its owner."""
+    """Return the name of a data set: `captions` for `data/captions.jsonl#500`; a hub name keeps its owner."""
     path = dataset.rsplit("#", 1)[0]
     return Path(path).stem if Path(path).exists() else path
 
 
 def _named_apart(specs: list[SourceSpec], where: str) -> tuple[SourceSpec, ...]:
-    """Names are how reports and seeds tell sources apart."""
+    """Refuse two sources of one name, because reports and seeds tell sources apart by name."""
     names = [spec.name for spec in specs]
     if duplicates := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"{where}: two sources are named {duplicates[0]!r}; give each a name")

@@ -18,7 +18,7 @@ from swift_vlpack import json_lines
 from swift_vlpack.reasons import Reason
 from swift_vlpack.rows.samples import LeftOut, SampleId
 from swift_vlpack.rows.source import RowSource, place
-from swift_vlpack.runlog.left_out_list import listed
+from swift_vlpack.runlog.left_out import listed
 
 logger = logging.getLogger(__name__)
 
@@ -26,14 +26,14 @@ Key = tuple[str, int | None, str]
 
 
 def deleted_by_loader(source: RowSource) -> Iterator[LeftOut]:
-    """The rows of a source's file that never became rows."""
+    """Yield the rows of a source's file that ms-swift deleted while it loaded them."""
     said = "ms-swift's loader or preprocess_func left the row out"
     for row in source.lost_rows:
         yield LeftOut(SampleId(source.name, int(row)), Reason.DELETED_BY_LOADER.value, said)
 
 
 class LeftOutRows:
-    """Appends to the list of a run; every rank has one over the same file. A row is listed once for an epoch."""
+    """Appends to the list of a run. Every rank has one over the same file; a row is listed once for an epoch."""
 
     def __init__(self, path: Path, sources: Iterable[RowSource] = ()) -> None:
         self.path = path
@@ -42,11 +42,11 @@ class LeftOutRows:
         self._is_writable = True
 
     def add(self, epoch: int | None, left_out: Iterable[LeftOut]) -> None:
-        """List rows of an epoch, but for those that are listed, before a resume into the same folder for example."""
+        """List rows of an epoch, without rows that are listed already, as after a resume into the same folder."""
         lines = []
         for one in left_out:
             key = (str(one.sample_id), epoch, one.reason)
-            # Read when the first row is added: most runs leave out nothing, and a list of a resumed one may be long.
+            # Read when the first row is added, because most runs leave out nothing, and the list may be long.
             listed = self._listed_before() if self._listed is None else self._listed
             if key not in listed:
                 listed.add(key)
@@ -56,7 +56,7 @@ class LeftOutRows:
                 json_lines.append(self.path, lines, ensure_ascii=False)
             except OSError as error:
                 self._is_writable = False
-                logger.warning("rows that are left out are in the log only, %s cannot be written: %s", self.path, error)
+                logger.warning("left-out rows are only in the log, because %s cannot be written: %s", self.path, error)
 
     def _listed_before(self) -> set[Key]:
         self._listed = {(line["id"], line["epoch"], line["reason"]) for line in listed(self.path)}
@@ -64,7 +64,7 @@ class LeftOutRows:
 
 
 def as_json(left_out: LeftOut, epoch: int | None, origins: Mapping[str, str]) -> dict[str, Any]:
-    """A row that is left out, as its line says it."""
+    """Return the line of a row that is left out."""
     source, row, is_loaded, _ = left_out.sample_id
     return {
         "id": str(left_out.sample_id),

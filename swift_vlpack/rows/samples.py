@@ -1,4 +1,9 @@
-"""What travels from the data to the trainer: addresses in, encoded samples out, a record of what happened."""
+"""Names, addresses and records of samples: what travels between the data, the dataloader's workers and the trainer.
+
+>>> part = SampleId("captions", 17, part=2)
+>>> str(part), part.is_further_part
+('captions:17/2', True)
+"""
 
 from __future__ import annotations
 
@@ -16,20 +21,19 @@ Encoded = dict[str, Any]
 
 
 class SampleId(NamedTuple):
-    """A row of a source: its name, and the row's number in the file or data set it came from.
-
-    Where the loader made that unknowable, `is_loaded`: the number is the row's place in what was loaded.
-    """
+    """The name of a sample: its source, the number of its row, and which part of the row it is."""
 
     source: str
     row: int
+    """The row's number in its file or data set, from 0."""
     is_loaded: bool = False
+    """Whether `row` is the place among the loaded rows instead, because the number in the file is not known."""
     part: int | None = None
-    """Which part of the row, where it is longer than a pack and cut."""
+    """The part of a row that is cut; None for a whole row."""
 
     @property
     def is_further_part(self) -> bool:
-        """Whether this is not what its row is counted by, which is the row itself or its part 0."""
+        """Whether its row is counted by another sample: a row that is cut is counted by its part 0."""
         return bool(self.part)
 
     def __str__(self) -> str:
@@ -38,36 +42,38 @@ class SampleId(NamedTuple):
 
 
 class Address(NamedTuple):
-    """Where a sample is to be found: position in the loaded rows of a source, and which tokens of the row it is."""
+    """Where to find a sample: the place of its row among the loaded rows of a source, and its tokens in the row."""
 
     source: int
     row_index: int
     span: Span | None = None
-    """None where it is the whole row."""
+    """None for a whole row."""
 
 
 class PackAddress(NamedTuple):
-    """Everything a worker needs to build one pack, so that it needs neither a plan nor sizes of its own."""
+    """All that a worker needs to build one pack, so that workers have neither plan nor sizes."""
 
     epoch: int
     number: int
     samples: tuple[Address, ...]
     sizes: tuple[tuple[int, int, int, int], ...]
-    """The fields of `RowSize` of each sample, as they were planned."""
+    """The planned size of each sample: the fields of `RowSize`."""
 
 
 class LeftOut(NamedTuple):
-    """A sample that is in no pack, and why."""
+    """A sample that is trained in no pack, and why."""
 
     sample_id: SampleId
     reason: str
+    """The word that is counted, one of `reasons.py`."""
     detail: str = ""
     """The error in words."""
     files: tuple[str, ...] = ()
-    """The files at fault, where that is known."""
+    """The files at fault, if these are known."""
     num_tokens: int = 0
-    """Of a part that cutting left out."""
+    """Tokens that cutting lost, for a part."""
     num_images: int = 0
+    """Images that cutting lost, for a part."""
 
     def count_in(self, counts: Counts) -> None:
         """Count the sample, and what cutting lost with it."""
@@ -76,12 +82,12 @@ class LeftOut(NamedTuple):
 
 
 class SampleError(VLPackError):
-    """A row cannot be encoded; names the row and the reason that is counted."""
+    """A row that cannot be encoded: its name, and the reason that is counted."""
 
     def __init__(
         self, sample_id: SampleId, reason: str, detail: str, is_lasting: bool = True, files: tuple[str, ...] = ()
     ) -> None:
-        """`is_lasting` says that the same row would fail again; `files` are those at fault."""
+        """Name the row; `is_lasting` says that it would fail again, `files` are those at fault."""
         super().__init__(f"{sample_id}: {reason}: {detail}")
         self.sample_id = sample_id
         self.reason = reason
@@ -91,26 +97,26 @@ class SampleError(VLPackError):
 
     @property
     def fault(self) -> Fault:
-        """What was wrong, without the row."""
+        """The reason and its details, without the name of the row."""
         return Fault(self.reason, self.detail, self.files)
 
     def of_part(self, part: int | None) -> SampleError:
-        """The same of a part of the row: each of them is left out, and counted, by its own name."""
+        """Return the error for a part of the row: each part is left out, and counted, by its own name."""
         sample_id = self.sample_id._replace(part=part)
         return SampleError(sample_id, self.reason, self.detail, self.is_lasting, self.files)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # pickle would call the class with the one text of the error, on the way out of a worker.
+        # On its way out of a worker pickle would call the class with the text of the error alone.
         return type(self), (self.sample_id, self.reason, self.detail, self.is_lasting, self.files)
 
 
 class TooManyFailures(VLPackError):
-    """So many consecutive rows could not be read that the data, not a row, must be broken."""
+    """Too many rows could not be read: the data must be broken, or a mount is gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackRecord:
-    """What one pack is made of; travels beside the tensors and ends in the counters."""
+    """What one pack is made of. Travels beside the tensors, from the worker to the counters of the run."""
 
     epoch: int
     number: int
@@ -120,26 +126,26 @@ class PackRecord:
     single_long: bool = False
     left_out: tuple[LeftOut, ...] = field(default=())
     progress: tuple[dict[str, Any], ...] = field(default=(), repr=False)
-    """Where its worker stands after this pack, as JSON; none where packs are planned."""
+    """How far its worker has read after this pack, as JSON, for a resume; empty for planned packs."""
     sequence_multiple: int = 1
-    """The row is padded to a multiple of so many tokens."""
+    """The sequence is padded to a multiple of this many tokens."""
     num_padding: int = 0
-    """Tokens of the row behind its samples, a segment of their own; known when the row is made."""
+    """Padding tokens after the samples, a segment of their own; known once the sequence is made."""
     num_vision_tokens: int = field(default=0, compare=False)
-    """Tokens that stand for images, videos and sounds; known when the row is made."""
+    """Tokens that stand for images, videos and sounds; known once the sequence is made."""
 
     @property
     def boundaries(self) -> Boundaries:
-        """Where samples start in the row."""
+        """Where samples start in the sequence."""
         return Boundaries(self.lengths)
 
     @property
     def lengths_in_sequence(self) -> tuple[int, ...]:
-        """Of the samples and what is behind them: of all tokens of the row."""
+        """Lengths of the samples and of the padding after them, which make up the sequence."""
         return (*self.lengths, self.num_padding) if self.num_padding else self.lengths
 
     def in_sequence_of(self, num_tokens: int, num_vision_tokens: int) -> PackRecord:
-        """The record of the row that was made."""
+        """Return the record with what is known once the sequence is made."""
         num_padding = num_tokens - sum(self.lengths) if self.sequence_multiple > 1 else 0
         return replace(self, num_padding=num_padding, num_vision_tokens=num_vision_tokens)
 
@@ -162,7 +168,7 @@ class PackRecord:
 
 
 class PackedSamples(list[Encoded]):
-    """The encoded samples of one pack, a plain list for the collator, with their record."""
+    """The encoded samples of one pack with their record; a plain list for the host's collator."""
 
     def __init__(self, samples: Iterable[Encoded], record: PackRecord) -> None:
         super().__init__(samples)

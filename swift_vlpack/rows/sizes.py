@@ -1,4 +1,9 @@
-"""Sizes of rows: what the plan needs to know of every row before any is trained on."""
+"""Sizes of rows: what a plan needs to know of every row before any is trained on.
+
+>>> index = LengthIndex.of([RowSize(30, images=1, patches=64, supervised=9), RowSize(0)], {1: "file_missing"})
+>>> index.lengths.tolist(), index.fault(1).reason
+([30, 0], 'file_missing')
+"""
 
 from __future__ import annotations
 
@@ -9,20 +14,22 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from swift_vlpack.plan.cut_rows import CutRows
+from swift_vlpack.plan.parts import CutRows
 from swift_vlpack.reasons import Reason
 from swift_vlpack.rows.faults import Fault
 from swift_vlpack.words import counted
 
 
 class RowSize(NamedTuple):
-    """Tokens, images, vision patches and supervised tokens of one row; all 0 where it cannot be encoded."""
+    """The size of one row; all 0 if it cannot be encoded."""
 
     length: int
+    """Tokens, after images are expanded."""
     images: int = 0
     patches: int = 0
+    """Vision patches of images and videos."""
     supervised: int = 0
-    """Tokens that are predicted, which are those that the loss is a mean of."""
+    """Tokens that are predicted; the loss is a mean over these."""
 
 
 NUM_COLUMNS = len(RowSize._fields)
@@ -30,21 +37,21 @@ NUM_COLUMNS = len(RowSize._fields)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LengthIndex:
-    """The sizes of many rows, as columns, and why some have none."""
+    """The sizes of the rows of a source, as columns, and why some rows have none."""
 
     columns: NDArray[np.int64]  # (4, num_rows): the fields of `RowSize`
     failures: Mapping[int, str]
-    """The reason, for every row of length 0."""
+    """The reason for every row of length 0, by index."""
     faults: Mapping[int, Fault] = field(default_factory=dict)
-    """The same in words, with the files at fault, where that is known."""
+    """The details for these rows, as far as they are known."""
     without_headers: str | None = None
-    """Why every row was encoded in full; None where image headers were trusted."""
+    """Why every row was encoded in full; None if image headers were trusted."""
     num_remembered: int = 0
-    """Rows whose size an earlier start had found."""
+    """Number of rows whose size came from the cache."""
     surplus_tags: Sequence[int] = ()
-    """Rows whose texts have more tags than they have media, which are trained as words."""
+    """Rows with more tags in their texts than media; these tags are trained as words."""
     cut: CutRows | None = None
-    """The parts of rows that are longer than a pack; None where rows stay as they are."""
+    """The parts of rows that are longer than a pack; None if rows are not cut."""
 
     @classmethod
     def of(
@@ -54,12 +61,12 @@ class LengthIndex:
         faults: Mapping[int, Fault] | None = None,
         cut: CutRows | None = None,
     ) -> LengthIndex:
-        """From one size a row."""
+        """Make an index from one size a row."""
         rows = np.array(list(sizes), dtype=np.int64).reshape(-1, NUM_COLUMNS)
         return cls(rows.T.copy(), failures or {}, faults or {}, cut=cut)
 
     def fault(self, index: int) -> Fault:
-        """What is wrong with a row that has no size."""
+        """Return why a row has no size."""
         return self.faults.get(index) or Fault(
             self.failures.get(index, Reason.ENCODE_FAILED), "found at an earlier start"
         )

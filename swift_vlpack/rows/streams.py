@@ -1,4 +1,4 @@
-"""Rows without a length: `IterableDataset` of `datasets`, webdataset-like pipelines, any other iterable."""
+"""Rows that come without a length: `IterableDataset` of `datasets`, webdataset-like pipelines, any other iterable."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _END: Any = object()
 class StreamedRows:
     """Rows without a length, encoded in the order in which they come.
 
-    A share is read from shards of its own where the stream has enough of them; otherwise by reading every row and
-    encoding every n-th. A row's number is its place in the stream, or, where shards are read, a number that no other
-    row has: the k-th row of share s is number `s + k * num_shares`.
+    Every dataloader worker of every rank reads a share. If the stream has a shard for each share, a share reads its own
+    shards; otherwise it reads all rows and encodes every n-th. The k-th row of share s has the number
+    `s + k * num_shares`: its place in the stream or, with shards, a number that no other row has.
     """
 
     def __init__(self, rows: Iterable[Row], template: Template, *, name: str = "stream", strict: bool = False) -> None:
@@ -37,7 +37,7 @@ class StreamedRows:
         self.name = name
         self.strict = strict
         self.seed = 0
-        """Of what is drawn while rows are read and encoded."""
+        """Seed of what is drawn while rows are read and encoded."""
 
     def __repr__(self) -> str:
         return f"<StreamedRows: {self.name}>"
@@ -47,35 +47,40 @@ class StreamedRows:
         self.encoder = RowEncoder.of(self.template, config)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For spawned workers. ms-swift maps a lambda over the rows of a stream, which pickle itself refuses."""
+        """Pickle for spawned workers, by dill: ms-swift maps a lambda over a stream, which pickle itself refuses."""
         return {**self.__dict__, "rows": dill.dumps(self.rows)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update({**state, "rows": dill.loads(state["rows"])})
 
     def has_shards_for(self, num_shares: int) -> bool:
-        """Whether every share can have shards of its own, so that nobody reads another's rows."""
+        """Tell whether every share can have shards of its own, so that no row is read by two shares."""
         return hasattr(self.rows, "shard") and getattr(self.rows, "num_shards", 1) >= num_shares
 
     def first_rows(self, num_rows: int) -> list[Row]:
-        """What the stream begins with in epoch 0, unencoded; nothing of an iterator, which cannot be read again."""
+        """Return the first rows of epoch 0, not encoded; none of an iterator, which cannot be read again."""
         if isinstance(self.rows, Iterator):
             return []
-        # Of the first epoch, whichever a run is resumed in: its fingerprint has to be of the same rows.
+        # Of the first epoch, also if a run is resumed in a later one, because its fingerprint is of these rows.
         _set_epoch(self.rows, 0)
         return list(islice(_unsplit(self.rows), num_rows))
+
+    def numbers_in(self, share: Share, epoch: int, sample_ids: Collection[SampleId]) -> set[int]:
+        """Find rows in a share of an epoch by their ids. Returns their numbers there, for `samples(held=...)`."""
+        rows = (sample_id.row for sample_id in sample_ids)
+        return {row // share.num_shares for row in rows if row % share.num_shares == share.number}
 
     def samples(
         self, epoch: int, share: Share = EVERYTHING, *, start: int = 0, held: Collection[int] = ()
     ) -> Iterator[Encoded | SampleError]:
-        """The share's rows of an epoch: those of the numbers `held`, then all from the `start`-th on.
+        """Yield the samples of a share of an epoch: its rows with the numbers `held`, then all from the `start`-th on.
 
-        Each is the sample, or why there is none. Rows before `start` are read past, not encoded.
+        A row that cannot be encoded is yielded as its error. Rows before `start` are read and not encoded.
         """
         reading = RandomStream(self.seed, epoch, self.name, *share)
         rows = self.rows_of(epoch, share)
         for index in count():
-            # Entered for each row anew: between two rows whoever trains draws from the states of the process.
+            # Entered anew for each row, because between two rows training draws from the states of the process.
             with reading:
                 row = next(rows, _END)
             if row is _END:
@@ -86,13 +91,13 @@ class StreamedRows:
                 yield sample
 
     def rows_of(self, epoch: int, share: Share) -> Iterator[Row]:
-        """The share's rows of an epoch as they are read."""
+        """Return the share's rows of an epoch, not encoded."""
         number, num_shares = share
         _set_epoch(self.rows, epoch)  # of the stream, if it wants to know
         if num_shares == 1 or not self.has_shards_for(num_shares):
             return islice(_unsplit(self.rows), number, None, num_shares)
         shard: Any = self.rows.shard(num_shards=num_shares, index=number)  # type: ignore[attr-defined]
-        # Another object, which need not have taken over the epoch of the stream.
+        # The shard is another object, which may not have the epoch of the stream.
         _set_epoch(shard, epoch)
         return _unsplit(shard)
 
@@ -106,7 +111,7 @@ def _set_epoch(rows: Any, epoch: int) -> None:
 
 
 def _unsplit(rows: Iterable[Row]) -> Iterator[Row]:
-    """All rows, also from an iterable that splits itself among dataloader workers: shares are dealt out here.
+    """Yield all rows, also of an iterable that splits itself among dataloader workers, because we divide them already.
 
     `IterableDataset` of `datasets`, for one, gives the only shard of a stream to worker 0 and nothing to the others.
     """
@@ -116,7 +121,7 @@ def _unsplit(rows: Iterable[Row]) -> Iterator[Row]:
     with no_worker():
         iterator = iter(rows)
     while True:
-        with no_worker():  # for each row, so that whoever takes it is in its worker again
+        with no_worker():  # for each row, so that the caller is in its worker again
             row = next(iterator, _END)
         if row is _END:
             return

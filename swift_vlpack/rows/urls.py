@@ -1,7 +1,7 @@
-"""Images behind URLs: asked for once, in threads, with a short timeout; what fails is remembered for a time.
+"""Read images behind URLs: each is requested once, in threads, with a short timeout; failures are remembered.
 
-ms-swift asks four times in each of three tries, and for every row alone. Here a URL is asked for once, of a host that
-has not answered yet no more than three at a time, and a host that failed three times in a row is not asked again.
+ms-swift requests a URL four times in each of three tries, for one row at a time. Here a URL is requested once, a host
+that has not answered yet gets three requests at a time at most, and a host that failed three times in a row gets none.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from urllib3.exceptions import HTTPError
 from swift_vlpack import json_lines
 
 NUM_FAILURES = 3
-"""A host that never answered and failed so many times in a row is not asked again."""
+"""A host that never answered is not asked again after this many failures in a row."""
 SECONDS_REMEMBERED = 3600
-"""How long a URL or host that could not be reached is not asked again, in this run or the next one."""
+"""How long a URL or host that could not be reached is not asked again, in this run and in later ones."""
 _NUM_THREADS = 16
-_NUM_FAILURES_OF_GOOD = NUM_FAILURES + _NUM_THREADS  # of a host that did answer: more than are asked at a time
+_NUM_FAILURES_OF_GOOD = NUM_FAILURES + _NUM_THREADS  # for a host that did answer: more than are in flight at a time
 _SECONDS_TO_CONNECT, _SECONDS_TO_ANSWER, _SECONDS_FOR_WHOLE = 5.0, 10.0, 60.0
 _PART, _FIRST_LOOK = 1 << 16, 1 << 12  # bytes
-_HEADED = ("JPEG", "PNG")  # formats of which the beginning of a file says all that the header says
+_HEADED = ("JPEG", "PNG")  # formats whose whole header is in the first bytes of a file
 
 
 class UrlUnreachable(OSError):
-    """A URL did not answer, or not with a file."""
+    """A URL that did not answer, or not with a file."""
 
 
 class Urls:
-    """What was read from URLs, and which ones and which hosts are not to be asked."""
+    """The contents that were read ahead, and the URLs and hosts that are not to be asked."""
 
     def __init__(
         self, memory: Path | None = None, *, seconds_remembered: float = SECONDS_REMEMBERED, num_tries: int = 1
     ) -> None:
-        """`memory` is a file of what could not be reached, which processes and runs share."""
+        """Begin with nothing read. `memory` is a file of failures that processes and runs share."""
         self._memory = memory
         self._seconds_remembered = seconds_remembered
         self._num_tries = num_tries
@@ -56,7 +56,7 @@ class Urls:
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Another process has a lock of its own."""
+        """Leave out contents and lock, because another process has its own."""
         return {**self.__dict__, "_lock": None, "_found": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -64,12 +64,12 @@ class Urls:
         self._lock = threading.Lock()
 
     def read(self, urls: Iterable[str], *, whole: bool) -> None:
-        """Ask for all of them at once, to have them ready; failures are raised when they are opened."""
+        """Read ahead, many at once. A failure is raised when its URL is opened."""
         todo = [url for url in dict.fromkeys(urls) if not self._has(url, whole)]
         if not todo:
             return
         self._take_over()
-        # A few of every unknown host first: one that is gone costs three time-outs and not a thousand.
+        # A few of every unknown host first, so that a host that is gone costs three timeouts and not a thousand.
         first, rest = self._divided(todo)
         for some in filter(None, (first, rest)):
             with ThreadPoolExecutor(min(_NUM_THREADS, len(some))) as threads:
@@ -78,7 +78,7 @@ class Urls:
                         self._found[url] = found
 
     def open(self, url: str, *, whole: bool = True) -> BytesIO:
-        """The content of a URL, or as much of it as its header takes; kept only where it was read ahead."""
+        """Return the content of a URL; unless `whole`, perhaps only its beginning with the header of an image."""
         found = self._found[url] if self._has(url, whole) else self._ask(url, whole)
         if found is not None:
             return BytesIO(found[0])
@@ -86,7 +86,7 @@ class Urls:
         raise UrlUnreachable(f"{url}: {why}")
 
     def forget(self) -> None:
-        """Let go of contents; what cannot be reached stays known."""
+        """Drop the contents that were read ahead; failures stay known."""
         self._found.clear()
 
     def _has(self, url: str, whole: bool) -> bool:
@@ -94,7 +94,7 @@ class Urls:
         return found is not None and (found[1] or not whole)
 
     def _divided(self, urls: list[str]) -> tuple[list[str], list[str]]:
-        """A few of every host that has not answered yet, and the others."""
+        """Divide URLs into a few of every host that has not answered yet, and the rest."""
         first: list[str] = []
         rest: list[str] = []
         num_asked = dict.fromkeys(map(_host, urls), 0)
@@ -111,13 +111,13 @@ class Urls:
             return None
         why, answered = "", False
         for number in range(self._num_tries):
-            # 0 s before the first try, 1 s before the second: a server that is overrun has a moment.
+            # 0 s before the first try, 1 s before the second, so that a busy server has a moment.
             time.sleep(number)
             try:
                 found = _content(url, whole)
             except (requests.RequestException, HTTPError, OSError, ValueError) as error:
                 why, answered = f"{type(error).__name__}: {error}", isinstance(error, requests.HTTPError)
-                # The answer is no, and asking again will not change it.
+                # The server said no, and asking again will not change that.
                 if answered:
                     break
                 continue
@@ -135,7 +135,7 @@ class Urls:
             self._failed[url] = now, why
             lines = [{"url": url, "at": now, "why": why}]
             most = _NUM_FAILURES_OF_GOOD if host in self._answered else NUM_FAILURES
-            # Once, when it is reached: further failures of the host would say the same again.
+            # Once, when the limit is reached, because later failures of the host would say the same.
             if self._num_failed[host] == most:
                 why = f"its host {host} failed {most} times in a row and is not asked again ({why})"
                 self._failed[host] = now, why
@@ -151,20 +151,20 @@ class Urls:
         return None
 
     def _take_over(self) -> None:
-        """What other processes and earlier runs could not reach."""
+        """Take over what other processes and earlier runs could not reach."""
         if self._memory is None:
             return
         with suppress(OSError), self._memory.open("rb") as file:
             file.seek(self._num_read)
             content = file.read()
-            # Whole lines only: another process may be at the last one.
+            # Whole lines only, because another process may be writing the last one.
             self._num_read += content.rfind(b"\n") + 1
             for line in filter(_is_of_failure, json_lines.parsed(content.splitlines())):
                 self._failed[line["url"]] = line["at"], f"{line['why']} (remembered)"
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
         if self._memory is not None:
-            with suppress(OSError):  # the cache of lengths, which is beside it, says so
+            with suppress(OSError):  # the cache of lengths, in the same folder, reports it
                 json_lines.append(self._memory, lines)
 
 
@@ -180,7 +180,7 @@ def _host(url: str) -> str:
 
 
 def _seconds_to_answer() -> float:
-    """ms-swift's own variable, where it is set."""
+    """Read ms-swift's own variable, if it is set."""
     with suppress(ValueError):
         seconds = float(os.environ.get("SWIFT_TIMEOUT", ""))
         return seconds if seconds > 0 else _SECONDS_TO_ANSWER
@@ -188,23 +188,23 @@ def _seconds_to_answer() -> float:
 
 
 def _content(url: str, whole: bool) -> tuple[bytes, bool]:
-    """The file behind a URL and True, or its beginning and False where that is enough to know the header."""
+    """Return the file behind a URL and True; or its beginning, with the header of an image, and False."""
     seconds = _seconds_to_answer()
     limit = max(_SECONDS_FOR_WHOLE, 6 * seconds) if whole else 2 * seconds
     deadline = time.monotonic() + limit
     content, next_look = bytearray(), _FIRST_LOOK
     with requests.get(url, stream=True, timeout=(min(_SECONDS_TO_CONNECT, seconds), seconds)) as response:
         response.raise_for_status()
-        # `read1` gives what has come and does not wait for a whole part, so that a short header is seen at once.
+        # `read1` returns what has come and does not wait for a full part, so that a short header is seen at once.
         read = getattr(response.raw, "read1", response.raw.read)
         while part := read(_PART, decode_content=True):
             content += part
             if not whole and len(content) >= next_look:
                 if _has_header(content):
                     return bytes(content), False
-                # Twice as much each time, so that looking costs no more than reading does.
+                # Twice as much each time, so that looking costs no more than reading.
                 next_look = 2 * len(content)
-            # `requests` limits the wait for a part only: a server that sends a byte a second would never be given up.
+            # `requests` limits only the wait for the next bytes; a server that sends one a second would never end.
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{len(content)} bytes came in {limit:.0f} s, and that was not all")
     return bytes(content), True

@@ -1,6 +1,9 @@
-"""Work that may wait for a disk for ever, in a thread that is left behind when it does.
+"""Give up reads that never end: work runs in a thread, which is left behind if it waits for a disk for too long.
 
 Nothing else ends a read from a network mount that is gone: no signal reaches it, and no timeout of Python's.
+
+>>> watched(lambda: 2 + 2)
+4
 """
 
 from __future__ import annotations
@@ -11,18 +14,18 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 READ_SECONDS = 60.0
-"""Without any progress of this process on a row, and its reads are given up."""
+"""A process that makes no progress on a row for this long gives up its reads."""
 LEAST_SECONDS = 2.0
-"""Each read that was given up halves the time for the next ones of this process, down to this."""
-_SHARE_OF_WORK = 0.1  # of the time that a core worked meanwhile; above it, the process is busy and not waiting
-_LOOKS = 10  # within the limit
+"""Each read that was given up halves the limit for later reads of the process, down to this."""
+_SHARE_OF_WORK = 0.1  # if a core worked for a larger share of the time, the process is busy and not waiting
+_LOOKS = 10  # how often to look within the limit
 
 T = TypeVar("T")
 _num_left_behind = 0  # threads of this process
 
 
 class Waits(Exception):
-    """Work was left behind; says where it was."""
+    """Work was left behind; `where` tells where it was."""
 
     def __init__(self, where: Any, seconds: float) -> None:
         super().__init__(f"nothing was read for {seconds:g} seconds")
@@ -30,31 +33,32 @@ class Waits(Exception):
 
 
 def seconds_to_wait() -> float:
-    """The limit for the next read: a thousand files of a mount that is gone do not take a thousand minutes."""
+    """Return the limit for the next read."""
+    # It shrinks, so that a thousand files of a mount that is gone do not take a thousand minutes.
     return max(min(LEAST_SECONDS, READ_SECONDS), READ_SECONDS / 2**_num_left_behind)
 
 
 def watched(work: Callable[[], T], where: Callable[[], Any] = lambda: "") -> T:
-    """What `work` gives; raises `Waits` where it neither ends nor comes from one place to the next, nor computes."""
+    """Do `work` and return its result. Raises `Waits` if it neither ends, nor moves on (`where`), nor computes."""
     outcome: list[tuple[bool, Any]] = []
 
     def run() -> None:
         try:
             outcome.append((True, work()))
-        # All that the work raises, exits too, is for the thread that waits for it.
+        # Everything that the work raises, exits too, is raised again in the thread that waits for it.
         except BaseException as error:
             outcome.append((False, error))
 
     global _num_left_behind
     seconds = seconds_to_wait()
-    # A daemon: nothing ends a thread that waits for a dead mount, and the process must be able to leave it.
+    # A daemon, because nothing ends a thread that waits for a dead mount, and the process must be able to exit.
     thread = threading.Thread(target=run, daemon=True, name="vlpack-read")
     thread.start()
     place, since, worked = where(), time.monotonic(), time.process_time()
     while not outcome:
         thread.join(seconds / _LOOKS)
         now = where(), time.monotonic(), time.process_time()
-        # Progress, or work of a core: a large image that is being decoded is slow and not stuck.
+        # It moved on, or a core works: a large image that is being decoded is slow and not stuck.
         if now[0] != place or now[2] - worked > _SHARE_OF_WORK * seconds:
             place, since, worked = now
         elif not outcome and place is not None and now[1] - since >= seconds:

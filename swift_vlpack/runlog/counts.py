@@ -63,7 +63,8 @@ class SourceCounts:
         self.num_read += other.num_read
         self.num_packed += other.num_packed
         self.num_tokens += other.num_tokens
-        self.num_dropped.update(other.num_dropped)
+        if other.num_dropped:  # a report merges up to millions of sources of steps, which leave out nothing
+            self.num_dropped.update(other.num_dropped)
 
     def without(self, other: SourceCounts) -> SourceCounts:
         """Return these counts less `other`, which are a part of them; tokens stay, because they are not told apart."""
@@ -138,6 +139,7 @@ class Counts:
         further: Iterable[str] = (),
     ) -> None:
         """Count one pack of `(source, length)` samples; `further` are the sources of further parts among them."""
+        # Samples, not units: a preference pair or a prefix with branches will be counted as the samples it is made of.
         num_tokens = 0
         for source, length in samples:
             counts = _of(self.sources, source)
@@ -288,11 +290,11 @@ class Counts:
 
     @classmethod
     def from_event(cls, event: Mapping[str, Any], packing_length: int) -> Counts:
-        """Return the counts of a `steps` event; of their fill only the mean is known."""
+        """Return the counts of a `steps` event, read as far as packed; of their fill only the mean is known."""
         counts = cls(packing_length, **{name: event[name] for name in NUMBERS})
         for name, source in event["sources"].items():
-            counts.sources[name] = SourceCounts(num_packed=source["num_samples"], num_tokens=source["num_tokens"])
-        counts.read_what_came()
+            num_samples = source["num_samples"]
+            counts.sources[name] = SourceCounts(num_samples, num_samples, source["num_tokens"])
         return counts
 
 

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from swift_vlpack import json_lines
 from swift_vlpack.files import write_whole
 from swift_vlpack.reasons import about
-from swift_vlpack.runlog import left_out_list
 from swift_vlpack.runlog.events import FOLDER
 
+FILE = "left_out.jsonl"
+"""In the folder `vlpack` of the output directory; `rows/left_out.py` writes it."""
 ALL = "left_out_of_all_segments.jsonl"
 """Written if the segments of a run have several lists."""
 
 
 def left_out_report(folder: Path, folders: Sequence[Path], epochs: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     """Counts by reason, of different rows and of rows of epochs, and the files that list them."""
-    paths = [path for path in (one / FOLDER / left_out_list.FILE for one in folders) if path.is_file()]
+    paths = [path for path in (one / FOLDER / FILE for one in folders) if path.is_file()]
     lines = left_out_rows(paths)
     rows = {(line["id"], line["reason"]) for line in lines}
     by_reason = Counter(reason for _, reason in rows)
@@ -33,10 +35,17 @@ def left_out_report(folder: Path, folders: Sequence[Path], epochs: Mapping[int, 
     }
 
 
+def listed(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a list, without a line that a killed process left half written."""
+    for line in json_lines.read(path):
+        if isinstance(line, dict) and {"id", "reason", "epoch"} <= set(line):
+            yield line
+
+
 def left_out_rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
     """Read every row that is left out of an epoch, once."""
     found: dict[tuple[str, int | None, str], dict[str, Any]] = {}
-    for line in (line for path in paths for line in left_out_list.listed(path)):
+    for line in (line for path in paths for line in listed(path)):
         found.setdefault((line["id"], line["epoch"], line["reason"]), line)
     return list(found.values())
 

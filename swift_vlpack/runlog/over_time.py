@@ -27,7 +27,7 @@ def timeline_of(segments: Sequence[Segment], checkpoints: Sequence[Checkpoint]) 
 
 def _entries(segment: Segment, on_disk: dict[str, Checkpoint]) -> Iterator[Entry]:
     yield _entry(segment, segment.start, _beginning(segment.start))
-    verb = "goes on" if segment.start["event"] == RESUME else "begins"
+    verb = "continues" if segment.start["event"] == RESUME else "begins"
     for event in segment.events:
         if event["event"] == EPOCH:
             yield _entry(segment, event, f"epoch {event['epoch']} {verb}")
@@ -45,7 +45,7 @@ def _entries(segment: Segment, on_disk: dict[str, Checkpoint]) -> Iterator[Entry
 def _beginning(start: Event) -> str:
     packs = counted(start["gradient_accumulation_steps"], "pack")
     layout = f"{counted(start['num_ranks'], 'rank')} x {packs} a step"
-    return f"goes on from {start['checkpoint']}, {layout}" if start["event"] == RESUME else f"starts, {layout}"
+    return f"resumes from {start['checkpoint']}, {layout}" if start["event"] == RESUME else f"starts, {layout}"
 
 
 def _checkpoint(segment: Segment, event: Event, on_disk: dict[str, Checkpoint]) -> str:

@@ -38,7 +38,8 @@ def run_report(run: RunFolder) -> Report:
     reports = epoch_reports(folders, last_step)
     # The account of the epoch in which the last checkpoint was written, if that epoch has no report yet.
     unfinished = [] if segments else [one for one in _accounts(saved) if one["epoch"] not in reports][-1:]
-    counts = counts_of(segments) if segments else _sum(map(_from_account, [*reports.values(), *unfinished]))
+    of_epochs = counts_by_epoch(segments)
+    counts = _sum(of_epochs.values() if segments else map(_from_account, [*reports.values(), *unfinished]))
     args = read_json(run.path / ARGS)
     without_number = [loss.last for loss in losses if loss.number is None]
     return {
@@ -50,7 +51,7 @@ def run_report(run: RunFolder) -> Report:
         "ratio_by": segments[-1].start.get("ratio_by") if segments else None,
         "sources": _sources(segments, counts),
         "left_out": left_out_report(run.path, folders, reports),
-        "epochs": _epochs(reports, segments, unfinished),
+        "epochs": _epochs(reports, segments, of_epochs, unfinished),
         "timeline": timeline_of(segments, saved),
         "checkpoints": [
             {"step": one.step, "path": str(one.path), "is_complete": one.state is not None} for one in saved
@@ -64,14 +65,14 @@ def run_report(run: RunFolder) -> Report:
 # -- counts -----------------------------------------------------------------------------------------------------------
 
 
-def counts_of(segments: Iterable[Segment], epoch: int | None = None) -> Counts:
-    """Add up all steps that count, of one epoch or of the whole run."""
-    return _sum(
-        Counts.from_event(event, segment.start["packing_length"])
-        for segment in segments
-        for event in segment.steps
-        if epoch in (None, event["epoch"])
-    )
+def counts_by_epoch(segments: Iterable[Segment]) -> dict[int, Counts]:
+    """Add up the steps of each epoch, without those that were lost."""
+    found: dict[int, Counts] = {}
+    for segment in segments:
+        for event in segment.steps:
+            counts = Counts.from_event(event, segment.start["packing_length"])
+            found.setdefault(event["epoch"], Counts(packing_length=1)).merge(counts)
+    return found
 
 
 def _sum(parts: Iterable[Counts]) -> Counts:
@@ -201,13 +202,19 @@ def _sources(segments: Sequence[Segment], counts: Counts) -> dict[str, Report]:
     }
 
 
-def _epochs(reports: Mapping[int, Report], segments: Sequence[Segment], unfinished: Sequence[Report]) -> list[Report]:
+def _epochs(
+    reports: Mapping[int, Report],
+    segments: Sequence[Segment],
+    of_epochs: Mapping[int, Counts],
+    unfinished: Sequence[Report],
+) -> list[Report]:
     """Return the accounts of all epochs; `as_of` says how far an unfinished one is known."""
     epochs = [{**report, "is_finished": True, "as_of": None} for report in reports.values()]
-    for epoch, step in {event["epoch"]: event["step"] for one in segments for event in one.steps}.items():
+    last_steps = {event["epoch"]: event["step"] for segment in segments for event in segment.steps}
+    for epoch, counts in of_epochs.items():
         if epoch not in reports:
-            trained = _trained(counts_of(segments, epoch), is_logged=True)
-            epochs.append({"epoch": epoch, **trained, "is_finished": False, "as_of": f"step {step}"})
+            trained = _trained(counts, is_logged=True)
+            epochs.append({"epoch": epoch, **trained, "is_finished": False, "as_of": f"step {last_steps[epoch]}"})
     return sorted([*epochs, *unfinished], key=lambda epoch: int(epoch["epoch"]))
 
 
@@ -233,7 +240,7 @@ def _notes(run: RunFolder, segments: Sequence[Segment]) -> Iterator[str]:
         folder = resumed_folder(first)
         why = "is not there any more" if folder is None else f"has no run log in {folder / FOLDER}"
         yield (
-            f"the run goes on from {first.start['checkpoint']}, whose run {why}: the numbers begin after step "
+            f"the run was resumed from {first.start['checkpoint']}, whose run {why}: the numbers begin after step "
             f"{first.start['step']}"
         )
 

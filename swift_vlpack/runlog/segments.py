@@ -94,10 +94,13 @@ class Segment:
         return self.stops_at is None or event["step"] <= self.stops_at
 
     def spans(self) -> list[EpochSpan]:
-        """Return the epochs of a segment that trained planned packs. Raises `StateMismatch` if the log is damaged."""
+        """Return the epochs of a segment that trained planned packs, without those that were lost.
+
+        Raises `StateMismatch` if the log is damaged.
+        """
         check_shape(self.start, _START, FILE)
         spans = []
-        for event in self.epochs:
+        for event in filter(self.is_kept, self.epochs):
             check_shape(event.get("state"), _EPOCH, f"{FILE}: state")
             state = event["state"]
             layout = self.start["num_ranks"], self.start["gradient_accumulation_steps"]
@@ -113,6 +116,7 @@ def segments_of(folder: Path) -> list[Segment]:
 
     The list is empty if the folder has no run log.
     """
+    # The last one is the run's present state: segments before its start are another run in the same folder.
     found = _segments_in(folder)[-1:]
     seen = {(segment.folder.resolve(), segment.number) for segment in found}
     while found and found[0].start["event"] == RESUME and (before := _resumed_by(found[0])) is not None:
@@ -129,7 +133,7 @@ def resumed_folder(segment: Segment) -> Path | None:
     checkpoint = Path(segment.start["checkpoint"])
     if checkpoint.parent.is_dir():
         return checkpoint.parent
-    if (segment.folder / checkpoint.name).is_dir():
+    if (segment.folder / checkpoint.name).is_dir():  # a run that was resumed in its own folder, which was renamed
         return segment.folder
     moved = segment.folder.parent / checkpoint.parent.name
     return moved if moved.is_dir() else None

@@ -18,20 +18,20 @@ from collections.abc import Iterator, Mapping
 from textwrap import wrap
 from typing import Any
 
-from swift_vlpack.plan.advice import StepSize, nothing_packed
+from swift_vlpack.plan.report import StepSize, nothing_packed
 from swift_vlpack.reasons import kept_by
 from swift_vlpack.runlog.counts import Counts
 from swift_vlpack.words import by_reason, counted
 
 WIDTH = 100
-"""Columns."""
+"""Columns of a line."""
 MAX_LINES = 24
 _LABEL = 13
 _MAX_SOURCES = 4
 _WHOLE = 0
 
 Entry = tuple[str, str, int]
-"""(label, text, most lines). `_WHOLE` in place of a number marks a command to copy, which is never cut."""
+"""(label, text, most lines that it may take). `_WHOLE` marks a command to copy, which is never cut."""
 
 
 def start_text(facts: Mapping[str, Any]) -> str:
@@ -68,15 +68,15 @@ def end_text(trained: Counts, *, step: int, num_steps: int, num_ranks: int, outp
 
 
 def _title(facts: Mapping[str, Any]) -> str:
-    begins = f"goes on behind step {facts['step']}" if facts["checkpoint"] else "before step 1"
+    begins = f"resumes after step {facts['step']}" if facts["checkpoint"] else "before step 1"
     return f"packing: {begins} of {facts['num_steps']}, {counted(facts['num_ranks'], 'rank')}"  # ms-swift's prefix
 
 
 def _entries(facts: Mapping[str, Any]) -> Iterator[Entry]:
     if facts["checkpoint"]:
-        yield "resumes", facts["checkpoint"], 1
+        yield "checkpoint", facts["checkpoint"], 1
     if facts["plan"] is None:
-        yield "data", "a stream: its rows are packed as they come, and counted when they are trained or left out", 1
+        yield "data", "a stream: rows are packed as they come, and counted when they are trained or left out", 1
     else:
         yield from _about_data(facts["data"], facts["plan"])
         yield from _about_plan(facts["plan"], facts["epoch"])
@@ -102,7 +102,7 @@ def _about_data(data: Mapping[str, Any], plan: Mapping[str, Any]) -> Iterator[En
     numbers = ", ".join(f"{name} {number}" for name, number in data["lengths"].items())
     known = data["num_remembered"]
     yield "lengths", f"{numbers} tokens", 1
-    yield "", f"{known} remembered from an earlier start, {data['rows'] - known} measured now", 1
+    yield "", f"{known} remembered from earlier runs, {data['rows'] - known} measured now", 1
     vision = data["share_of_vision_tokens"]
     of_tokens = "" if vision is None else f", {vision:.1%} of the tokens are vision"
     yield "images", f"{data['share_of_rows_with_image']:.1%} of the rows have one{of_tokens}", 1
@@ -135,7 +135,7 @@ def _about_steps(facts: Mapping[str, Any]) -> Iterator[Entry]:
     if plan is None:
         num_packs = facts["num_ranks"] * facts["gradient_accumulation_steps"]
         yield "steps", f"{facts['num_steps']}; {a_step}", 1
-        yield "one step", f"{counted(num_packs, 'pack')}, as many as it would have samples un-packed", 1
+        yield "one step", f"{counted(num_packs, 'pack')}; un-packed it would be as many samples", 1
         return
     yield "steps", f"{facts['num_steps']}, {plan['steps_per_epoch']} an epoch; {a_step}", 1
     step = StepSize(**plan["step"])

@@ -1,12 +1,24 @@
-"""Documents in, blocks of tokens out: the function for `datasets.map`."""
+"""Cut and pack documents into blocks of tokens: the function for `datasets.map`.
+
+>>> blocks = block_tokenize({"text": ["abc", "defgh"]}, tokenizer="byte", max_length=6, add_bos=False)
+>>> blocks["document_starts"]  # 257 is EOS; the second document goes on in the next block
+[[0, 4], [0]]
+>>> blocks["input_ids"]
+[[97, 98, 99, 257, 100, 101], [102, 103, 104, 257]]
+
+What happened to the documents is a column too, `block_counts`, with one record a block: so the numbers add up over
+blocks, calls and processes of `map`. What is in no block is counted with the first block of its call.
+"""
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,26 +26,34 @@ from numpy.typing import NDArray
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError, DataError, StrategyError
 from swift_vlpack.plan.boundaries import Boundaries
+from swift_vlpack.plan.packer import Packer
+from swift_vlpack.plan.parts import Cutting, Part, Run, parts_of, window_parts
 from swift_vlpack.plan.planner import plan
 from swift_vlpack.plan.registry import WINDOW, Checked, strategy_named
 from swift_vlpack.plan.shuffle import permutation
-from swift_vlpack.reasons import Reason
+from swift_vlpack.reasons import Kind, Reason
 from swift_vlpack.text.checks import check_whole
-from swift_vlpack.text.counts import COLUMN, left_out, records
-from swift_vlpack.text.cutting import Piece, pieces_of, windows_of
-from swift_vlpack.text.rows import IGNORED
-from swift_vlpack.text.special import edge_tokens, edged, token_ids
-from swift_vlpack.text.vocabulary import tokenizer_of
+from swift_vlpack.text.documents import IGNORED
+from swift_vlpack.text.tokenizer import edge_tokens, edged, token_ids, tokenizer_of
+
+logger = logging.getLogger(__name__)
 
 Tokens = NDArray[np.int64]
 GREEDY, UNCUT = "greedy", "greedy_uncut"
 """Here `greedy` cuts documents where a block is full; the core's `greedy`, which cuts nothing, is `greedy_uncut`."""
 Strategy = str | Callable[[Sequence[int], int], Iterable[Iterable[int]]]
 
+COLUMN = "block_counts"
+REASONS = tuple(reason for reason in Reason if reason.about.kind is Kind.DOCUMENT)
+OF_A_BLOCK = ("max_length", "documents", "cut_documents", "repeated_tokens", "truncated_documents", "truncated_tokens")
+"""`documents` counts those that begin in the block; `cut_documents` those of them that go on in another one."""
+LEFT_OUT = tuple(f"{reason.value}_{what}" for reason in REASONS for what in ("pieces", "tokens"))
+NAMES = (*OF_A_BLOCK, "dropped_documents", *LEFT_OUT)
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+
+@dataclass(frozen=True, kw_only=True)
 class BlockOptions:
-    """What documents become, checked once."""
+    """The options of `block_tokenize`, checked once."""
 
     max_length: int
     packed: bool = True
@@ -73,6 +93,19 @@ class BlockOptions:
     def is_windowed(self) -> bool:
         """Tell whether documents are cut wherever a block is full."""
         return self.packed and self.overflow and self.packing_strategy in (WINDOW, GREEDY)
+
+    @cached_property
+    def cutting(self) -> Cutting:
+        """Say where documents are cut, in the words of the planner."""
+        how = WINDOW if self.is_windowed else "split" if self.overflow else "truncate"
+        is_window = self.packed and self.packing_strategy == WINDOW
+        return Cutting(
+            how=how,
+            capacity=self.max_length,
+            stride=self.stride,
+            min_len=1 if is_window else self.min_len,  # `window` leaves out whole documents only
+            num_added=int(self.bos_on_pieces),
+        )
 
     @property
     def has_labels(self) -> bool:
@@ -131,7 +164,7 @@ def block_tokenize(  # noqa: PLR0913 - the options of one `functools.partial`, a
 def _documents(
     features: Mapping[str, Sequence[Any]], feature: str, tokenizer: Any, edges: tuple[list[int], list[int]]
 ) -> list[Tokens]:
-    """The tokens of every document, with BOS and EOS; of one that is null, or of no token, none."""
+    """Return the tokens of every document, with BOS and EOS; none for a document that is null or has no token."""
     if feature not in features:
         raise DataError(f"the rows have no {feature!r}; they have {', '.join(features)}: name the text with feature=")
     if isinstance(features[feature], str):
@@ -145,27 +178,31 @@ def _documents(
     return [edged(nothing if text is None else next(tokens), edges).astype(np.int64) for text in texts]
 
 
+class Piece(NamedTuple):
+    """A part of a document, as it is in a block."""
+
+    document: int
+    part: Part
+    num_added: int = 0
+    """Tokens put before the part: a BOS, if later parts of a document get one."""
+
+    @property
+    def length(self) -> int:
+        """Count the tokens, with those that are repeated or put before."""
+        return self.part.length + self.num_added
+
+
 def _blocks(lengths: list[int], options: BlockOptions, lost: Counter[str]) -> list[list[Piece]]:
-    """The pieces of every block; what is in none is counted."""
+    """Return the pieces of every block. Documents and rests that are in no block are counted in `lost`."""
     usable = []
     for document, length in enumerate(lengths):
         reason = _why_left_out(length, options)
         if reason is None:
             usable.append(document)
         else:
-            left_out(lost, reason, length, is_whole=True)
+            count_left_out(lost, reason, length, is_whole=True)
     if options.is_windowed:
-        least = 1 if options.packing_strategy == WINDOW else options.min_len
-        windows = windows_of(
-            [lengths[document] for document in usable],
-            options.max_length,
-            stride=options.stride,
-            num_edge=int(options.bos_on_pieces),
-            least=least,
-        )
-        if windows and sum(piece.length for piece in windows[-1]) < least:  # the rest of one document
-            left_out(lost, Reason.TOO_SHORT, windows.pop()[0].num_new, is_whole=False)
-        return [[piece._replace(document=usable[piece.document]) for piece in window] for window in windows]
+        return _windows(usable, lengths, options, lost)
     pieces = [piece for document in usable for piece in _pieces(document, lengths[document], options, lost)]
     groups = (
         _grouped([piece.length for piece in pieces], options) if options.packed else [[n] for n in range(len(pieces))]
@@ -181,24 +218,39 @@ def _why_left_out(length: int, options: BlockOptions) -> Reason | None:
     return Reason.TOO_SHORT if length < options.min_len else None
 
 
+def _windows(usable: list[int], lengths: list[int], options: BlockOptions, lost: Counter[str]) -> list[list[Piece]]:
+    """Lay documents end to end and cut them wherever a block is full."""
+    config = PackingConfig(packing_length=options.max_length, packing_strategy=WINDOW, packing_drop_last=False)
+    packer, packs = Packer(config, label=None), []
+    for document in usable:
+        text = Run(lengths[document])
+        parts = window_parts([text], options.cutting, text, packer.taken)
+        for piece in _placed(document, parts or [Part(0, 0, text.length)], options):
+            packs += packer.push((piece, piece.length))
+    blocks: list[list[Any]] = [list(pack.ids) for pack in [*packs, *packer.flush()]]
+    if blocks and sum(piece.length for piece in blocks[-1]) < options.cutting.min_len:  # the rest of one document
+        (rest,) = blocks.pop()
+        count_left_out(lost, Reason.TOO_SHORT, rest.part.num_new, is_whole=False)
+    return blocks
+
+
 def _pieces(document: int, length: int, options: BlockOptions, lost: Counter[str]) -> list[Piece]:
-    """The pieces of a document that are kept."""
-    if not options.overflow:
-        return [Piece(document, 0, min(length, options.max_length))]
-    pieces = pieces_of(
-        length,
-        max_length=options.max_length,
-        stride=options.stride,
-        num_edge=int(options.bos_on_pieces),
-        document=document,
-    )
-    if pieces[-1].length < options.min_len:
-        left_out(lost, Reason.TOO_SHORT, pieces.pop().num_new, is_whole=False)
-    return pieces
+    """Cut one document by itself, and keep what is not too short. Truncated tokens are counted with the blocks."""
+    kept = []
+    for part in parts_of([Run(length)], options.cutting) or [Part(0, 0, length)]:
+        if part.reason is None:
+            kept.append(part)
+        elif part.reason is Reason.TOO_SHORT:
+            count_left_out(lost, Reason.TOO_SHORT, part.num_new, is_whole=False)
+    return _placed(document, kept, options)
+
+
+def _placed(document: int, parts: Iterable[Part], options: BlockOptions) -> list[Piece]:
+    return [Piece(document, part, options.cutting.num_added if part.number else 0) for part in parts]
 
 
 def _grouped(lengths: list[int], options: BlockOptions) -> Iterable[Iterable[int]]:
-    """Which pieces share a block: a plan of them as one window, or the groups of a function."""
+    """Decide which pieces share a block: by a plan of them as one buffer, or by the function that was given."""
     if not isinstance(options.packing_strategy, str):
         name = getattr(options.packing_strategy, "__qualname__", repr(options.packing_strategy))
         try:
@@ -248,14 +300,14 @@ def _as_lists(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def _tokens(tokens: Tokens, piece: Piece, bos: Tokens) -> Tokens:
-    own = tokens[piece.start : piece.end]
-    return np.concatenate([bos, own]) if piece.num_edge else own
+    own = tokens[piece.part.start : piece.part.stop]
+    return np.concatenate([bos, own]) if piece.num_added else own
 
 
 def _labels(tokens: Tokens, piece: Piece, bos: Tokens) -> Tokens:
     """Return labels that ignore context: an added BOS, and repeated tokens, which the piece before trains."""
     labels = _tokens(tokens, piece, bos).copy()
-    labels[: piece.num_edge + piece.num_repeated] = IGNORED
+    labels[: piece.num_added + piece.part.num_repeated] = IGNORED
     return labels
 
 
@@ -264,10 +316,33 @@ def _counts(
 ) -> Counter[str]:
     counts: Counter[str] = Counter(max_length=options.max_length)
     for piece in block:
-        num_lost = 0 if options.overflow else len(documents[piece.document]) - piece.end
-        counts["documents"] += piece.is_first
-        counts["cut_documents"] += piece.is_first and num_pieces[piece.document] > 1
-        counts["repeated_tokens"] += piece.num_repeated + piece.num_edge
+        num_lost = 0 if options.overflow else len(documents[piece.document]) - piece.part.stop
+        is_first = piece.part.number == 0
+        counts["documents"] += is_first
+        counts["cut_documents"] += is_first and num_pieces[piece.document] > 1
+        counts["repeated_tokens"] += piece.part.num_repeated + piece.num_added
         counts["truncated_documents"] += num_lost > 0
         counts["truncated_tokens"] += num_lost
     return counts
+
+
+def record(counts: Counter[str]) -> dict[str, int]:
+    """Return the numbers of one block under all names, because every call must have the same columns."""
+    return {name: counts[name] for name in NAMES}
+
+
+def count_left_out(counts: Counter[str], reason: Reason, num_tokens: int, *, is_whole: bool) -> None:
+    """Count a document, or the rest of one, that is in no block."""
+    counts["dropped_documents"] += is_whole
+    counts[f"{reason.value}_pieces"] += 1
+    counts[f"{reason.value}_tokens"] += num_tokens
+
+
+def records(blocks: list[Counter[str]], lost: Counter[str]) -> list[dict[str, int]]:
+    """Make the column: what is in no block goes with the first one; if a call made none, it is only logged."""
+    if blocks:
+        return [record(blocks[0] + lost), *map(record, blocks[1:])]
+    if lost:
+        said: dict[str, Any] = {name: count for name, count in lost.items() if count}
+        logger.warning("no block is left of these documents, so block_report cannot count them: %s", said)
+    return []

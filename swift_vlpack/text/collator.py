@@ -12,13 +12,61 @@ from numpy.typing import NDArray
 
 from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.plan.boundaries import Boundaries
-from swift_vlpack.text.batch import MASK, PackedBatch, batch_of
 from swift_vlpack.text.checks import check_whole
-from swift_vlpack.text.rows import IGNORED, Row, Specials, has_boundaries, joined, row_of
-from swift_vlpack.text.special import token_id
-from swift_vlpack.text.vocabulary import tokenizer_of
+from swift_vlpack.text.documents import IGNORED, Block, Specials, has_boundaries, joined, read_block
+from swift_vlpack.text.tokenizer import token_id, tokenizer_of
 
 logger = logging.getLogger(__name__)
+MASK = "attention_mask"
+
+
+class PackedBatch(dict[str, Any]):
+    """The inputs of one step. Of packed rows the 2-D mask is not among them, but `batch["attention_mask"]` has it.
+
+    A transformers model that is given a 2-D mask no longer looks at positions (masking_utils), nor does flash-attn at
+    boundaries, and documents would see each other. Padding needs no mask there: it is a segment of its own. So who asks
+    by name finds the mask (`[]`, `in`, `get`, `pop`), and what goes through the items, as `**batch` does, does not.
+    """
+
+    mask: Any = None
+    """The 2-D mask of packed rows, 0 for padding; None where it is among the inputs."""
+
+    def to(self, device: Any, non_blocking: bool = False) -> PackedBatch:
+        """The batch on a device."""
+        moved = PackedBatch({name: value.to(device, non_blocking=non_blocking) for name, value in self.items()})
+        moved.mask = None if self.mask is None else self.mask.to(device, non_blocking=non_blocking)
+        return moved
+
+    def __missing__(self, name: str) -> Any:
+        if name == MASK and self.mask is not None:
+            return self.mask
+        raise KeyError(name)
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or (name == MASK and self.mask is not None)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value under a name, the mask too."""
+        return self.mask if name == MASK and self.mask is not None else super().get(name, default)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """Take a value out, the mask too."""
+        if name == MASK and self.mask is not None:
+            mask, self.mask = self.mask, None
+            return mask
+        return super().pop(name, *default)
+
+
+def batch_of(arrays: dict[str, NDArray[Any]], *, is_packed: bool, return_tensors: str) -> PackedBatch:
+    """The arrays as a batch of tensors, or of arrays, which no transformers model takes, so that all are inputs."""
+    if return_tensors == "np":
+        return PackedBatch(arrays)
+    import torch
+
+    batch = PackedBatch({name: torch.from_numpy(value) for name, value in arrays.items()})
+    if is_packed:
+        batch.mask = batch.pop(MASK)
+    return batch
 
 
 class PackedCollator:
@@ -66,8 +114,8 @@ class PackedCollator:
         _check_kind(kind)
         is_packed = self._is_packed(features)
         rows = [
-            row_of(feature, f"row {number + 1} of the batch", self._specials, by_tokens=self.packed_sequences is True)
-            for number, feature in enumerate(features)
+            read_block(row, f"row {number} of the batch", self._specials, by_tokens=self.packed_sequences is True)
+            for number, row in enumerate(features, start=1)
         ]
         self._check_lengths([len(row.tokens) for row in rows])
         lines = [joined(rows)] if self.cu_seqlens else rows
@@ -108,7 +156,7 @@ class PackedCollator:
             return self.max_length * rows_per_line
         return -(-longest // int(self.padding)) * int(self.padding)
 
-    def _fields(self, row: Row, width: int, is_packed: bool) -> dict[str, NDArray[Any]]:
+    def _fields(self, row: Block, width: int, is_packed: bool) -> dict[str, NDArray[Any]]:
         num_tokens, pad = len(row.tokens), self._specials.pad
         pad = (self._specials.eos or 0) if pad is None else pad  # it is masked, so any token will do
         fields = {
@@ -124,7 +172,7 @@ class PackedCollator:
             fields["segment_ids"] = _padded(numbers, width, 0)
         return fields
 
-    def _labels(self, row: Row) -> NDArray[np.int64]:
+    def _labels(self, row: Block) -> NDArray[np.int64]:
         labels = row.labels.copy()
         if self.mask_boundary_loss:
             labels[list(row.documents.document_starts)] = IGNORED
@@ -154,7 +202,7 @@ def _check_kind(return_tensors: str) -> None:
         raise ConfigError(f"return_tensors must be 'pt' or 'np', got {return_tensors!r}")
 
 
-def _segments(row: Row, is_packed: bool) -> Boundaries:
+def _segments(row: Block, is_packed: bool) -> Boundaries:
     """What of a row may not see another part of it."""
     return row.documents if is_packed else Boundaries((len(row.tokens),))
 

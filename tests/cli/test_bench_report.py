@@ -80,7 +80,7 @@ def test_what_is_right_is_left_alone(report):
         ),
         ("loader", [loader(0, 4.0), loader(1, 6.0)], "to 1, and expect to wait for data", "gives 6.0 at most"),
         ("plan/suggested_length", 4096, "packing_length 4096 is enough (it is 8192)", "longest of the rows has 5000"),
-        ("plan/mean_fill", 0.7, "would leave less of a row empty", "packs are 70.0% full"),
+        ("plan/mean_fill", 0.7, "would leave less of a sequence empty", "packs are 70.0% full"),
         (
             "plan/patches_per_pack",
             {"median": 1000, "p95": 3000, "max": 9000},
@@ -104,7 +104,7 @@ def test_advice_about_length_does_not_contradict_itself(report):
     made = changed(changed(report, "plan/suggested_length", 4096), "plan/mean_fill", 0.7)
     found = [one["advice"] for one in advice_on(changed(made, "packed/memory", {"peak": 10 * GB, "total": 80 * GB}))]
     assert [advice for advice in found if "packing_length" in advice] == [
-        "packing_length 4096 is enough (it is 8192): shorter rows, less memory"
+        "packing_length 4096 is enough (it is 8192): shorter sequences, less memory"
     ]
 
 

@@ -41,7 +41,10 @@ def folder(tmp_path, monkeypatch):
     about = About("captions", "/data/captions.jsonl", "qwen2_5_vl", "qwen2_5_vl", "0.1.0")
     write_lengths(cache, "captions-0123456789ab", 3, days=1.5, about=about)
     (cache / "captions-0123456789ab.failures").write_text('["00", "file_missing", "gone", []]\n')
-    os.utime(cache / "captions-0123456789ab.failures", (time.time() - 2 * DAY,) * 2)
+    (cache / f"captions-0123456789ab.{'cd' * 6}.parts").write_text('["00", [0, 9, 0, 0, 0, 9, ""]]\n')
+    (cache / f"captions-0123456789ab.{'cd' * 6}.notes.parts").write_text("")
+    for path in (*cache.glob("*.failures"), *cache.glob("*.parts")):
+        os.utime(path, (time.time() - 2 * DAY,) * 2)
     write_lengths(cache, "scans-ba9876543210", 2, days=40)
     (cache / f"{'ab' * 16}.trust").write_text('{"agreed": {}}\n')
     (cache / "unreachable.urls").write_text("")
@@ -80,7 +83,7 @@ def test_list_says_of_what_how_many_and_how_old(folder, capsys):
     assert [captions[name] for name in of] == ["captions", "/data/captions.jsonl", "qwen2_5_vl", "qwen2_5_vl", 3]
     assert [scans[name] for name in of] == ["scans", None, None, None, 2], "as far as it is known"
     assert captions["seconds_since_used"] == pytest.approx(1.5 * DAY, abs=600)
-    assert {name.rpartition(".")[2] for name in captions["files"]} == {"lengths", "about", "failures"}
+    assert {name.rpartition(".")[2] for name in captions["files"]} == {"lengths", "about", "failures", "parts"}
     assert sorted(report["shared_files"]) == [f"{'ab' * 16}.trust", "unreachable.urls"]
     assert report["bytes"] == sum(
         (folder / name).stat().st_size for name in [*captions["files"], *scans["files"], *report["shared_files"]]
@@ -89,7 +92,7 @@ def test_list_says_of_what_how_many_and_how_old(folder, capsys):
     said = capsys.readouterr().out
     assert "1 day ago  captions  qwen2_5_vl  qwen2_5_vl" in said
     assert "40 days ago  scans     ?" in said
-    assert "2 sources, 6 files" in said
+    assert "2 sources, 8 files" in said
 
 
 @pytest.mark.parametrize(

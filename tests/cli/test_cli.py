@@ -111,7 +111,7 @@ def test_plan_in_which_no_row_fits_says_so(length_file, capsys):
     flags = ["plan", "--lengths", str(length_file), "--packing_length", "16"]
     assert main(flags) == 0
     out = capsys.readouterr().out
-    assert "NO SAMPLE FITS a pack of 16 tokens: each is alone in a row of its own, and nothing is packed" in out
+    assert "NO SAMPLE FITS a pack of 16 tokens: each is alone in a sequence of its own, and nothing is packed" in out
     assert "mean" not in out.partition("fill")[2].partition("\n")[0]
     assert "above it" not in out
     assert main([*flags, "--packing_allow_single_long", "false"]) == 2

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from swift_vlpack.cli.inspect_run import as_json, look, told
-from swift_vlpack.cli.run_folder import run_found
+from swift_vlpack.cli.run_options import run_options
 from swift_vlpack.cli.wanted import Wanted
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.host.launch import run_launch
@@ -113,7 +113,7 @@ def looking(argv, num_ranks=1, folder=None, environ=()):
 @contextmanager
 def looking_back(output):
     """The same of a run that was trained, from what it left."""
-    found = run_found(output)
+    found = run_options(output)
     launch = run_launch(found.flags, {**os.environ, **found.variables}, num_ranks=found.num_ranks)
     with looking(launch.flags, launch.num_ranks, str(output), launch.environ) as seen:
         yield seen

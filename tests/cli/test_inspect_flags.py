@@ -7,7 +7,7 @@ import pytest
 
 from swift_vlpack.cli import inspect_command, main
 from swift_vlpack.cli.in_run import command_and_flags
-from swift_vlpack.cli.run_folder import run_found
+from swift_vlpack.cli.run_options import run_options
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.runlog.events import EventLog
 
@@ -49,7 +49,7 @@ def test_run_is_started_again_with_the_options_that_rows_follow_from(folder):
         options={"packing": True, "packing_length": 256, "packing_buffer": 64},
         variables={"MAX_PIXELS": "50176"},
     )
-    found = run_found(folder)
+    found = run_options(folder)
     assert found.flags[:5] == ["--model", "/m", "--model_kwargs", '{"a": 1}', "--dataset"]
     assert found.flags[5:7] == ["/d/a.jsonl", "/d/b.jsonl#20"]
     both = {name: value for name, value in zip(found.flags, found.flags[1:], strict=False) if name.startswith("--")}
@@ -63,7 +63,7 @@ def test_run_is_started_again_with_the_options_that_rows_follow_from(folder):
 def test_sources_of_a_fusion_config_take_the_place_of_the_data(folder):
     """SEE-4"""
     note_start(folder, options={"fusion_config": "/c/mix.yaml"})
-    flags = run_found(folder).flags
+    flags = run_options(folder).flags
     assert "--dataset" not in flags
     assert flags[flags.index("--fusion_config") + 1] == "/c/mix.yaml"
 
@@ -71,17 +71,17 @@ def test_sources_of_a_fusion_config_take_the_place_of_the_data(folder):
 def test_folder_without_a_run_is_named_with_what_was_meant(tmp_path, folder):
     """SEE-4 CLI-5"""
     with pytest.raises(ConfigError, match="no such directory"):
-        run_found(tmp_path / "nothing")
+        run_options(tmp_path / "nothing")
     empty = tmp_path / "outer"
     (empty / "v0-20260101").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"has no args\.json; name the output_dir"):
-        run_found(empty)
+        run_options(empty)
     (empty / "v0-20260101" / "args.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"did you mean .*v0-20260101"):
-        run_found(empty)
+        run_options(empty)
     (folder / "args.json").write_text("{")
     with pytest.raises(ConfigError, match="damaged"):
-        run_found(folder)
+        run_options(folder)
 
 
 def test_flags_of_the_command_and_those_of_the_run_are_told_apart(folder, became):

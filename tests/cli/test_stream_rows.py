@@ -6,9 +6,11 @@ import pytest
 
 from swift_vlpack.cli.inspect_streamed import _number
 from swift_vlpack.cli.stream_rows import local_files, places_of, rows_at
-from swift_vlpack.cli.trained import _place
+from swift_vlpack.cli.trained import TrainedRun, _place
 from swift_vlpack.plan.shares import Share
 from swift_vlpack.rows.streams import StreamedRows
+from swift_vlpack.runlog.events import EventLog
+from swift_vlpack.runlog.pack_log import PackLog, pack_file
 from tests.data_rows import image_row, text_row, write_jsonl
 
 
@@ -69,3 +71,20 @@ def test_part_of_a_row_stands_where_its_row_does():
     origins = {"a": "/data/a.txt"}
     places = [_place(name, origins) for name in ("a:3", "a:3/1", "a:loaded-3/1", "stream:3/1")]
     assert places == ["/data/a.txt row 4", "/data/a.txt row 4", "/data/a.txt loaded row 4", "row 4 of the stream"]
+
+
+def test_packs_are_read_from_the_folder_that_trained_the_step(tmp_path):
+    """SEE-5 SEE-3: a run that was resumed into another folder, after a step that both folders have."""
+    first, second = tmp_path / "v0-a", tmp_path / "v1-b"
+    for folder, steps in ((first, (1, 2, 3)), (second, (3, 4))):
+        PackLog(pack_file(folder, 0)).append(
+            [{"step": step, "epoch": 0, "pack": step, "ids": [f"{folder.name}:{step}"]} for step in steps]
+        )
+    facts = {"mode": "buffer", "num_ranks": 1, "num_workers": 0, "origins": {}}
+    EventLog(first).append("start", 0, **facts)
+    (first / "checkpoint-2").mkdir()
+    EventLog(second).append("resume", 2, checkpoint=str(first / "checkpoint-2"), **facts)
+    run = TrainedRun(second)
+    assert run.recorded_steps() == (1, 4)
+    assert [run.recorded_step(step)[0].ids for step in (1, 2, 3, 4)] == [["v0-a:1"], ["v0-a:2"], ["v1-b:3"], ["v1-b:4"]]
+    assert run.recorded_step(5) == []

@@ -132,7 +132,7 @@ def test_killed_terminated_and_resumed_by_one_rank_every_sample_is_trained_once(
 
 
 def assert_reported_as_one_run(folders, packs):
-    """REPORT-6 REPORT-7: three legs in three folders, on two, two and one rank, two of which were killed."""
+    """REPORT-6 REPORT-7: three segments in three folders, on two, two and one rank, two of which were killed."""
     report = run_report(find_run(folders[-1]))
     assert report["run"]["num_ranks"] == [2, 2, 1]
     assert report["run"]["has_ended"] is True

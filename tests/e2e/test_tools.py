@@ -46,6 +46,6 @@ def test_file_of_a_run_is_measured_packed_and_padded(tiny_folder, tmp_path):
     assert report["packed"]["memory"]["peak"] > 0
     assert [one["workers"] for one in report["loader"]][:2] == [0, 1]
     assert all(set(one) == {"advice", "because"} for one in report["advice"])
-    assert "vlpack bench: row 2 of 2" in done.stderr
+    assert "vlpack bench: measurement 2 of 2" in done.stderr
     assert list(folder.iterdir()) == []
     assert not (tmp_path / "out").exists()

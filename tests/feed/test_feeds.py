@@ -3,6 +3,7 @@
 import json
 import pickle
 import threading
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
@@ -17,7 +18,8 @@ from swift_vlpack.rows.faults import Fault
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.sizes import LengthIndex, RowSize
 from swift_vlpack.rows.source import RowSource
-from tests.feeds import loader_over, planned_feed, resumed
+from swift_vlpack.rows.streams import StreamedRows
+from tests.feeds import loader_over, planned_feed, resumed, streamed_feed
 
 CONFIG = PackingConfig(packing_length=100, packing_strategy="best_fit", packing_drop_last=False)
 
@@ -61,19 +63,35 @@ def packs_of(dataset):
 
 @pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_plain_dataloader_with_workers_that_live_on_goes_through_the_epochs(context):
-    """DATA-4: numbers come to the workers, addresses from the training process."""
+    """DATA-4: numbers come to the workers, addresses from the training process, also of an epoch that was left."""
     packs = PackingDataset(fused(ratio=0.6), Template(), CONFIG, num_epochs=3)
     loader = DataLoader(
         packs, batch_size=None, collate_fn=None, num_workers=2, persistent_workers=True, multiprocessing_context=context
     )
     seen = []
-    for epoch in (0, 1, 2, 0):
+    for epoch in (0, 1, 0, 2, 0):
         packs.set_epoch(epoch)
         expected = packs_of(packs)
         seen.append([[str(sample["sample_id"]) for sample in pack] for pack in loader])
         assert seen[-1] == expected
-    assert seen[0] == seen[3]
+    assert seen[0] == seen[2] == seen[4]
     assert len({str(order) for order in seen}) == 3
+
+
+def test_feed_packs_sampler_and_state_have_one_epoch():
+    """DATA-4: also after a resume, and in a copy of the packs that a worker got before."""
+    feed = planned_feed(fused(ratio=0.6), Template(), CONFIG, num_epochs=3)
+    copy = pickle.loads(ForkingPickler.dumps(feed.packs))
+    sampler = loader_over(feed, collate_fn=list).batch_sampler
+
+    def epochs_now():
+        return {feed.epoch, feed.packs.epoch, feed.epoch_plan.epoch, sampler.epoch, feed.state()["epoch"], copy.epoch}
+
+    assert epochs_now() == {0}
+    feed.begin(2)
+    assert epochs_now() == {2}
+    feed.restore({**feed.state(), "epoch": 1, "plan": feed.plan_of(1).digest()}, None)
+    assert epochs_now() == {1}
 
 
 def test_packs_of_every_epoch_have_the_shares_of_tokens_that_were_asked_for():
@@ -126,7 +144,7 @@ def test_digest_covers_the_order_that_saved_numbers_count_in(monkeypatch):
     saved = {**feed.state(), "cuts": [[2, len(feed), 20]]}
     planned_feed(fused(800), Template(), CONFIG, num_ranks=2).restore(saved, None)
     monkeypatch.setattr(steps, "STEPS_PER_WINDOW", 16)
-    with pytest.raises(StateMismatch, match=r"another plan of epoch 0 than then .* is another version"):
+    with pytest.raises(StateMismatch, match=r"now give another plan of epoch 0 .* is another version"):
         planned_feed(fused(800), Template(), CONFIG, num_ranks=2).restore(saved, None)
 
 
@@ -182,6 +200,21 @@ def packs_of_epoch(feed, epoch):
 
 def loaded(feed):
     return [pack.record for [pack] in loader_over(feed, collate_fn=list)]
+
+
+@pytest.mark.parametrize("kind", ["plan", "buffer", "stream"])
+def test_samples_of_a_pack_are_encoded_again_from_its_record(kind):
+    """ISO-22: in the process that trains, whichever reader had encoded them."""
+    if kind == "plan":
+        feed = planned_feed(fused(), Template(), CONFIG)
+    else:
+        feed = streamed_feed(fused() if kind == "buffer" else StreamedRows(rows(), Template()), Template(), CONFIG)
+    feed.begin(0)
+    packs = [pack for [pack] in loader_over(feed, collate_fn=list)] if kind == "plan" else list(feed.packs)
+    for pack in packs:
+        again = {one["sample_id"]: one for one in feed.samples_again(pack.record, rank=0, num_workers=0)}
+        assert [again[one["sample_id"]]["input_ids"] for one in pack] == [one["input_ids"] for one in pack]
+    assert len(packs) > 5
 
 
 def test_error_of_the_thread_reaches_the_trainer(monkeypatch):

@@ -69,7 +69,7 @@ def test_packed_evaluation_is_a_mean_of_the_batches_of_rows(flags, evaluation):
 def test_packs_are_evaluated_with_a_model_on_several_devices(evaluation, monkeypatch):
     """TRAIN-6: there ms-swift keeps a number of last logits, and no mask of those with a target."""
     plain = evaluation(packed=False)
-    for module in ("swift.trainers.mixin", "swift_vlpack.host.trainer"):
+    for module in ("swift.trainers.mixin", "swift_vlpack.host.evaluation"):
         monkeypatch.setattr(f"{module}.is_mp", lambda: True)
     packed = evaluation(packed=True, options={"eval_packing": "true"})
     assert packed["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-5)

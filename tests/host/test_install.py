@@ -218,12 +218,12 @@ def test_lines_of_every_layer_have_ms_swifts_prefix():
     code = (
         "import logging; from swift_vlpack.host.messages import join_log; join_log(); join_log()\n"
         "import sys; print('begin', file=sys.stderr)\n"
-        "for layer in ('core.packer', 'data.dataset'):\n"
+        "for layer in ('plan.packer', 'feed.packs'):\n"
         "    logging.getLogger(f'swift_vlpack.{layer}').warning('%s speaks', layer)\n"
         "    logging.getLogger(f'swift_vlpack.{layer}').debug('%s whispers', layer)\n"
         "logging.warning('others do as they did')\n"
     )
-    for rank, spoken in (("0", ["core.packer", "data.dataset"]), ("1", ["data.dataset"])):
+    for rank, spoken in (("0", ["plan.packer", "feed.packs"]), ("1", ["feed.packs"])):
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True,
             env={**os.environ, "LOCAL_RANK": rank, "RANK": rank},

@@ -9,7 +9,8 @@ import yaml
 from swift_vlpack import PackingConfig
 from swift_vlpack.config import options_in_env
 from swift_vlpack.errors import ConfigError
-from swift_vlpack.host.launch import plugin_path, run_launch, split_flags, train_launch
+from swift_vlpack.host.launch import plugin_path, run_launch, train_launch
+from swift_vlpack.host.run_flags import split_flags
 from swift_vlpack.host.swift_flags import flag_names
 
 ROOT = Path(__file__).parents[2]
@@ -165,6 +166,7 @@ def test_a_training_file_means_what_it_means_to_ms_swift(tmp_path, monkeypatch):
         for name in (*TRAINING["ENV"], *environ):
             assert planned.environ[name] == launch.environ[name] == os.environ[name]
     assert planned.num_ranks == 4
+    assert run_launch(argv, planned.environ) == planned, "the same again in the environment of the run"
     assert planned.environ["MAX_PIXELS"] == "1000", "what is set wins over the file"
     options = options_in_env(launch.environ)
     assert options == options_in_env(planned.environ)

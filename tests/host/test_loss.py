@@ -5,10 +5,9 @@ import os
 import pytest
 import torch
 
-from swift_vlpack.errors import ConfigError
+from swift_vlpack.errors import ConfigError, IsolationError
 from swift_vlpack.host.losses import LossNotAdditive
 from swift_vlpack.host.trainer import PackingTrainer
-from swift_vlpack.proof.isolation import IsolationError
 from tests.data_rows import mixed_rows, write_jsonl
 from tests.environment import packing_options
 from tests.host.runs import argv, packed_argv, train
@@ -159,7 +158,7 @@ def test_boundaries_that_the_trainer_loses_are_not_the_fault_of_the_loss(step, m
         return right(self, model, inputs, *args, **kwargs)
 
     monkeypatch.setattr(PackingTrainer, "compute_loss", losing)
-    with pytest.raises(IsolationError, match=r"on the way that training takes, samples of a row see each other"):
+    with pytest.raises(IsolationError, match=r"on the way that training takes, samples of a sequence see each other"):
         step(packed=True)
 
 

@@ -11,7 +11,7 @@ from swift_vlpack.cli import parse
 from swift_vlpack.cli.plan import config_of
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError
-from swift_vlpack.host.args import is_ours, packing_config
+from swift_vlpack.host.args import is_ours, make_config
 from swift_vlpack.host.install import install
 from swift_vlpack.host.launch import plugin_path, run_launch, train_launch
 from tests.data_rows import text_row, write_jsonl
@@ -54,7 +54,7 @@ def settled(monkeypatch):
             assert rest == []
             if not is_ours(args):
                 return {"packing": False}
-            config = packing_config(args) if args.packing_length else None
+            config = make_config(args) if args.packing_length else None
             return {"packing": True, "packing_length": args.packing_length, "config": config, "args": args}
 
     return read

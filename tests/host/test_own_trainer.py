@@ -22,9 +22,8 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from swift_vlpack import Collator, PackingConfig, PackingDataset, prepare_model, prove
-from swift_vlpack.errors import ConfigError
-from swift_vlpack.proof.isolation import IsolationError
-from swift_vlpack.proof.tolerance import precision_of
+from swift_vlpack.errors import ConfigError, IsolationError
+from swift_vlpack.proof.limits import precision_of
 from tests.data_rows import mixed_rows, text_row, write_jsonl
 from tests.doc_blocks import blocks
 
@@ -225,15 +224,16 @@ def test_template_in_its_default_mode_is_refused(fresh, rows, door):
         Collator(later)
 
 
-def test_source_with_a_template_of_its_own_from_before_is_refused(fresh, rows):
-    """OWN-3: a source with `max_pixels` has a copy of the template, made when the data was."""
+def test_source_with_a_template_of_its_own_is_read_by_the_prepared_one(fresh, rows):
+    """OWN-3: a source with `max_pixels` has a copy of the template, made when packs are."""
     from swift_vlpack import FusionCaptionDataset, RowSource
 
     model, template = fresh()
     data = FusionCaptionDataset([RowSource(name="small", rows=rows, max_pixels=50_000)], template)
     prepare_model(model, template)
-    with pytest.raises(ConfigError, match="mode 'transformers'"):
-        PackingDataset(data, template, config())
+    packs = PackingDataset(data, template, config())
+    assert [encoder.template.mode for encoder in packs.dataset.encoders] == ["train"]
+    assert packs.dataset.encoders[0].template.max_pixels == 50_000
 
 
 def test_model_that_nobody_prepared_is_refused(fresh, rows):

@@ -245,7 +245,7 @@ def test_timeline_has_checkpoints_and_the_resume(run, capsys):
     assert min(lost) > resumed
     (resume,) = (entry for entry in timeline if entry["event"] == "resume")
     assert (resume["step"], resume["said"].split(", ")[0]) == (
-        resumed, f"goes on from {run.whole / f'checkpoint-{resumed}'}",
+        resumed, f"resumes from {run.whole / f'checkpoint-{resumed}'}",
     )  # fmt: skip
 
 
@@ -376,7 +376,7 @@ def test_page_is_readable_in_light_dark_and_on_a_phone(run, tmp_path, capsys):
         assert str(run.whole.parent) not in look["text"], "REPORT-12"
         assert look["tables"]
         assert {tab for tab, _ in look["tables"]} == {0}, "reached by keyboard"
-        assert "goes on from" in look["text"]
+        assert "resumes from" in look["text"]
     assert any(is_wider for _, is_wider in looks[1]["tables"]), "which scrolls by itself on a phone"
     light, dark = looks[1]["colours"], looks[2]["colours"]
     assert light[0] != dark[0]

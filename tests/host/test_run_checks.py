@@ -8,8 +8,9 @@ import pytest
 from swift_vlpack.cli import main
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError
-from swift_vlpack.host import launch, run_checks
-from swift_vlpack.host.run_checks import Registered, check_run, given_options
+from swift_vlpack.host import launch, run_flags
+from swift_vlpack.host.run_checks import Registered, check_run
+from swift_vlpack.host.run_flags import given_options
 from tests.data_rows import text_row, write_jsonl
 
 
@@ -155,7 +156,8 @@ def test_what_may_be_right_is_started(argv, folder, monkeypatch):
 def test_nothing_is_checked_where_the_flags_of_ms_swift_cannot_be_read(folder, monkeypatch):
     """CLI-31: without them nothing tells a list from a value."""
     monkeypatch.setattr(launch, "flag_names", frozenset)
-    monkeypatch.setattr(run_checks, "flags_of_swift", dict)
+    monkeypatch.setattr(run_flags, "flag_names", frozenset)
+    monkeypatch.setattr(run_flags, "flags_of_swift", dict)
     (folder / "model").mkdir(exist_ok=True)
     with pytest.raises(Started):
         main(["sft", FILE, "--model", str(folder / "model"), "--max_steps", "100", "--streaming", "true"])
@@ -167,7 +169,7 @@ def test_path_that_may_not_be_looked_at_is_one_line(monkeypatch, capsys):
     def refused(path):
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr("swift_vlpack.host.run_checks._has_content", refused)
+    monkeypatch.setattr("swift_vlpack.host.path_checks._has_content", refused)
     assert main(["sft", FILE]) == 2
     assert capsys.readouterr().err == "vlpack sft: rows.jsonl cannot be looked at (Permission denied)\n"
 

@@ -72,11 +72,11 @@ def test_packs_whose_longest_sample_decides_are_refused(rope, model_with, datase
 def test_dynamic_rope_in_rows_of_their_own_is_warned_of(caplog):
     """LOSS-5"""
     text = SimpleNamespace(rope_parameters={"rope_type": "dynamic"}, max_position_embeddings=LIMIT)
-    check_rope(text, None, 4 * LIMIT, PackingConfig(packing_length=LIMIT))
+    check_rope(text, (), 4 * LIMIT, PackingConfig(packing_length=LIMIT))
     assert "losses depend on the order, with" in caplog.text
     assert f"--max_length {LIMIT} makes them exact" in caplog.text
     caplog.clear()
-    check_rope(text, None, LIMIT, PackingConfig(packing_length=LIMIT))
+    check_rope(text, (), LIMIT, PackingConfig(packing_length=LIMIT))
     assert not caplog.text
 
 

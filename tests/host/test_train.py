@@ -8,8 +8,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from swift_vlpack.errors import ConfigError
-from swift_vlpack.proof.isolation import IsolationError
+from swift_vlpack.errors import ConfigError, IsolationError
 from tests.data_rows import image_row, mixed_rows, text_row, write_jsonl
 from tests.host.runs import argv, epoch_report, log_lines, packed_argv, train
 from tests.images import BROKEN, GOOD, make

@@ -229,16 +229,6 @@ def test_extremes_that_were_found_equal_are_not_compared_again(tmp_path):
     assert warm.by_header.encoded == warm.in_full.encoded == []
 
 
-def test_trust_is_added_behind_a_line_that_a_killed_process_left_unfinished(tmp_path):
-    """LEN-16"""
-    path = tmp_path / "kinds.trust"
-    path.write_bytes(b'{"agreed": {"a": 2}}\n{"agre')
-    added = Trust(path)
-    added.add(["b"])
-    added.save()
-    assert Trust(path).remembered() == {"a": 2, "b": 1}
-
-
 @pytest.mark.parametrize(
     "damage",
     [
@@ -269,15 +259,6 @@ def test_damaged_trust_is_none_and_is_kept_aside(damage, tmp_path, caplog):
     (aside,) = tmp_path.glob("kinds.damaged-*")
     assert aside.read_bytes() == damage
     assert Trust(path).remembered(), "what was compared since is remembered"
-
-
-@pytest.mark.parametrize("num_bytes", [5, 13, 30])
-def test_half_a_line_of_a_difference_ends_the_trust(num_bytes, tmp_path):
-    """LEN-16: a process was killed while it wrote it down."""
-    path = tmp_path / "kinds.trust"
-    path.write_bytes(b'{"agreed": {"a": 2}}\n' + b'{"differs": "rows:1 has 5 tokens"}'[:num_bytes])
-    assert Trust(path).is_revoked
-    assert not Trust(path).remembered()
 
 
 def swapped_by_hard_link(path, other):

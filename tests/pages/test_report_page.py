@@ -59,7 +59,7 @@ def test_page_names_model_and_data_and_no_folder_above_the_run(tmp_path):
     assert "<h1>Report: tiny on a (again)</h1>" in made
     assert str(tmp_path) not in made
     assert "jane" not in made
-    for said in ("~/models/tiny", "again/vlpack/left_out.jsonl", "goes on from mix/checkpoint-3"):
+    for said in ("~/models/tiny", "again/vlpack/left_out.jsonl", "resumes from mix/checkpoint-3"):
         assert said in made, said
     assert report(second)["folder"] == str(second), "which JSON and the terminal keep"
 

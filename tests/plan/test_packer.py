@@ -4,6 +4,7 @@ import pytest
 
 from swift_vlpack import Item, Packer, PackingConfig
 from swift_vlpack.errors import DataError, StateMismatch
+from swift_vlpack.plan import packer as packer_module
 from swift_vlpack.plan.strategies import STRATEGIES
 from tests.cases import cases
 from tests.contract import Ledger, assert_resumes_at_every_step, run
@@ -117,8 +118,7 @@ def test_remainder_is_at_most_one_pack(name):
         {},
         {"packing_buffer": 1},
         {"packing_buffer": 2000},
-        {"packing_max_carry": 0},
-        {"packing_max_carry": 1000, "packing_buffer": 100},
+        {"packing_buffer": 100},
         {"packing_min_fill_ratio": 1.0},
         {"packing_allow_single_long": False},
     ],
@@ -131,20 +131,21 @@ def test_a_thousand_items_that_fit_with_nothing_come_out(name, drop_last, option
 
 
 @pytest.mark.parametrize("name", ["binpack", "first_fit", "best_fit", "exact"])
-def test_carried_item_leaves_after_exactly_max_carry_windows(name):
-    """PACK-5: each window brings pairs that are full by themselves; the 64 finds nothing to share with."""
-    for max_carry in (0, 1, 3):
-        packer = make(packing_strategy=name, packing_buffer=5, packing_max_carry=max_carry)
+def test_an_item_leaves_after_it_was_carried_so_often(name, monkeypatch):
+    """PACK-5: each buffer brings pairs that are full by themselves; the 64 finds nothing to share with."""
+    for max_carry in (0, 1, 3, packer_module.MAX_CARRY):
+        monkeypatch.setattr(packer_module, "MAX_CARRY", max_carry)
+        packer = make(packing_strategy=name, packing_buffer=5)
         packer.push(("waits", 64))
-        num_windows = 0
+        num_buffers = 0
         for number in range(60):
             packs = packer.push((f"half{number}", 50))
-            num_windows += bool(packs)
+            num_buffers += bool(packs)
             if any("waits" in pack.ids for pack in packs):
                 break
-        # `exact` emits one pack a window; the 64 is its oldest again after the two pairs that were there before it.
+        # `exact` emits one pack a buffer; the 64 is its oldest again after the two pairs that were there before it.
         expected = max_carry + 1 if name != "exact" else 1 + 2 * max_carry
-        assert num_windows == expected, max_carry
+        assert num_buffers == expected, max_carry
 
 
 def test_long_item_is_alone_counted_and_logged(caplog):

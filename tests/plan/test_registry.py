@@ -165,7 +165,7 @@ def test_the_same_file_loaded_under_another_module_name_registers_again(tmp_path
         (ValueError("no idea"), "failed (ValueError: no idea)"),
     ],
 )
-def test_what_it_returns_is_checked_and_the_error_names_function_window_and_rule(groups, rule):
+def test_what_it_returns_is_checked_and_the_error_names_function_buffer_and_rule(groups, rule):
     """STRAT-10"""
 
     @register_strategy("liar")
@@ -177,10 +177,10 @@ def test_what_it_returns_is_checked_and_the_error_names_function_window_and_rule
         return [[index] for index in range(len(lengths))]
 
     packer = Packer(config("liar", packing_min_fill_ratio=0.6))
-    items = [(number, 7 if number < 4 else 4) for number in range(8)]  # the first window is good
+    items = [(number, 7 if number < 4 else 4) for number in range(8)]  # the first buffer is good
     with pytest.raises(StrategyError) as refused:
         run(packer, items)
-    for part in ("packing_strategy liar", rule, "(window 2, of 4 samples)"):
+    for part in ("packing_strategy liar", rule, "(buffer 2, of 4 samples)"):
         assert part in str(refused.value)
 
 

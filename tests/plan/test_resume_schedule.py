@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from swift_vlpack.plan.resume_schedule import Bounds, RestOfRun, batches_behind, num_steps
+from swift_vlpack.plan.resume_schedule import Bounds, RestOfRun, batches_trained, num_steps
 
-NAMES = ("epoch", "global_step", "batches_behind", "batches_left", "accumulation")
+NAMES = ("epoch", "global_step", "batches_trained", "batches_left", "accumulation")
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_bounds_of_a_resumed_run(rest, computed, options, expected):
 
 def steps_taken(rest, bounds, steps_per_epoch):
     """What Hugging Face's loop does within these bounds."""
-    step, num_left = rest.global_step, rest.steps_of_epoch - rest.steps_behind
+    step, num_left = rest.global_step, rest.steps_of_epoch - rest.steps_trained
     for epoch in range(rest.epoch, bounds.num_epochs):
         for _ in range(num_left if epoch == rest.epoch else steps_per_epoch):
             if step >= bounds.max_steps:
@@ -67,7 +67,7 @@ def test_everything_that_is_left_is_trained_whatever_ranks_go_on(num_ranks, accu
         rest = RestOfRun(
             epoch=epoch,
             global_step=global_step,
-            batches_behind=batches_behind(consumed, num_ranks=num_ranks, accumulation=accumulation),
+            batches_trained=batches_trained(consumed, num_ranks=num_ranks, accumulation=accumulation),
             batches_left=math.ceil((num_packs - consumed) / num_ranks),
             accumulation=accumulation,
         )
@@ -75,6 +75,6 @@ def test_everything_that_is_left_is_trained_whatever_ranks_go_on(num_ranks, accu
         bounds = rest.bounds(
             computed, steps_per_epoch=steps_per_epoch, num_train_epochs=num_epochs, are_steps_given=False
         )
-        left = rest.steps_of_epoch - rest.steps_behind + (num_epochs - epoch - 1) * steps_per_epoch
+        left = rest.steps_of_epoch - rest.steps_trained + (num_epochs - epoch - 1) * steps_per_epoch
         assert steps_taken(rest, bounds, steps_per_epoch) == global_step + left
         assert bounds.num_epochs == num_epochs

@@ -5,7 +5,6 @@ from itertools import combinations
 
 import pytest
 
-from swift_vlpack.plan.bounds import lower_bound
 from swift_vlpack.plan.strategies import (
     STRATEGIES,
     Caps,
@@ -16,6 +15,7 @@ from swift_vlpack.plan.strategies import (
     fill_oldest,
     first_fit,
     greedy,
+    lower_bound,
 )
 from tests.cases import lengths as random_lengths
 

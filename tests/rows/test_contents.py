@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from swift_vlpack.rows.contents import Contents, contents_of, count_contents, num_images_of
-from swift_vlpack.rows.families import patch_size_of
+from swift_vlpack.rows.contents import Contents, contents_of, count_contents, media_spans, num_images_of
+from swift_vlpack.rows.families import MediaTokens, patch_size_of
 
 ONE, TWO = {"images": ["a.jpg"]}, {"images": ["a.jpg", "b.jpg"]}
 
@@ -80,3 +80,11 @@ def test_images_of_a_row_in_every_form(tmp_path):
     content = [{"type": "image", "image": "a.jpg"}, {"type": "image_url", "image_url": {"url": "http://x/b.jpg"}}]
     assert num_images_of({"messages": [{"role": "user", "content": content}]}) == 2
     assert num_images_of({"videos": ["a.mp4"], "audios": ["b.wav"]}) == 0
+
+
+@pytest.mark.parametrize("name", ["pixel_values", "pixel_values_videos", "images", "image_grid_hws", "input_features"])
+def test_media_of_tensors_that_do_not_divide_are_not_known(name):
+    """CUT-6: and a text has none, which is known."""
+    text = {"input_ids": [1, 2, 3], "labels": [1, 2, 3], "length": 3}
+    assert media_spans(text, MediaTokens()) == []
+    assert media_spans({**text, name: torch.zeros(1, 3, 28, 28)}, MediaTokens()) is None

@@ -14,7 +14,7 @@ from swift_vlpack.rows.left_out import LeftOutRows
 from swift_vlpack.rows.samples import LeftOut, SampleId, TooManyFailures
 from swift_vlpack.rows.sizes import LengthIndex, RowSize
 from swift_vlpack.rows.source import RowSource
-from swift_vlpack.runlog.left_out_list import listed
+from swift_vlpack.runlog.left_out import listed
 
 
 def gone(row, reason="file_missing"):

@@ -11,7 +11,7 @@ from swift_vlpack.errors import ConfigError
 from swift_vlpack.plan.cuts import with_consumed
 from swift_vlpack.plan.epoch import Recipe, plan_epoch
 from swift_vlpack.plan.mix import Mix, Source
-from swift_vlpack.runlog.run_steps import EpochSpan, find_step, span_of_step, step_of_pack
+from swift_vlpack.runlog.run_steps import EpochSpan, find_step, position_after, span_of_step, step_of_pack
 
 NUM_EPOCHS = 3
 
@@ -76,6 +76,9 @@ def test_every_step_leads_to_the_packs_that_were_trained(seed):
             by_rank[pack.rank].append(sorted(found.plan.packs[pack.number]))
             assert step_of_pack(found.plan, found.span, pack.number) == (pack.rank, step)
         assert by_rank == packs
+        num_packs = sum(len(numbers) for at in range(found.span.step, step) for numbers in steps[at + 1])
+        there = found.plan.epoch, found.plan.num_consumed + num_packs
+        assert position_after(found.span, step, plan_of) == there, "as the next checkpoint would say"
     with pytest.raises(ConfigError, match=f"the run has {max(steps)} steps; name one from 1 to {max(steps)}"):
         find_step(max(steps) + 1, spans, plan_of, num_epochs=NUM_EPOCHS)
 

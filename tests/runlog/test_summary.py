@@ -62,7 +62,7 @@ def test_summary_says_what_is_trained():
         "24200 rows in 2 sources, 3 rows unreadable (file_empty 1, file_missing 2), 9 left out (oversize 9)",
         "captions1: 8000 rows, ratio 0.5 by rows, 50.0% of samples, 20.0% of tokens",
         "min 38, median 233, p95 1632, p99 1782, max 1816, mean 397.3 tokens",
-        "24000 remembered from an earlier start, 200 measured now",
+        "24000 remembered from earlier runs, 200 measured now",
         "29.9% of the rows have one, 55.9% of the tokens are vision",
         "epoch 0: 1038 packs of 8192 tokens by exact (lower bound 1038), mean fill 99.96%, 20.6 samples "
         "a pack, 3 single-long",
@@ -96,8 +96,8 @@ def test_summary_fits_a_screen(given):
 def test_resumed_run_and_stream_say_so():
     """REPORT-4"""
     text = start_text(facts(checkpoint="out/checkpoint-9", step=9, plan=None, data=None, proof=None))
-    assert "goes on behind step 9 of 27" in text
+    assert "resumes after step 9 of 27" in text
     assert "out/checkpoint-9" in text
-    assert "a stream: its rows are packed as they come" in text
+    assert "a stream: rows are packed as they come" in text
     assert "none, packing_verify is false" in text
-    assert "128 packs, as many as it would have samples un-packed" in text
+    assert "128 packs; un-packed it would be as many samples" in text

@@ -16,9 +16,9 @@ import pytest
 from swift_vlpack import register_strategy
 from swift_vlpack.errors import ConfigError, DataError, StrategyError
 from swift_vlpack.plan import registry
+from swift_vlpack.plan.parts import Cutting, Run, parts_of
 from swift_vlpack.plan.strategies import STRATEGIES
 from swift_vlpack.text import block_report, block_tokenize
-from swift_vlpack.text.cutting import pieces_of, windows_of
 from tests.text.vocabularies import BOS, EOS, corpus, qwen, text, words
 
 NAMES = (*STRATEGIES, "greedy_uncut", "window")
@@ -145,17 +145,17 @@ def test_stride_repeats_context_that_is_no_target(tokenizer):
     assert short["labels"] == short["input_ids"] == [[5, 6]], "the column is there for every batch of a map"
 
 
-def test_pieces_by_hand():
-    """TEXT-3"""
+def test_documents_are_cut_as_rows_are():
+    """TEXT-3: by hand, and with a BOS before every later part."""
 
-    def spans(*args, **options):
-        return [(piece.start, piece.end, piece.num_repeated) for piece in pieces_of(*args, **options)]
+    def spans(length, **options):
+        return [part[1:4] for part in parts_of([Run(length)], Cutting(how="split", **options))]
 
-    assert spans(4, max_length=4, stride=3) == [(0, 4, 0)]
-    assert spans(5, max_length=4, stride=3) == [(0, 4, 0), (1, 5, 3)]
-    assert spans(9, max_length=4) == [(0, 4, 0), (4, 8, 0), (8, 9, 0)]
-    assert [len(window) for window in windows_of([3, 4, 3], 5)] == [2, 2]
-    assert windows_of([], 5) == []
+    assert spans(4, capacity=4, stride=3) == []
+    assert spans(5, capacity=4, stride=3) == [(0, 4, 0), (1, 5, 3)]
+    assert spans(9, capacity=4) == [(0, 4, 0), (4, 8, 0), (8, 9, 0)]
+    assert spans(9, capacity=4, num_added=1) == [(0, 4, 0), (4, 7, 0), (7, 9, 0)]
+    assert spans(7, capacity=4, stride=1, num_added=1) == [(0, 4, 0), (3, 6, 1), (5, 7, 1)]
 
 
 def test_without_overflow_documents_are_truncated_and_counted(tokenizer):

@@ -5,8 +5,7 @@ import torch
 
 import swift_vlpack
 from swift_vlpack.attention import attention
-from swift_vlpack.errors import DataError
-from swift_vlpack.proof.isolation import IsolationError
+from swift_vlpack.errors import DataError, IsolationError
 from swift_vlpack.text import PackedCollator, block_tokenize
 from tests.text.vocabularies import corpus, words
 
@@ -144,7 +143,7 @@ def test_the_proof_holds_on_the_collator(tokenizer, rows, implementation, cache,
     before = {name: value.clone() for name, value in model.state_dict().items()}
     said = swift_vlpack.verify(model, PackedCollator(tokenizer, **options), rows)
     assert said.startswith("isolation verified: max difference 0.0 over 4 samples")
-    assert "samples in rows of the plan" in said
+    assert "samples in sequences of the plan" in said
     assert model.training
     assert model.config._attn_implementation == implementation
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -176,7 +175,7 @@ def _shifted(collator):
         (
             attention.NAME,
             lambda tokenizer: _shifted(PackedCollator(tokenizer, cu_seqlens=True)),
-            r"a boundary is shifted: where sample 2, 3, 4 of the row starts",
+            r"a boundary is shifted: where sample 2, 3, 4 of the sequence starts",
         ),
     ],
 )

@@ -2,14 +2,12 @@
 
 import logging
 
-import numpy as np
 import pytest
 from swift.template import Template
 
 from swift_vlpack.host import headers
 from swift_vlpack.host.headers import HeaderImage, NoPixels
 from swift_vlpack.lengths import trust
-from swift_vlpack.lengths.length_file import SIZE
 from tests.data_rows import image_row, text_row
 from tests.host.lengths.support import (
     ARGS,
@@ -85,18 +83,6 @@ def test_extremes_of_size_and_aspect_are_compared(true, lie, template, monkeypat
     sizes = with_lengths(source(rows), template, ARGS, str(tmp_path)).sizes
     assert "rows:9 has " in said[0]
     assert sizes.lengths[9] == outcome(template, rows[9]).length
-
-
-def test_extremes_are_the_ends_of_every_column():
-    """LEN-3"""
-    sizes = np.zeros(40, SIZE)
-    sizes["length"] = np.roll(np.arange(40), 7)  # row 7 has none
-    sizes["patches"] = np.roll(np.arange(40), 20)
-    sizes["aspect"] = np.roll(np.arange(40), 30)
-    assert set(trust.extremes(sizes).tolist()) == {8, 6, 20, 19, 30, 29}
-    assert len(trust.extremes(np.zeros(5, SIZE))) == 0
-    sizes["length"], sizes["patches"], sizes["aspect"] = 9, 9, 1
-    assert len(trust.extremes(sizes)) == 0, "where all are equal there is no end"
 
 
 def test_what_was_compared_is_not_compared_again_and_what_is_new_is(template, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch.multiprocessing as mp
 
-from swift_vlpack.lengths import measure, trust
+from swift_vlpack.lengths import measure
 from swift_vlpack.lengths.cache import LengthCache
 from swift_vlpack.lengths.cache_folder import lengths_path
 from swift_vlpack.lengths.rows_work import RowsWork
@@ -39,16 +39,6 @@ def cache_of(measured):
 def _num_records(measured):
     cache = cache_of(measured)
     return int(cache.load().of(cache.keys(measured.rows))[0].sum())
-
-
-def test_process_that_is_killed_is_one_clear_error(template, tmp_path, monkeypatch):
-    """LEN-8"""
-    monkeypatch.setattr(RowsWork, "_measured", lambda self, positions: os.kill(os.getpid(), 9))
-    monkeypatch.setattr(trust, "NUM_ROWS_DRAWN", 0)
-    with pytest.raises(Exception, match=r"a process of the length pass was killed.*lower dataset_num_proc"):
-        with_lengths(
-            source(dataset(texts(300))), template, SimpleNamespace(dataset_num_proc=2, strict=False), str(tmp_path)
-        )
 
 
 def _slow_pass(template, rows, folder):

@@ -9,11 +9,10 @@ import torch.multiprocessing as mp
 from swift.template import Template
 
 from swift_vlpack.errors import DataError
-from swift_vlpack.host import headers
-from swift_vlpack.host.headers import HeaderImage
-from swift_vlpack.host.ranks import RankFailed, RanksDiffer
+from swift_vlpack.host.ranks import RankFailed
+from swift_vlpack.host.same_on_ranks import RanksDiffer
 from tests.data_rows import image_row, text_row
-from tests.host.lengths.support import ARGS, dataset, outcome, source, texts, unchecked, with_lengths
+from tests.host.lengths.support import ARGS, dataset, source, texts, unchecked, with_lengths
 from tests.images import photo
 
 
@@ -116,12 +115,3 @@ def test_error_on_one_rank_stops_both(template, tmp_path):
     )
     assert [kind for kind, _ in answers] == [RankFailed.__name__, DataError.__name__]
     assert all("rows:5: file_missing: " in message for _, message in answers)
-
-
-def test_difference_on_one_rank_is_one_on_both(template, tmp_path, monkeypatch):
-    """LEN-12 LEN-3"""
-    rows = dataset([*texts(5), image_row([photo(tmp_path, "photo", 400, 300)])])
-    right = [outcome(template, row).length for row in rows]
-    monkeypatch.setattr(headers, "_header_of", lambda image, load_images: HeaderImage((64, 64)))
-    case = lambda rank, template: with_lengths(source(rows), template, ARGS, str(tmp_path)).sizes.lengths.tolist()  # noqa: E731
-    assert on_two_ranks(case, template, tmp_path) == (right, right)

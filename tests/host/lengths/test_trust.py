@@ -156,13 +156,3 @@ def test_rows_are_compared_in_the_processes_that_measure(template, full, tmp_pat
     assert where
     assert os.getpid() not in where
     assert sizes.lengths.tolist() == sizes_of(rows, template, tmp_path / "alone").lengths.tolist()
-
-
-def test_a_trust_file_that_is_damaged_is_no_trust(template, full, tmp_path):
-    """LEN-16"""
-    sizes_of(photos(tmp_path, 40), template, tmp_path)
-    path = next((tmp_path / "cache").glob("*.trust"))
-    path.write_bytes(b'\xff\xfe{"agreed": ' + os.urandom(30))
-    first = len(full())
-    sizes_of(photos(tmp_path, 40, question="another"), template, tmp_path, "others")
-    assert len(full()) == first

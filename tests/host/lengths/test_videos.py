@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from swift_vlpack.host.headers import pixel_free
-from swift_vlpack.rows import video_readers
+from swift_vlpack.rows import patches
 from swift_vlpack.rows.contents import size_of
 from swift_vlpack.rows.source import RowSource
 from tests.data_rows import text_row
@@ -53,7 +53,7 @@ def test_no_frame_but_the_first_is_decoded(tiny, paths, monkeypatch):
 def test_readers_are_as_before_afterwards(tiny, paths):
     """LEN-2"""
     reader = decord.VideoReader
-    with video_readers.without_frames():
+    with patches.without_frames():
         assert decord.VideoReader is not reader
     assert decord.VideoReader is reader
 
@@ -67,8 +67,8 @@ def test_videos_of_a_source_are_measured_and_checked_both_ways(tiny, paths, tmp_
     source = RowSource(name="clips", rows=rows)
     assert with_lengths(source, template, args, str(tmp_path / "one")).sizes.lengths.tolist() == right
     said = warnings_of(monkeypatch)
-    empty = video_readers.torch.empty
-    monkeypatch.setattr(video_readers.torch, "empty", lambda shape, **options: empty((shape[0], 64, 64, 3), **options))
+    empty = patches.torch.empty
+    monkeypatch.setattr(patches.torch, "empty", lambda shape, **options: empty((shape[0], 64, 64, 3), **options))
     assert with_lengths(source, template, args, str(tmp_path / "two")).sizes.lengths.tolist() == right
     assert "every row is encoded" in said[0]
 

@@ -15,11 +15,12 @@ import torch
 
 from swift_vlpack import prepare_model
 from swift_vlpack.attention import attention
+from swift_vlpack.errors import IsolationError
 from swift_vlpack.feed.collate import Collator
 from swift_vlpack.host.headers import pixel_free
-from swift_vlpack.proof.changes import media_of
-from swift_vlpack.proof.isolation import IsolationError, proved
-from swift_vlpack.proof.proof_model import Row, Subject
+from swift_vlpack.proof.perturb import media_of
+from swift_vlpack.proof.proof_model import Collated, ProofModel
+from swift_vlpack.proof.prove import run_proof
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.families import is_packed
 from swift_vlpack.rows.samples import Encoded, SampleId
@@ -29,8 +30,8 @@ from tests.environment import restored_environment
 from tests.family_models import Family, load, own_ids
 from tests.host import runs
 from tests.host.lengths.support import with_lengths
-from tests.host.proof.sabotage import boundaries_at, positions_of_the_row
-from tests.host.proof.subjects import ChangedRows, template_subject
+from tests.host.proof.proof_models import ChangedBatches, template_model
+from tests.host.proof.sabotage import boundaries_at, positions_of_the_sequence
 from tests.images import GOOD, noise, photo
 from tests.sounds import sound
 
@@ -224,7 +225,7 @@ class Checked:
         """What the proof says."""
         samples = self.samples()
         try:
-            proof = proved(self._subject(), samples, [samples[::-1]])
+            proof = run_proof(self._subject(), samples, [samples[::-1]])
         except IsolationError as error:
             return str(error)
         assert proof.moved == 0
@@ -235,17 +236,17 @@ class Checked:
         right, samples = self._subject(), self.samples()
         lost = boundaries_at(lambda ends: [*ends[:1], *ends[2:]])
         changed: dict[str, Any] = {
-            "a boundary lost": ChangedRows(right.rows, lost),
-            "positions of the row": ChangedRows(right.rows, _positions_of_the_row),
+            "a boundary lost": ChangedBatches(right.batches, lost),
+            "positions of the row": ChangedBatches(right.batches, _positions_of_the_row),
         }
         if self.family.has_images:
-            changed["images exchanged"] = ExchangedMedia(right.rows, "pixel_values")
+            changed["images exchanged"] = ExchangedMedia(right.batches, "pixel_values")
         if self.family.has_sounds:
-            changed["sounds exchanged"] = ExchangedMedia(right.rows, "input_features")
+            changed["sounds exchanged"] = ExchangedMedia(right.batches, "input_features")
         return {name: _is_stopped(right, rows, samples) for name, rows in changed.items()}
 
-    def _subject(self) -> Subject:
-        return template_subject(SimpleNamespace(model=self.model, template=self.template))
+    def _subject(self) -> ProofModel:
+        return template_model(SimpleNamespace(model=self.model, template=self.template))
 
     # -- a run --------------------------------------------------------------------------------------------------------
 
@@ -270,14 +271,14 @@ class Checked:
 
 
 class ExchangedMedia:
-    """Packed rows in which two samples have each other's pictures or sounds; the shapes are right."""
+    """Packed sequences in which two samples have each other's pictures or sounds; the shapes are right."""
 
-    def __init__(self, rows: Any, kind: str) -> None:
-        self.rows = rows
+    def __init__(self, batches: Any, kind: str) -> None:
+        self.batches = batches
         self.kind = kind
 
     @contextmanager
-    def row(self, samples: Sequence[Encoded], *, packed: bool) -> Iterator[Row]:
+    def batch(self, samples: Sequence[Encoded], *, packed: bool) -> Iterator[Collated]:
         made = list(samples)
         pairs = [
             (a, b)
@@ -288,19 +289,19 @@ class ExchangedMedia:
         if packed and pairs:
             a, b = pairs[0]
             made[a], made[b] = {**made[a], **media_of(made[b])}, {**made[b], **media_of(made[a])}
-        with self.rows.row(made, packed=packed) as row:
+        with self.batches.batch(made, packed=packed) as row:
             yield row
 
 
-def _positions_of_the_row(row: Row, samples: Sequence[Encoded]) -> Row:
+def _positions_of_the_row(row: Collated, samples: Sequence[Encoded]) -> Collated:
     """Positions that go on over the samples; rotary attention does not see a common shift, so they grow faster, too."""
-    made = positions_of_the_row(row, samples)
+    made = positions_of_the_sequence(row, samples)
     return replace(made, inputs={**made.inputs, "position_ids": 2 * made.inputs["position_ids"]})
 
 
-def _is_stopped(right: Subject, rows: Any, samples: list[Encoded]) -> bool:
+def _is_stopped(right: ProofModel, rows: Any, samples: list[Encoded]) -> bool:
     try:
-        proved(Subject(right.model, rows, right.is_ordinary), samples)
+        run_proof(ProofModel(right.model, rows, right.is_ordinary), samples)
     except IsolationError:
         return True
     return False

@@ -3,9 +3,8 @@
 import pytest
 
 from swift_vlpack import PackingConfig, prepare_model
-from swift_vlpack.errors import ConfigError
+from swift_vlpack.errors import ConfigError, IsolationError
 from swift_vlpack.feed.sequence import completed
-from swift_vlpack.proof.isolation import IsolationError
 from tests.data_rows import image_row, text_row, write_jsonl
 from tests.family_models import FAMILIES, load
 from tests.host import runs

@@ -196,7 +196,7 @@ def test_lost_sample_stops_the_run(template, rows, monkeypatch):
     monkeypatch.setattr(template, "packing_row", lambda row: packing_row(row[:-1]))
     num_tokens = ends_of(samples)
     with pytest.raises(
-        BoundaryError, match=rf"data:12\]: .*1 rows of {num_tokens[2]} tokens, not one of {num_tokens[3]}"
+        BoundaryError, match=rf"data:12\]: .*1 sequences of {num_tokens[2]} tokens, not one of {num_tokens[3]}"
     ):
         Collator(template)([pack_of(samples)])
 

@@ -2,11 +2,12 @@
 
 import pytest
 
-from swift_vlpack.proof.isolation import IsolationError, proved
+from swift_vlpack.errors import IsolationError
+from swift_vlpack.proof.prove import run_proof
 from tests.family_models import FAMILIES
 from tests.host.model.family_checks import Checked
 from tests.host.model.family_table import DOCS, page, results_of, saved
-from tests.host.proof.subjects import template_subject
+from tests.host.proof.proof_models import template_model
 from tests.marks import telling
 from tests.sounds import sound
 
@@ -55,7 +56,7 @@ def test_short_sounds_of_qwen3_omni_are_stopped(small_folder, tmp_path):
     checked = Checked(FAMILIES["Qwen3-Omni"], tmp_path / "family")
     checked.rows["sound"]["audios"] = [sound(tmp_path, "short", 0.6)]
     with pytest.raises(IsolationError, match=r"on the others of its batch, without packing too.*sound:"):
-        proved(template_subject(checked), checked.samples())
+        run_proof(template_model(checked), checked.samples())
 
 
 @pytest.mark.slow
@@ -65,4 +66,4 @@ def test_images_side_by_side_of_idefics3_are_stopped(small_folder, tmp_path):
     images = checked.rows["images"]
     images["messages"][0]["content"] = "<image><image>compare them"
     with pytest.raises(IsolationError, match="images, videos or sounds of one sample reach another"):
-        proved(template_subject(checked), checked.samples())
+        run_proof(template_model(checked), checked.samples())

@@ -13,7 +13,7 @@ from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.samples import SampleId
 from tests.conftest import Tiny, load_tiny
 from tests.data_rows import image_row, text_row
-from tests.host.proof.subjects import template_subject
+from tests.host.proof.proof_models import template_model
 from tests.images import photo
 
 
@@ -46,9 +46,9 @@ def training(small):
 
 
 @pytest.fixture
-def subject(training):
+def proof_model(training):
     """What the proof looks at, of a family."""
-    return lambda family: template_subject(training(family))
+    return lambda family: template_model(training(family))
 
 
 @pytest.fixture(scope="session")

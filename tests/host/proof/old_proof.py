@@ -10,34 +10,34 @@ import torch
 
 from swift_vlpack.attention.attention import name_of
 from swift_vlpack.errors import BoundaryError
-from swift_vlpack.proof.changes import replaced
-from swift_vlpack.proof.proof_model import Subject
+from swift_vlpack.proof.perturb import replaced
+from swift_vlpack.proof.proof_model import ProofModel
 from swift_vlpack.proof.reference import untouched
 from swift_vlpack.rows.samples import Encoded
 
 MOVED, ALONE = 1e-5, 1e-3
 
 
-def cause_by_the_old_proof(subject: Subject, samples: Sequence[Encoded]) -> str | None:
+def cause_by_the_old_proof(proof_model: ProofModel, samples: Sequence[Encoded]) -> str | None:
     """What it would have said; None where it would have let the run go on."""
     try:
-        with untouched(subject.model):
-            _prove(subject, samples)
+        with untouched(proof_model.model):
+            _prove(proof_model, samples)
     except (AssertionError, BoundaryError, ImportError) as error:
-        return _diagnosis(error, subject.model.config)
+        return _diagnosis(error, proof_model.model.config)
     return None
 
 
-def _prove(subject: Subject, samples: Sequence[Encoded]) -> None:
+def _prove(proof_model: ProofModel, samples: Sequence[Encoded]) -> None:
     def forward(pack: Sequence[Encoded]) -> list[torch.Tensor]:
-        with subject.rows.row(pack, packed=True) as row:
-            logits = subject.model(**row.inputs).logits[0].float()
+        with proof_model.batches.batch(pack, packed=True) as row:
+            logits = proof_model.model(**row.inputs).logits[0].float()
         return list(logits.split([sample["length"] for sample in pack]))
 
     packed = forward(samples)
     scale = max(1.0, *(float(logits.abs().max()) for logits in packed))
     for changed, sample in enumerate(samples):
-        others = [*samples[:changed], replaced(sample, subject.is_ordinary), *samples[changed + 1 :]]
+        others = [*samples[:changed], replaced(sample, proof_model.is_ordinary), *samples[changed + 1 :]]
         for at, (before, after) in enumerate(zip(packed, forward(others), strict=True)):
             assert at == changed or float((before - after).abs().max()) <= MOVED * scale
     for logits, sample in zip(packed, samples, strict=True):

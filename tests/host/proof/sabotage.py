@@ -14,51 +14,51 @@ import transformers as T
 from transformers import AttentionInterface
 
 from swift_vlpack.attention.attention import NAME, segmented_attention
-from swift_vlpack.proof.proof_model import Row, Subject
+from swift_vlpack.proof.proof_model import Collated, ProofModel
 from swift_vlpack.rows.samples import Encoded
 from tests.attention.one_by_one import text
-from tests.host.proof.subjects import ChangedRows, text_subject, with_inputs
+from tests.host.proof.proof_models import ChangedBatches, text_model, with_inputs
 
-Broken = Iterator[Subject]
+Broken = Iterator[ProofModel]
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
 
 
-def gemma2(**changed: Any) -> Subject:
+def gemma2(**changed: Any) -> ProofModel:
     """Soft caps and a sliding window."""
     layers = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 9}
-    return text_subject(T.Gemma2Config(**text(**layers), attn_logit_softcapping=0.5, **changed))
+    return text_model(T.Gemma2Config(**text(**layers), attn_logit_softcapping=0.5, **changed))
 
 
-def gpt_oss() -> Subject:
+def gpt_oss() -> ProofModel:
     """Sinks."""
     layers = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "num_local_experts": 4}
-    return text_subject(T.GptOssConfig(**text(**layers), num_experts_per_tok=2))
+    return text_model(T.GptOssConfig(**text(**layers), num_experts_per_tok=2))
 
 
-def llama(**changed: Any) -> Subject:
+def llama(**changed: Any) -> ProofModel:
     """Nothing special."""
-    return text_subject(T.LlamaConfig(**text(**changed)))
+    return text_model(T.LlamaConfig(**text(**changed)))
 
 
-def lfm2() -> Subject:
+def lfm2() -> ProofModel:
     """A convolution over tokens, of which transformers' own path knows no boundaries."""
-    return text_subject(T.Lfm2Config(**text(layer_types=["conv", "full_attention"])))
+    return text_model(T.Lfm2Config(**text(layer_types=["conv", "full_attention"])))
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-def rows_changed(subject: Subject, change: Callable[[Row, Sequence[Encoded]], Row]) -> Subject:
+def batches_changed(proof_model: ProofModel, change: Callable[[Collated, Sequence[Encoded]], Collated]) -> ProofModel:
     """With other packed rows than the collator's."""
-    return replace(subject, rows=ChangedRows(subject.rows, change))
+    return replace(proof_model, batches=ChangedBatches(proof_model.batches, change))
 
 
-def boundaries_at(move: Callable[[list[int]], list[int]]) -> Callable[[Row, Sequence[Encoded]], Row]:
+def boundaries_at(move: Callable[[list[int]], list[int]]) -> Callable[[Collated, Sequence[Encoded]], Collated]:
     """Other boundaries where a row has more than one sample."""
 
-    def change(row: Row, samples: Sequence[Encoded]) -> Row:
+    def change(row: Collated, samples: Sequence[Encoded]) -> Collated:
         ends = move([0, *accumulate(sample["length"] for sample in samples)]) if len(samples) > 1 else None
         made = None if ends is None else torch.tensor(ends, dtype=torch.int32)
         return row if ends is None else with_inputs(row, cu_seq_lens_q=made, cu_seq_lens_k=made)
@@ -66,36 +66,36 @@ def boundaries_at(move: Callable[[list[int]], list[int]]) -> Callable[[Row, Sequ
     return change
 
 
-def no_boundaries(row: Row, samples: Sequence[Encoded]) -> Row:
+def no_boundaries(row: Collated, samples: Sequence[Encoded]) -> Collated:
     """The model does not get them."""
     return with_inputs(row, cu_seq_lens_q=None)
 
 
-def positions_of_the_row(row: Row, samples: Sequence[Encoded]) -> Row:
+def positions_of_the_sequence(row: Collated, samples: Sequence[Encoded]) -> Collated:
     """Positions that go on over the samples, images too."""
     num_tokens = sum(sample["length"] for sample in samples)
     positions = torch.arange(num_tokens).expand_as(row.inputs["position_ids"])
     return with_inputs(row, position_ids=positions) if len(samples) > 1 else row
 
 
-def axes_of_positions(row: Row, samples: Sequence[Encoded], order: Sequence[int]) -> Row:
+def axes_of_positions(row: Collated, samples: Sequence[Encoded], order: Sequence[int]) -> Collated:
     """Height and width are each other, or both are time: the axes of mRoPE in another order."""
     return with_inputs(row, position_ids=row.inputs["position_ids"][list(order)])
 
 
-def token_types_of_text(row: Row, samples: Sequence[Encoded], name: str) -> Row:
+def token_types_of_text(row: Collated, samples: Sequence[Encoded], name: str) -> Collated:
     """No token is told to be one of an image."""
     return with_inputs(row, **{name: torch.zeros_like(row.inputs[name])})
 
 
-def grids_exchanged(row: Row, samples: Sequence[Encoded]) -> Row:
+def grids_exchanged(row: Collated, samples: Sequence[Encoded]) -> Collated:
     """The images are in order, and their grids are not."""
     if "pixel_values" not in row.inputs:
         return row
     return with_inputs(row, image_grid_thw=row.inputs["image_grid_thw"].roll(1, dims=0))
 
 
-def media_exchanged(row: Row, samples: Sequence[Encoded], name: str = "pixel_values") -> Row:
+def media_exchanged(row: Collated, samples: Sequence[Encoded], name: str = "pixel_values") -> Collated:
     """The media of all samples the other way round; for media of one size."""
     if name not in row.inputs:
         return row
@@ -104,7 +104,7 @@ def media_exchanged(row: Row, samples: Sequence[Encoded], name: str = "pixel_val
     return with_inputs(row, **{name: torch.cat(parts[::-1])})
 
 
-def images_reversed(row: Row, samples: Sequence[Encoded]) -> Row:
+def images_reversed(row: Collated, samples: Sequence[Encoded]) -> Collated:
     """The images of the row with their grids the other way round."""
     row = media_exchanged(row, samples)
     if "pixel_values" not in row.inputs:
@@ -112,13 +112,13 @@ def images_reversed(row: Row, samples: Sequence[Encoded]) -> Row:
     return with_inputs(row, image_grid_thw=row.inputs["image_grid_thw"].flip(0))
 
 
-def labels_shifted(row: Row, samples: Sequence[Encoded]) -> Row:
+def labels_shifted(row: Collated, samples: Sequence[Encoded]) -> Collated:
     """By one over the whole row."""
     assert row.labels is not None
     return replace(row, labels=row.labels.roll(1, dims=-1)) if len(samples) > 1 else row
 
 
-def weights_shifted(row: Row, samples: Sequence[Encoded]) -> Row:
+def weights_shifted(row: Collated, samples: Sequence[Encoded]) -> Collated:
     """Loss weights one token late."""
     weights = torch.ones(row.inputs["cu_seq_lens_q"][-1])[None]
     weights[:, ::7] = 2.0
@@ -129,11 +129,11 @@ def weights_shifted(row: Row, samples: Sequence[Encoded]) -> Row:
 
 
 @contextmanager
-def attending(subject: Subject, attend: Callable[..., Any]) -> Broken:
+def attending(proof_model: ProofModel, attend: Callable[..., Any]) -> Broken:
     """With another function as `vlpack`."""
     AttentionInterface.register(NAME, attend)
     try:
-        yield subject
+        yield proof_model
     finally:
         AttentionInterface.register(NAME, segmented_attention)
 
@@ -278,48 +278,48 @@ def losing_last_tokens(right: Any, args: Any, ends: Any, options: Any) -> Any:
 
 
 @contextmanager
-def no_room_behind(subject: Subject, num_tokens: int) -> Broken:
+def no_room_behind(proof_model: ProofModel, num_tokens: int) -> Broken:
     """Layers that work on so many tokens of a row and pass over the rest, as experts with a capacity do."""
 
     def cut(module: Any, args: Any, made: torch.Tensor) -> torch.Tensor:
         kept = torch.arange(made.shape[1]) < num_tokens
         return made * kept[:, None]
 
-    handles = [layer.mlp.register_forward_hook(cut) for layer in subject.model.model.layers]
+    handles = [layer.mlp.register_forward_hook(cut) for layer in proof_model.model.model.layers]
     try:
-        yield subject
+        yield proof_model
     finally:
         for handle in handles:
             handle.remove()
 
 
 @contextmanager
-def experts_with_a_capacity(subject: Subject, num_tokens: int) -> Broken:
+def experts_with_a_capacity(proof_model: ProofModel, num_tokens: int) -> Broken:
     """About half of the tokens are sent to an expert that has room for so many of a row."""
 
     def cut(module: Any, args: Any, made: torch.Tensor) -> torch.Tensor:
         is_sent = args[0][..., 0] > 0
         return made * (~is_sent | (is_sent.cumsum(-1) <= num_tokens))[..., None]
 
-    handles = [layer.mlp.register_forward_hook(cut) for layer in subject.model.model.layers]
+    handles = [layer.mlp.register_forward_hook(cut) for layer in proof_model.model.model.layers]
     try:
-        yield subject
+        yield proof_model
     finally:
         for handle in handles:
             handle.remove()
 
 
 @contextmanager
-def norm_over_the_row(subject: Subject) -> Broken:
+def norm_over_the_sequence(proof_model: ProofModel) -> Broken:
     """The norms divide by the root of the mean over all tokens, not over each by itself."""
 
     def over_all(module: Any, args: Any, made: torch.Tensor) -> torch.Tensor:
         hidden = args[0]
         return module.weight * hidden * hidden.square().mean(dim=(-2, -1), keepdim=True).rsqrt()
 
-    handles = [layer.input_layernorm.register_forward_hook(over_all) for layer in subject.model.model.layers]
+    handles = [layer.input_layernorm.register_forward_hook(over_all) for layer in proof_model.model.model.layers]
     try:
-        yield subject
+        yield proof_model
     finally:
         for handle in handles:
             handle.remove()
@@ -329,24 +329,24 @@ def norm_over_the_row(subject: Subject) -> Broken:
 
 
 @contextmanager
-def images_see_each_other(subject: Subject, num_patches: int = 0) -> Broken:
+def images_see_each_other(proof_model: ProofModel, num_patches: int = 0) -> Broken:
     """The vision tower looks at all images of the row, where it has so many patches."""
-    merger = subject.model.model.visual.merger
+    merger = proof_model.model.model.visual.merger
 
     def mix(module: Any, args: Any, made: torch.Tensor) -> torch.Tensor:
         return made + made.mean(dim=0) if len(made) > num_patches else made
 
     handle = merger.register_forward_hook(mix)
     try:
-        yield subject
+        yield proof_model
     finally:
         handle.remove()
 
 
 @contextmanager
-def deepstack_misaligned(subject: Subject) -> Broken:
+def deepstack_misaligned(proof_model: ProofModel) -> Broken:
     """What the tower adds to deeper layers is one token late, in rows with more than one sample."""
-    text_model = subject.model.model.language_model
+    text_model = proof_model.model.model.language_model
     right = text_model._deepstack_process
 
     def late(hidden: torch.Tensor, where: torch.Tensor, visual: torch.Tensor) -> torch.Tensor:
@@ -356,6 +356,6 @@ def deepstack_misaligned(subject: Subject) -> Broken:
 
     text_model._deepstack_process = late
     try:
-        yield subject
+        yield proof_model
     finally:
         del text_model._deepstack_process

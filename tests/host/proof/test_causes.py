@@ -16,11 +16,12 @@ from swift_vlpack.proof.causes import (
     cause_of,
     facts_of,
 )
-from swift_vlpack.proof.evidence import evidence_of, few_of, where
+from swift_vlpack.proof.evidence import evidence_of, where
+from swift_vlpack.proof.limits import Limits
+from swift_vlpack.proof.perturb import few_of
 from swift_vlpack.proof.reference import own_attention
-from swift_vlpack.proof.tolerance import Limits
 from tests.host.proof import sabotage as s
-from tests.host.proof.subjects import text_samples
+from tests.host.proof.proof_models import text_samples
 
 RIGHT, PICTURE = Profile(30, False, None, None), Profile(30, True, None, None)
 MLP, NORM = Module("layers.0.mlp", "Experts", False), Module("layers.0.norm", "RMSNorm", False)
@@ -37,8 +38,8 @@ LATER = {(0, 1): 30, (0, 2): 30, (1, 2): 30}
 CAUSES = {
     "sdpa": (seen(WRONG, attention="sdpa"), "attention sdpa knows no boundaries; leave attn_impl unset"),
     "all later ones": (seen(RIGHT, WRONG, WRONG, moved=LATER), "causal and has no boundaries"),
-    "earlier ones": (seen(WRONG, WRONG, moved={(1, 0): 30}), "not causal over the row"),
-    "one boundary": (seen(RIGHT, WRONG, RIGHT, moved={(0, 1): 30}), "boundary before sample 2 of the row is lost"),
+    "earlier ones": (seen(WRONG, WRONG, moved={(1, 0): 30}), "not causal over the sequence"),
+    "one boundary": (seen(RIGHT, WRONG, RIGHT, moved={(0, 1): 30}), "boundary before sample 2 of the sequence is lost"),
     "a token at a boundary": (seen(RIGHT, WRONG, RIGHT, moved={(0, 1): 1}), "a boundary is shifted: where sample 2"),
     "its last token": (seen(Profile(30, False, 29, 29), RIGHT), "a boundary is shifted: only a few tokens"),
     "a layer with a state": (seen(RIGHT, WRONG, moved={(0, 1): 9}, layer_type="linear_attention"), "linear attention"),
@@ -50,7 +51,7 @@ CAUSES = {
     ),
     "media of another": (
         seen(WRONG_PICTURE, RIGHT, PICTURE, given=(0, 2), moved_by_media={(2, 0): 9}),
-        "wrong order: sample 1 of the row gives what it gives with the images, videos or sounds of sample 3",
+        "wrong order: sample 1 of the sequence gives what it gives with the images, videos or sounds of sample 3",
     ),
     "pictures only, in the embeddings": (seen(WRONG_PICTURE, RIGHT, layer=EMBEDDINGS), "wrong order, their grids exch"),
     "pictures only, in the first layer": (seen(WRONG_PICTURE, RIGHT, layer=0), "positions of images or videos"),
@@ -118,7 +119,7 @@ def test_evidence_names_sample_tokens_and_layer():
     assert not evidence.is_only_in_training
     assert evidence.unpacked == ALONE
     assert where(samples, evidence) == (
-        "text:1, number 2 of 3 in its row, differs from token 0 to 8 of 9, first in layer 1"
+        "text:1, number 2 of 3 in its sequence, differs from token 0 to 8 of 9, first in layer 1"
     )
 
 
@@ -132,8 +133,8 @@ def test_of_a_long_row_the_samples_around_the_wrong_one_are_changed():
 def test_boundary_that_is_lost_in_a_long_row_is_named():
     """ISO-15: 19 other boundaries hold, of which a few are asked."""
     right, samples = s.llama(), text_samples(*[12] * 20)
-    lost = s.rows_changed(right, s.boundaries_at(lambda ends: [*ends[:10], *ends[11:]]))
-    assert "the boundary before sample 11 of the row is lost" in cause_of(evidence_of(lost, samples, LIMITS))
+    lost = s.batches_changed(right, s.boundaries_at(lambda ends: [*ends[:10], *ends[11:]]))
+    assert "the boundary before sample 11 of the sequence is lost" in cause_of(evidence_of(lost, samples, LIMITS))
 
 
 def test_model_that_mixes_any_batch_is_told_from_a_wrong_pack():

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from swift_vlpack import PackingConfig, PackingDataset, prove
-from swift_vlpack.errors import DataError
+from swift_vlpack.errors import DataError, IsolationError
 from swift_vlpack.proof import prove as prove_module
-from swift_vlpack.proof.choose_samples import chosen_samples, rows_of_plan, short_samples, tokens_of_epoch
-from swift_vlpack.proof.isolation import IsolationError
+from swift_vlpack.proof.choose_samples import chosen_samples, sequences_of_plan, short_samples, tokens_of_epoch
 from swift_vlpack.rows.contents import contents_of
 from tests.data_rows import image_row, text_row
 
@@ -66,7 +65,7 @@ def test_row_with_the_most_images_is_there(packs, rows):
     many = {**text_row("<image><image>twice", "the same"), "images": rows["image"]["images"] * 2}
     data = [*[text_row("hi", "ho")] * 24, *[many] * 8, text_row("long", "word " * 320)]
     made = packs(data, packing_strategy="greedy")
-    fullest, of_images, longest = ([contents_of(sample).images for sample in row] for row in rows_of_plan(made))
+    fullest, of_images, longest = ([contents_of(sample).images for sample in row] for row in sequences_of_plan(made))
     assert sum(of_images) == max(sum(contents_of(sample).images for sample in pack) for pack in made)
     assert sum(of_images) > max(sum(fullest), sum(longest))
 
@@ -162,7 +161,7 @@ def test_rows_of_the_plan_are_the_fullest_and_that_of_the_longest(packs):
     """ISO-12"""
     data = [*texts(30), text_row("long", "word " * 300)]
     made = packs(data)
-    fullest, longest = rows_of_plan(made)
+    fullest, longest = sequences_of_plan(made)
     assert len(fullest) == max(made.plan.num_samples_per_pack)
     assert 30 in ids(longest)
     in_plan = [sorted(made[number].record.lengths) for number in range(len(made))]
@@ -173,14 +172,14 @@ def test_rows_of_the_plan_are_the_fullest_and_that_of_the_longest(packs):
 def test_row_with_a_sample_longer_than_the_window_is_there(packs):
     """ISO-12: the shortest that is longer, which is quicker than the longest."""
     made = packs([*texts(30), text_row("long", "word " * 300), text_row("middling", "word " * 90)])
-    rows = rows_of_plan(made, 80)
+    rows = sequences_of_plan(made, 80)
     assert 31 in {row for ids_of_row in map(ids, rows) for row in ids_of_row}
-    assert len(rows_of_plan(made, 10**6)) == len(rows_of_plan(made))
+    assert len(sequences_of_plan(made, 10**6)) == len(sequences_of_plan(made))
 
 
 def test_row_of_a_stream_is_filled_from_its_first_rows(packs):
     """ISO-12"""
-    (row,) = rows_of_plan(made := packs(texts(30), packing_mode="buffer"))
+    (row,) = sequences_of_plan(made := packs(texts(30), packing_mode="buffer"))
     assert 300 < sum(sample["length"] for sample in row) <= 400
     assert tokens_of_epoch(made) == 0
 

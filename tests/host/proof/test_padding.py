@@ -8,15 +8,14 @@ import torch
 from swift_vlpack import PackingConfig, PackingDataset, prove
 from swift_vlpack.attention import attention
 from swift_vlpack.attention.sequence_effects import check_rope
-from swift_vlpack.errors import ConfigError
+from swift_vlpack.errors import ConfigError, IsolationError
 from swift_vlpack.feed import sequence
 from swift_vlpack.feed.collate import Collator
 from swift_vlpack.feed.packs import packed_samples
 from swift_vlpack.feed.sequence_loss import weigh_samples
-from swift_vlpack.proof.isolation import IsolationError
 from swift_vlpack.rows.contents import NO_LABEL
 from tests.data_rows import text_row
-from tests.host.proof.subjects import template_subject
+from tests.host.proof.proof_models import template_model
 
 QWEN = "qwen2_5_vl"
 MIXED = ("image", "text", "images", "video")
@@ -73,10 +72,10 @@ def test_rows_of_a_family_without_own_positions_are_padded_too(training, encoded
     assert alone["input_ids"].shape[1] == 2 * (sample["length"] - 1), "longer than a pack: the next multiple"
 
 
-def ran(subject, samples, multiple):
-    subject.rows.multiple = multiple
-    parameters = dict(subject.model.named_parameters())
-    return subject.run(samples, packed=True, parameters=parameters)
+def ran(proof_model, samples, multiple):
+    proof_model.batches.multiple = multiple
+    parameters = dict(proof_model.model.named_parameters())
+    return proof_model.run(samples, packed=True, parameters=parameters)
 
 
 @pytest.mark.parametrize(
@@ -90,8 +89,8 @@ def test_loss_and_gradients_are_those_without_padding(training, encoded, family,
     loaded = training(family)
     restart_at_boundaries(loaded.model)
     attention.use_kernel(loaded.model, KERNELS[kernel])
-    subject, samples = template_subject(loaded), encoded(loaded.template, MIXED)
-    bare, padded = ran(subject, samples, 1), ran(subject, samples, MULTIPLE)
+    proof_model, samples = template_model(loaded), encoded(loaded.template, MIXED)
+    bare, padded = ran(proof_model, samples, 1), ran(proof_model, samples, MULTIPLE)
     for one, other in zip(bare.logits, padded.logits, strict=True):
         assert torch.allclose(one, other, rtol=1e-5, atol=1e-5)
     assert bare.gradient.keys() == padded.gradient.keys()
@@ -99,7 +98,7 @@ def test_loss_and_gradients_are_those_without_padding(training, encoded, family,
         assert torch.allclose(gradient, padded.gradient[name], rtol=1e-5, atol=1e-5 * float(gradient.abs().max())), name
     right = sequence.padding
     monkeypatch.setattr(sequence, "padding", lambda *of: {**right(*of), "input_ids": list(range(300, 300 + of[1]))})
-    other_padding = ran(subject, samples, MULTIPLE)
+    other_padding = ran(proof_model, samples, MULTIPLE)
     for one, other in zip(padded.logits, other_padding.logits, strict=True):
         assert torch.equal(one, other)
     attention.use_kernel(loaded.model, KERNELS["segments"])
@@ -158,6 +157,6 @@ def test_padding_that_would_choose_the_frequencies_is_refused():
         max_position_embeddings = 128
         rope_parameters = MappingProxyType({"rope_type": "dynamic", "factor": 2.0})
 
-    check_rope(Dynamic(), None, 100, config(packing_pad_to=128))
+    check_rope(Dynamic(), (), 100, config(packing_pad_to=128))
     with pytest.raises(ConfigError, match=r"padding can have 639. Set packing_pad_to to 128 or less"):
-        check_rope(Dynamic(), None, 100, config(packing_pad_to="length"))
+        check_rope(Dynamic(), (), 100, config(packing_pad_to="length"))

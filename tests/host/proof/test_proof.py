@@ -11,16 +11,18 @@ from peft import LoraConfig, get_peft_model
 from torch.nn.parallel import DistributedDataParallel
 
 from swift_vlpack.attention.attention import NAME
+from swift_vlpack.errors import IsolationError
 from swift_vlpack.proof import measure, reference
-from swift_vlpack.proof.changes import media_of, replaced, with_other_media
-from swift_vlpack.proof.isolation import IsolationError, finding_in, proved, with_twins
-from swift_vlpack.proof.measure import measured
-from swift_vlpack.proof.proof_model import Subject, some_columns
+from swift_vlpack.proof.limits import FLOORS, Limits, Noise
+from swift_vlpack.proof.measure import measure_pack
+from swift_vlpack.proof.perturb import media_of, replaced, with_other_media, with_twins
+from swift_vlpack.proof.proof_model import ProofModel, some_columns
+from swift_vlpack.proof.prove import run_proof
 from swift_vlpack.proof.reference import configs_of, own_attention, repeatable_training
-from swift_vlpack.proof.tolerance import FLOORS, Limits, Noise
+from swift_vlpack.proof.verdict import finding_in
 from tests.attention.one_by_one import text
 from tests.host.proof import sabotage as s
-from tests.host.proof.subjects import TextRows, text_samples
+from tests.host.proof.proof_models import TextBatches, text_samples
 
 QWEN = "qwen2_5_vl"
 MIXED = ("image", "text", "images", "video")
@@ -31,25 +33,25 @@ LENGTHS = (24, 9, 31, 14, 20)
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", QWEN, "qwen3_vl"])
-def test_proof_holds_and_says_what_it_measured(subject, encoded, family):
+def test_proof_holds_and_says_what_it_measured(proof_model, encoded, family):
     """ISO-5 ISO-9 ISO-10: text, an image, several, a video, and twins of the image and of the video."""
-    right = subject(family)
-    samples = encoded(right.rows.template, MIXED)
-    proof = proved(right, samples, [samples[::-1]])
-    assert (proof.num_samples, proof.num_more, proof.num_rows_left_out) == (6, 4, 0)
+    right = proof_model(family)
+    samples = encoded(right.batches.template, MIXED)
+    proof = run_proof(right, samples, [samples[::-1]])
+    assert (proof.num_samples, proof.num_more, proof.num_sequences_left_out) == (6, 4, 0)
     assert proof.moved == 0
     assert 0 < proof.alone < 1e-4, "another attention, so not the same to the last bit"
     assert 0 < proof.gradient < 1e-4
     assert proof.largest_logit > 1
     line = proof.line(NAME)
     assert line.startswith("isolation verified: max difference 0.0 over 6 samples, attention vlpack (packed ")
-    assert "so do 4 samples in rows of the plan" in line
+    assert "so do 4 samples in sequences of the plan" in line
 
 
 @pytest.mark.parametrize("make", [s.llama, s.gemma2, s.gpt_oss])
 def test_proof_of_a_text_model_needs_no_template(make):
     """ISO-9: soft caps, windows and sinks as the model has them."""
-    proof = proved(make(), text_samples(*LENGTHS))
+    proof = run_proof(make(), text_samples(*LENGTHS))
     assert proof.moved == 0
     assert proof.alone < 1e-4
 
@@ -71,25 +73,25 @@ def test_reference_is_the_attention_that_defines_the_model():
     assert right.model.config._attn_implementation == NAME
 
 
-def test_vision_tower_has_its_own_attention_in_the_reference(subject):
+def test_vision_tower_has_its_own_attention_in_the_reference(proof_model):
     """ISO-9"""
-    model = subject(QWEN).model
+    model = proof_model(QWEN).model
     with own_attention(model):
         assert {config._attn_implementation for config in configs_of(model)} == {"eager"}
     assert model.config.vision_config._attn_implementation == NAME
     assert model.config.text_config._attn_implementation == NAME
 
 
-def test_proof_runs_the_same_forwards_whatever_it_finds(subject, encoded):
+def test_proof_runs_the_same_forwards_whatever_it_finds(proof_model, encoded):
     """ISO-5: ranks that wait for each other in a forward must do equally many."""
-    right = subject(QWEN)
-    samples = with_twins(encoded(right.rows.template, MIXED))
+    right = proof_model(QWEN)
+    samples = with_twins(encoded(right.batches.template, MIXED))
     counts = []
     for change in (lambda row, samples: row, s.no_boundaries):
         runs = []
-        rows = s.rows_changed(right, change).rows
+        rows = s.batches_changed(right, change).batches
         handle = right.model.register_forward_hook(lambda *args, runs=runs: runs.append(1))
-        found = finding_in(measured(Subject(right.model, rows, right.is_ordinary), samples, [samples[:2]]))
+        found = finding_in(measure_pack(ProofModel(right.model, rows, right.is_ordinary), samples, [samples[:2]]))
         handle.remove()
         counts.append((len(runs), found is None))
     # The head, alone, noise of a sample of each kind, the pack, a row of two.
@@ -109,13 +111,13 @@ def test_not_a_number_is_not_a_pass(number):
     embed = right.model.get_input_embeddings()
     handle = embed.register_forward_hook(lambda module, args, made: made + is_hit[args[0]][..., None])
     with pytest.raises(IsolationError, match=r"the model itself gives them, without packing, too.*nan"):
-        proved(right, samples)
+        run_proof(right, samples)
     handle.remove()
     handle = embed.register_forward_hook(
         lambda module, args, made: made + (is_hit[args[0]][..., None] if args[0].shape[1] > 40 else 0)
     )
     with pytest.raises(IsolationError, match="nan"):
-        proved(right, samples)
+        run_proof(right, samples)
     handle.remove()
 
 
@@ -124,24 +126,24 @@ def test_model_that_does_not_look_at_its_tokens_is_stopped():
     right = s.llama()
     handle = right.model.get_input_embeddings().register_forward_hook(lambda module, args, made: made * 0 + 1)
     with pytest.raises(IsolationError, match=r"the model does not look at its tokens.*text:0 did not move its own"):
-        proved(right, text_samples(*LENGTHS))
+        run_proof(right, text_samples(*LENGTHS))
     handle.remove()
 
 
-def test_media_that_do_not_reach_the_model_are_noticed(subject, encoded):
+def test_media_that_do_not_reach_the_model_are_noticed(proof_model, encoded):
     """ISO-10: in a pack as little as alone."""
-    right = subject(QWEN)
+    right = proof_model(QWEN)
     handle = right.model.model.visual.merger.register_forward_hook(lambda module, args, made: made * 0)
     try:
         with pytest.raises(IsolationError, match=r"media do not reach the model.*the media of image:0 did not move"):
-            proved(right, encoded(right.rows.template, ("image", "text")))
+            run_proof(right, encoded(right.batches.template, ("image", "text")))
     finally:
         handle.remove()
 
 
-def test_twin_has_the_same_tokens_and_other_media(subject, encoded):
+def test_twin_has_the_same_tokens_and_other_media(proof_model, encoded):
     """ISO-10"""
-    samples = encoded(subject(QWEN).rows.template, MIXED)
+    samples = encoded(proof_model(QWEN).batches.template, MIXED)
     image, text_only, _, video, *twins = with_twins(samples)
     assert len(twins) == 2
     for sample, twin in ((image, twins[0]), (video, twins[1])):
@@ -154,16 +156,18 @@ def test_twin_has_the_same_tokens_and_other_media(subject, encoded):
     assert with_twins([text_only]) == [text_only]
 
 
-def test_replaced_sample_keeps_its_media_tokens_and_changes_every_other(subject, encoded):
+def test_replaced_sample_keeps_its_media_tokens_and_changes_every_other(proof_model, encoded):
     """ISO-10"""
-    right = subject(QWEN)
-    for sample in encoded(right.rows.template, MIXED):
+    right = proof_model(QWEN)
+    for sample in encoded(right.batches.template, MIXED):
         before = list(sample["input_ids"])
         other = replaced(sample, right.is_ordinary)
         for token, new in zip(before, other["input_ids"], strict=True):
             assert right.is_ordinary(token) == right.is_ordinary(new) == (token != new)
         assert sample["input_ids"] == before
-    media = right.rows.template.tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>", "<|vision_start|>"])
+    media = right.batches.template.tokenizer.convert_tokens_to_ids(
+        ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>"]
+    )
     assert not any(map(right.is_ordinary, media))
 
 
@@ -190,13 +194,13 @@ def test_model_that_is_sure_of_all_it_says_is_verified(dtype):
         right.model.lm_head.weight.mul_(2000)
     right.model.to(dtype)
     samples = [{**one, "labels": certain(right, one)} for one in text_samples(*LENGTHS)]
-    assert proved(right, samples).gradient < (0.1 if dtype == torch.bfloat16 else 1e-4)
+    assert run_proof(right, samples).gradient < (0.1 if dtype == torch.bfloat16 else 1e-4)
 
 
-def certain(subject, sample):
+def certain(proof_model, sample):
     """What the model itself expects, as labels."""
     with torch.no_grad():
-        expected = subject.run([sample], packed=False).logits[0].argmax(-1).tolist()
+        expected = proof_model.run([sample], packed=False).logits[0].argmax(-1).tolist()
     return [-100, *expected[:-1]]
 
 
@@ -206,9 +210,9 @@ def test_noise_is_what_another_attention_makes(make, dtype):
     """ISO-13: eager against segments; within a few times, on a dense model and where experts are chosen."""
     right = make()
     right.model.to(dtype)
-    of = measured(right, text_samples(*LENGTHS))
+    of = measure_pack(right, text_samples(*LENGTHS))
     assert finding_in(of) is None
-    largest = max(gap.over_tokens for gap in of.rows[0].gaps)
+    largest = max(gap.over_tokens for gap in of.compared[0].gaps)
     assert 0.1 * largest < of.noise.logits < 10 * largest
     assert 0.1 * max(of.gradient.values()) < of.noise.gradient < 10 * max(of.gradient.values())
 
@@ -260,7 +264,7 @@ def test_proof_holds_on_a_model_as_it_trains(change):
     right = s.llama(attention_dropout=0.5)
     model = change(right.model).train()
     before = state_of(model)
-    proof = proved(Subject(model, TextRows(), right.is_ordinary), text_samples(*LENGTHS))
+    proof = run_proof(ProofModel(model, TextBatches(), right.is_ordinary), text_samples(*LENGTHS))
     assert proof.alone < 1e-4
     assert proof.gradient is not None
     assert proof.gradient < 1e-4
@@ -300,11 +304,11 @@ def test_training_can_be_repeated_with_all_rates_at_nothing():
 def test_autocast_decides_the_precision():
     """ISO-13: weights of 32 bits, computed in 16."""
     right = s.llama()
-    cast = Subject(right.model, right.rows, right.is_ordinary, lambda: torch.autocast("cpu", torch.bfloat16))
-    of = measured(cast, text_samples(*LENGTHS))
+    cast = ProofModel(right.model, right.batches, right.is_ordinary, lambda: torch.autocast("cpu", torch.bfloat16))
+    of = measure_pack(cast, text_samples(*LENGTHS))
     assert of.dtype == torch.bfloat16
     assert finding_in(of) is None
-    assert max(gap.most for gap in of.rows[0].gaps) > 1e-3
+    assert max(gap.most for gap in of.compared[0].gaps) > 1e-3
 
 
 def test_wrapped_model_is_left_to_its_reducer(tmp_path):
@@ -318,13 +322,13 @@ def test_wrapped_model_is_left_to_its_reducer(tmp_path):
 
         def step():
             model.zero_grad()
-            with right.rows.row(samples, packed=True) as row:
+            with right.batches.batch(samples, packed=True) as row:
                 model(**row.inputs, labels=row.labels).loss.backward()
             return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
         expected = step()
         model.zero_grad()
-        proved(Subject(unwrapped(model), right.rows, right.is_ordinary), samples)
+        run_proof(ProofModel(unwrapped(model), right.batches, right.is_ordinary), samples)
         assert all(parameter.grad is None for parameter in model.parameters())
         after = step()
     finally:
@@ -336,12 +340,12 @@ def test_proof_leaves_states_and_buffers_as_they_were():
     """ISO-6: also a buffer that RoPE puts another in the place of."""
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
     config = T.LlamaConfig(**text(max_position_embeddings=32, rope_parameters=rope))
-    right = s.text_subject(config)
+    right = s.text_model(config)
     rotary = right.model.model.rotary_emb
     buffer, values = rotary.inv_freq, rotary.inv_freq.clone()
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     with pytest.raises(IsolationError):
-        proved(right, text_samples(9, 60))
+        run_proof(right, text_samples(9, 60))
     assert rotary.inv_freq is buffer
     assert torch.equal(buffer, values)
     assert rotary.max_seq_len_cached == 32
@@ -357,10 +361,10 @@ def test_rows_of_the_plan_that_would_take_too_much_are_left_out(monkeypatch):
     """ISO-14: but for the first, and the line says so; in a long epoch they are not."""
     right, samples = s.llama(), text_samples(*LENGTHS)
     monkeypatch.setattr(measure, "TOKENS_ALLOWED", 0)
-    proof = proved(right, samples, [samples] * 3)
-    assert (proof.num_more, proof.num_rows_left_out) == (5, 2)
-    assert "2 long rows of the plan left out, 196 tokens" in proof.line(NAME)
-    assert proved(right, samples, [samples] * 3, tokens_of_epoch=10**6).num_more == 15
+    proof = run_proof(right, samples, [samples] * 3)
+    assert (proof.num_more, proof.num_sequences_left_out) == (5, 2)
+    assert "2 long sequences of the plan left out, 196 tokens" in proof.line(NAME)
+    assert run_proof(right, samples, [samples] * 3, tokens_of_epoch=10**6).num_more == 15
 
 
 def test_one_full_row_of_the_plan_is_looked_at_on_a_slow_machine(monkeypatch):
@@ -368,7 +372,7 @@ def test_one_full_row_of_the_plan_is_looked_at_on_a_slow_machine(monkeypatch):
     right, samples = s.llama(), text_samples(*LENGTHS)
     clock = iter(range(0, 10**9, 1000))
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    assert proved(right, samples, [text_samples(*[60] * 8), samples]).num_more == 13
+    assert run_proof(right, samples, [text_samples(*[60] * 8), samples]).num_more == 13
 
 
 @pytest.mark.parametrize(("make", "num_more"), [(s.llama, 5), (s.gemma2, 4)])
@@ -379,9 +383,9 @@ def test_long_samples_are_compared_with_sdpa_where_that_is_the_same(make, num_mo
     right = make()
     assert reference.longest_for_own(right.model) == 25
     assert reference.longest_for_own(right.model, is_trained=True) == 15
-    proof = proved(right, text_samples(24, 9, 31), [text_samples(*LENGTHS)])
+    proof = run_proof(right, text_samples(24, 9, 31), [text_samples(*LENGTHS)])
     assert proof.num_samples == (3 if num_more == 5 else 2)
-    assert (proof.num_more, proof.num_rows_left_out) == (num_more, 0)
+    assert (proof.num_more, proof.num_sequences_left_out) == (num_more, 0)
     is_said = "1 sample too long for the model's own attention left out" in proof.line(NAME)
     assert is_said == (num_more == 4), "the others of its row are compared"
     assert proof.gradient < 1e-4

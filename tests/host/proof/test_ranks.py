@@ -13,14 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 from swift_vlpack.attention.prepare import unwrapped
 from swift_vlpack.feed.sequence import layout
 from swift_vlpack.host.ranks import results_of_all
-from swift_vlpack.proof.in_training import FirstRow, prove_in_training
-from swift_vlpack.proof.in_training import measured as measured_in_training
-from swift_vlpack.proof.isolation import proved
+from swift_vlpack.proof.first_batch import FirstSequence
+from swift_vlpack.proof.in_training import measure_in_training
 from swift_vlpack.proof.passes import Passes
-from swift_vlpack.proof.proof_model import Subject
+from swift_vlpack.proof.proof_model import ProofModel
+from swift_vlpack.proof.prove import prove_in_training, run_proof
 from swift_vlpack.rows.samples import PackRecord, SampleId
 from tests.host.proof import sabotage as s
-from tests.host.proof.subjects import TextRows, text_samples
+from tests.host.proof.proof_models import TextBatches, text_samples
 
 LENGTHS = (24, 9, 31, 14, 20)
 
@@ -46,8 +46,8 @@ def on_a_rank(rank, folder, kind):
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     right, samples = s.llama(attention_dropout=0.3), text_samples(*LENGTHS)
     model = WRAPPERS[kind](right.model.train())
-    proof = proved(Subject(unwrapped(model), right.rows, right.is_ordinary), samples, [samples])
-    with right.rows.row(samples, packed=True) as row:
+    proof = run_proof(ProofModel(unwrapped(model), right.batches, right.is_ordinary), samples, [samples])
+    with right.batches.batch(samples, packed=True) as row:
         model(**row.inputs, labels=row.labels).loss.backward()
     grads = [parameter.grad for parameter in model.parameters()]
     total = sum(float((grad.full_tensor() if hasattr(grad, "full_tensor") else grad).abs().sum()) for grad in grads)
@@ -80,7 +80,7 @@ class TextTemplate:
     packing = padding_free = False
 
     def data_collator(self, samples):
-        with TextRows().row(samples[0] if self.packing else samples, packed=self.packing) as row:
+        with TextBatches().batch(samples[0] if self.packing else samples, packed=self.packing) as row:
             return {**row.inputs, "labels": row.labels}
 
 
@@ -102,12 +102,12 @@ def in_training_on_a_rank(rank, folder, kind):
     template = TextTemplate()
     with layout(template, packed=True):
         batch = template.data_collator([samples])
-    row = FirstRow(batch, record, samples, template, right.is_ordinary)
-    found = measured_in_training(Passes(unwrapped(model), loss, lambda one: one), row, results_of_all)
-    prove_in_training(found)
+    row = FirstSequence(batch, record, samples, template, right.is_ordinary)
+    found = measure_in_training(Passes(unwrapped(model), loss, lambda one: one), row, results_of_all)
+    line = prove_in_training(found)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(parameter.requires_grad for parameter in model.parameters())
-    (folder / f"{rank}.txt").write_text(found.line())
+    (folder / f"{rank}.txt").write_text(line)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 import transformers as T
 
-from swift_vlpack.proof.isolation import IsolationError, proved
+from swift_vlpack.errors import IsolationError
+from swift_vlpack.proof.prove import run_proof
 from tests.attention.one_by_one import text
 from tests.host.proof import sabotage as s
 from tests.host.proof.old_proof import cause_by_the_old_proof
-from tests.host.proof.subjects import text_samples, text_subject
+from tests.host.proof.proof_models import text_model, text_samples
 
 QWEN, QWEN3 = "qwen2_5_vl", "qwen3_vl"
 MIXED = ("image", "text", "images", "words")
@@ -35,10 +36,10 @@ OF_ROWS = {
     "boundary one late": (s.boundaries_at(shifted(1)), MIXED, r"a boundary is shifted: .*sample 3", MISNAMED),
     "boundary one early": (s.boundaries_at(shifted(-1)), MIXED, r"a boundary is shifted: .*sample 3", MISNAMED),
     "one boundary lost": (
-        s.boundaries_at(without_the_third), MIXED, r"the boundary before sample 4 of the row is lost", MISSED,
+        s.boundaries_at(without_the_third), MIXED, r"the boundary before sample 4 of the sequence is lost", MISSED,
     ),
     "positions of the whole row": (
-        s.positions_of_the_row, ("image", "text"), r"positions of image:0 in the row are not .*\(time\)", MISNAMED,
+        s.positions_of_the_sequence, ("image", "text"), r"positions of image:0 .* are not .*\(time\)", MISNAMED,
     ),
     "grids exchanged": (
         s.grids_exchanged, ("wide", "text", "tall"), r"before the first layer: .*their grids", MISNAMED,
@@ -53,23 +54,27 @@ OF_ROWS = {
         partial(s.media_exchanged, name="pixel_values_videos"), ("video", "text", "words"),
         r"media are in the wrong order: sample 1 .* of sample 4", MISSED,
     ),
-    "labels shifted": (s.labels_shifted, MIXED, r"labels or loss weights of the row", MISSED),
-    "loss weights shifted": (s.weights_shifted, MIXED, r"labels or loss weights of the row", MISSED),
+    "labels shifted": (s.labels_shifted, MIXED, r"labels or loss weights of the sequence", MISSED),
+    "loss weights shifted": (s.weights_shifted, MIXED, r"labels or loss weights of the sequence", MISSED),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OF_ROWS)
-def test_rows_made_wrongly_are_stopped(name, subject, encoded):
+def test_rows_made_wrongly_are_stopped(name, proof_model, encoded):
     """ISO-5 ISO-9"""
     change, kinds, cause, old = OF_ROWS[name]
-    right = subject(QWEN)
-    samples = encoded(right.rows.template, kinds)
-    check(nullcontext(s.rows_changed(right, change)), samples, cause, old)
+    right = proof_model(QWEN)
+    samples = encoded(right.batches.template, kinds)
+    check(nullcontext(s.batches_changed(right, change)), samples, cause, old)
 
 
 OF_ATTENTION = {
     "boundaries ignored": (s.ignoring_boundaries, r"causal and has no boundaries", MISNAMED),
-    "a mask over all": (s.looking_everywhere, r"attention is not causal over the row and knows no bound", MISNAMED),
+    "a mask over all": (
+        s.looking_everywhere,
+        r"attention is not causal over the sequence and knows no bound",
+        MISNAMED,
+    ),
     "only in training": (s.leaking_in_training, r"in training mode, not in evaluation, .*has no boundaries", MISSED),
     "boundaries behind the third": (s.losing_the_fourth, r"boundary before sample 5 .* is lost", MISSED),
     "backward": (s.with_a_wrong_backward, r"the backward of a pack is not that of its samples", MISSED),
@@ -106,7 +111,7 @@ def test_experts_with_a_capacity_are_stopped():
 
 def test_norms_over_the_row_are_stopped():
     """ISO-5 ISO-9 ISO-15: a padded batch does not mix its samples by them, so it is not said to."""
-    broken = s.norm_over_the_row(s.llama())
+    broken = s.norm_over_the_sequence(s.llama())
     cause = r"vlpack: samples see each other outside of attention: model\.layers\.\d\.input_layernorm .*statistics over"
     check(broken, text_samples(*LENGTHS), cause, MISNAMED)
 
@@ -125,8 +130,8 @@ def test_frequencies_of_the_longest_sample_are_stopped(kind):
     limit = 32 if kind == "dynamic" else 2048
     config = text(max_position_embeddings=limit, rope_parameters=rope | (factors if kind == "longrope" else {}))
     *samples, long = text_samples(*LENGTHS, 90)
-    cause = rf"RoPE is {kind}, which takes its frequencies by the longest sample of the row"
-    check(nullcontext(text_subject(T.LlamaConfig(**config))), samples, cause, MISSED, rows=[[samples[0], long]])
+    cause = rf"RoPE is {kind}, which takes its frequencies by the longest sample of the sequence"
+    check(nullcontext(text_model(T.LlamaConfig(**config))), samples, cause, MISSED, rows=[[samples[0], long]])
 
 
 def fits_eight(ends):
@@ -135,8 +140,8 @@ def fits_eight(ends):
 
 def test_boundaries_that_are_lost_in_full_rows_only_are_stopped():
     """ISO-5 ISO-9 ISO-12: the few samples of the pack are right, a row of the plan is not."""
-    lost = s.rows_changed(s.llama(), s.boundaries_at(fits_eight))
-    cause = r"boundary before sample 10, 11 of the row is lost \(wrong cu_seq_lens_q\)"
+    lost = s.batches_changed(s.llama(), s.boundaries_at(fits_eight))
+    cause = r"boundary before sample 10, 11 of the sequence is lost \(wrong cu_seq_lens_q\)"
     check(nullcontext(lost), text_samples(*LENGTHS), cause, MISSED, rows=[text_samples(*[9] * 11)])
 
 
@@ -146,8 +151,8 @@ def test_labels_that_are_wrong_in_full_rows_only_are_stopped():
     def shifted_if_long(row, samples):
         return s.labels_shifted(row, samples) if len(samples) > 8 else row
 
-    wrong = s.rows_changed(s.llama(), shifted_if_long)
-    cause = r"labels or loss weights of the row .*labels of text:0 in the row are not those that it has alone"
+    wrong = s.batches_changed(s.llama(), shifted_if_long)
+    cause = r"labels or loss weights of the sequence .*labels of text:0 in the sequence are not those that it has alone"
     check(nullcontext(wrong), text_samples(*LENGTHS), cause, MISSED, rows=[text_samples(*[9] * 11)])
 
 
@@ -156,15 +161,15 @@ def test_convolution_without_boundaries_is_stopped():
     check(nullcontext(s.lfm2()), text_samples(*LENGTHS), rf"the model has conv, whose {LINEAR}", MISNAMED)
 
 
-def test_linear_attention_without_boundaries_is_stopped(subject, encoded, monkeypatch):
+def test_linear_attention_without_boundaries_is_stopped(proof_model, encoded, monkeypatch):
     """ISO-5 ISO-7 ISO-9: the full attention has its boundaries, the linear one does not get them."""
-    right = subject("qwen3_5")
+    right = proof_model("qwen3_5")
     for layer in right.model.model.language_model.layers:
         if hasattr(layer, "linear_attn"):
             monkeypatch.setattr(layer.linear_attn, "forward", without_boundaries(layer.linear_attn.forward))
     check(
         nullcontext(right),
-        encoded(right.rows.template, MIXED),
+        encoded(right.batches.template, MIXED),
         rf"the model has linear attention, whose {LINEAR}",
         NAMED,
     )
@@ -175,40 +180,40 @@ def without_boundaries(forward):
     return lambda *args, **kwargs: forward(*args, **{k: v for k, v in kwargs.items() if k not in names})
 
 
-def test_images_that_see_each_other_are_stopped(subject, encoded):
+def test_images_that_see_each_other_are_stopped(proof_model, encoded):
     """ISO-5 ISO-9"""
-    right = subject(QWEN)
-    samples = encoded(right.rows.template, MIXED)
+    right = proof_model(QWEN)
+    samples = encoded(right.batches.template, MIXED)
     check(s.images_see_each_other(right), samples, r"images, videos or sounds of one sample reach another", MISNAMED)
 
 
-def test_deepstack_at_the_wrong_tokens_is_stopped(subject, encoded):
+def test_deepstack_at_the_wrong_tokens_is_stopped(proof_model, encoded):
     """ISO-5 ISO-9"""
-    right = subject(QWEN3)
-    samples = encoded(right.rows.template, MIXED)
+    right = proof_model(QWEN3)
+    samples = encoded(right.batches.template, MIXED)
     check(s.deepstack_misaligned(right), samples, r"\(deepstack\)", MISNAMED)
 
 
-def test_positions_that_do_not_restart_are_stopped(subject, encoded, monkeypatch):
+def test_positions_that_do_not_restart_are_stopped(proof_model, encoded, monkeypatch):
     """ISO-5 ISO-9 DATA-11: the collator sees it before the model does."""
-    right = subject(QWEN)
-    packing_row = right.rows.template.packing_row
+    right = proof_model(QWEN)
+    packing_row = right.batches.template.packing_row
 
     def continued(row):
         made = packing_row(row)
         made["position_ids"] = torch.arange(len(made["input_ids"])).expand_as(made["position_ids"]).clone()
         return made
 
-    monkeypatch.setattr(right.rows.template, "packing_row", continued)
+    monkeypatch.setattr(right.batches.template, "packing_row", continued)
     cause = "positions are not restarted at the boundaries"
-    check(nullcontext(right), encoded(right.rows.template, MIXED), cause, NAMED)
+    check(nullcontext(right), encoded(right.batches.template, MIXED), cause, NAMED)
 
 
 def check(broken, samples, cause, old, rows=()):
-    with broken as subject:
-        said = cause_by_the_old_proof(subject, samples[:3])
+    with broken as proof_model:
+        said = cause_by_the_old_proof(proof_model, samples[:3])
         with pytest.raises(IsolationError, match=cause) as caught:
-            proved(subject, samples, rows)
+            run_proof(proof_model, samples, rows)
     print(caught.value)
     assert "isolation could not be verified with attention vlpack: " in str(caught.value)
     assert (MISSED if said is None else NAMED if re.search(cause, said) else MISNAMED) == old

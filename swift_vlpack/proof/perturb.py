@@ -1,0 +1,93 @@
+"""Change the content of samples and keep their form, so that the proof sees what depends on what.
+
+>>> replaced({"input_ids": [1, 7, 8, 9, 2]}, is_ordinary=lambda token: token > 2)["input_ids"]
+[1, 8, 9, 7, 2]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from swift_vlpack.rows.samples import Encoded
+
+_NO_MEDIA = frozenset(("input_ids", "labels", "loss_scale", "position_ids", "attention_mask", "token_type_ids"))
+
+
+def can_be_replaced(sample: Encoded, is_ordinary: Callable[[int], bool]) -> bool:
+    """Return whether a sample has two different ordinary tokens to exchange."""
+    return len({token for token in sample["input_ids"] if is_ordinary(token)}) > 1
+
+
+def replaced(sample: Encoded, is_ordinary: Callable[[int], bool]) -> Encoded:
+    """Replace every ordinary token by another one. Media and control tokens stay, so positions stay, too."""
+    # The next larger token of the same sample: one that the model knows, and another one for every token.
+    ordinary = sorted({token for token in sample["input_ids"] if is_ordinary(token)})
+    following = dict(zip(ordinary, [*ordinary[1:], *ordinary[:1]], strict=True))
+    return {**sample, "input_ids": [following.get(token, token) for token in sample["input_ids"]]}
+
+
+def with_other_media(sample: Encoded, number: int = 1) -> Encoded:
+    """Replace pixels and sounds by others of the same shape; every `number` gives other ones."""
+    return {**sample, **{name: _other(value, number) for name, value in media_of(sample).items()}}
+
+
+def media_of(sample: Encoded) -> dict[str, Any]:
+    """Return the tensors of a sample that hold images, videos and sounds."""
+    return {name: value for name, value in sample.items() if name not in _NO_MEDIA and _has_content(value)}
+
+
+def kinds_of_media(sample: Encoded) -> frozenset[str]:
+    """Return which media a sample has, by the names of its tensors."""
+    return frozenset(media_of(sample))
+
+
+def with_twins(samples: Sequence[Encoded]) -> list[Encoded]:
+    """Append a twin of one sample for each kind of media: the same tokens with other pixels.
+
+    Twins show when a sample is given the images of another one, even if all images have the same size.
+    """
+    twins, seen = [], set[frozenset[str]]()
+    for sample in samples:
+        kinds = kinds_of_media(sample)
+        if kinds and kinds not in seen:
+            seen.add(kinds)
+            twins.append(with_other_media(sample))
+    return [*samples, *twins]
+
+
+def twins(samples: Sequence[Encoded]) -> list[tuple[int, int]]:
+    """Return the pairs of samples that differ only in their media."""
+    with_media = [at for at, sample in enumerate(samples) if kinds_of_media(sample)]
+    return [
+        (one, other)
+        for one in with_media
+        for other in with_media
+        if one < other
+        and samples[one]["input_ids"] is samples[other]["input_ids"]
+        and samples[one] is not samples[other]
+    ]
+
+
+def few_of(num_samples: int, worst: int) -> tuple[int, ...]:
+    """Choose samples to change: all if they are few, else the neighbours of `worst` and both ends.
+
+    Not all of many, because each changed sample costs a forward of the sequence.
+    """
+    around = {0, 1, *range(worst - 2, worst + 3), num_samples - 2, num_samples - 1}
+    return tuple(at for at in range(num_samples) if num_samples <= len(around) or at in around)
+
+
+def _has_content(value: Any) -> bool:
+    """Return whether a value holds floating-point numbers, as pixels and spectra do; grids, masks, positions do not."""
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_content, value))
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 1
+
+
+def _other(value: Any, number: int) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_other(inner, number) for inner in value)
+    return number - value if isinstance(value, torch.Tensor) and value.is_floating_point() else value

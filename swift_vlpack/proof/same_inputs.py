@@ -1,0 +1,249 @@
+"""Compare the inputs of a packed sequence with the inputs of its samples: boundaries, targets, positions, media.
+
+Both proofs ask the same. Before training, a sequence of the proof is compared with each sample as the host collates it
+alone. On the first batch, the trainer's own sequence is compared with its samples encoded again. Whole numbers must be
+equal, because nothing here rounds. Each function describes the first mistake in words, or returns None.
+
+>>> wrong_boundaries({"cu_seq_lens_q": torch.tensor([0, 3, 9])}, lengths=[3, 4, 2])
+'the boundary before sample 3 of the sequence is lost (wrong cu_seq_lens_q)'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from swift_vlpack.feed.collate import UNUSED_COLUMNS
+from swift_vlpack.feed.sequence import packed_sequence
+from swift_vlpack.proof.proof_model import RunResult, length_of
+from swift_vlpack.rows.contents import NO_LABEL
+from swift_vlpack.rows.samples import Encoded, PackRecord
+
+_ENDS, _LONGEST = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
+_OF_LOSS = ("labels", "loss_scale")
+_OF_THE_BATCH = (*_ENDS, "position_ids", "attention_mask", "cache_position")
+"""Inputs that rightly differ between a pack and a sample alone; `wrong_positions` compares positions."""
+_AXES = ("time", "height", "width")
+_LAST_BITS = 1e-3
+"""Tolerance for what is encoded again: last bits of pixels may depend on the number of threads, another image differs
+by far more."""
+
+
+def wrong_boundaries(inputs: Mapping[str, Any], lengths: Sequence[int], *, is_whole: bool = False) -> str | None:
+    """Compare the boundaries with the lengths of the samples. More may follow, for padding, unless `is_whole`."""
+    ends = [0, *accumulate(lengths)]
+    for name in _ENDS:
+        if (given := inputs.get(name)) is None or given.flatten().tolist() == ends:
+            continue
+        found = [end for end in dict.fromkeys(given.flatten().tolist()) if end <= ends[-1]]
+        if found == ends:
+            if is_whole:
+                return f"{name} goes beyond the samples: {given.tolist()}, and they end at {ends}"
+            continue
+        lost = ", ".join(str(at + 1) for at, end in enumerate(ends[:-1]) if end not in found)
+        if set(found) <= set(ends):
+            return f"the boundary before sample {lost or len(ends)} of the sequence is lost (wrong {name})"
+        place = f"where sample {lost} of the sequence starts"
+        return f"a boundary is shifted: {place}, {name} has another token (wrong {name})"
+    return None
+
+
+def wrong_targets(  # noqa: PLR0913 - what a loss is made of, twice
+    name: str,
+    labels: torch.Tensor,
+    expected: torch.Tensor,
+    weights: torch.Tensor | None,
+    expected_weights: torch.Tensor | None,
+    *,
+    is_first: bool,
+    tolerance: float = 0.0,
+) -> str | None:
+    """Compare labels and loss weights of a sample in a sequence with those that it has alone.
+
+    The first token is skipped, because it is never a target; that the sample before does not learn it is checked.
+    """
+    if not is_first and int(labels[0]) != NO_LABEL:
+        return f"the first token of {name} is a target of the sample before it: labels are shifted over a boundary"
+    labels, expected = labels.cpu(), expected.cpu()
+    if (token := _first_difference(labels, expected, 0.0)) is not None:
+        return f"labels of {name} in the sequence are not those that it has alone, from its token {token} on"
+    ones, is_target = torch.ones(len(labels)), labels != NO_LABEL
+    given, right = (ones if one is None else one.cpu().float() for one in (weights, expected_weights))
+    if (token := _first_difference(given * is_target, right * is_target, tolerance)) is not None:
+        return f"loss weights of {name} in the sequence are not those that it has alone, from its token {token} on"
+    return None
+
+
+def _first_difference(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> int | None:
+    """Return the first token whose values differ, None if none do. Skips token 0."""
+    wrong = torch.nonzero(~((one[1:] - other[1:]).abs() <= tolerance * (1 + other[1:].abs()))).flatten()
+    return int(wrong[0]) + 1 if len(wrong) else None
+
+
+def wrong_media(joined: Mapping[str, Any], alone: Sequence[Mapping[str, Any]], *, tolerance: float = 0.0) -> str | None:
+    """Return the name of a media input that is not in the order of the samples; None if all are right.
+
+    Compares inputs with one entry for each image, video or sound, in the sequence as alone. Inputs that are padded to
+    another shape are skipped; mistakes in them show in the logits. For inputs with one entry for each token see
+    `wrong_tokens`.
+    """
+    for name, whole in joined.items():
+        if name in _ENDS:  # two samples with padding have as many boundaries as both alone, but other values
+            continue
+        parts = [inputs[name] for inputs in alone if inputs.get(name) is not None]
+        if parts and all(isinstance(part, torch.Tensor) and part.dim() for part in (whole, *parts)):
+            is_joined = sum(map(len, parts)) == len(whole) and all(one.shape[1:] == whole.shape[1:] for one in parts)
+            if is_joined and not _is_equal(torch.cat(parts), whole, tolerance):
+                return name
+    return None
+
+
+def _is_equal(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
+    if not tolerance or not one.is_floating_point():
+        return torch.equal(one, other)
+    return torch.allclose(one.float(), other.float(), rtol=tolerance, atol=tolerance)
+
+
+# -- before training: a sequence and its samples alone ----------------------------------------------------------------
+
+
+def wrong_targets_of(sample: Encoded, at: int, packed: RunResult, alone: RunResult) -> str | None:
+    """Compare labels and loss weights of a sample with those of the host's un-packed batch."""
+    labels, expected = packed.labels[at], alone.labels[0]
+    assert labels is not None
+    assert expected is not None
+    weights = packed.weights[at], alone.weights[0]
+    return wrong_targets(name_of(sample, at), labels, expected, *weights, is_first=not at)
+
+
+def wrong_positions(sample: Encoded, at: int, packed: RunResult, alone: RunResult) -> str | None:
+    """Compare the positions of a sample with its positions alone.
+
+    They must be equal up to one constant for all tokens and axes, because rotary embeddings see only differences of
+    positions.
+    """
+    if not packed.positions or not alone.positions:
+        return None
+    here, there = (ran.positions[number].long().cpu() for ran, number in ((packed, at), (alone, 0)))
+    axes = max(len(here), len(there))
+    moved = here.expand(axes, -1) - there.expand(axes, -1)
+    wrong = torch.nonzero(moved != moved[0, 0])
+    if not len(wrong):
+        return None
+    token = int(wrong[:, 1].min())
+    axis = int(wrong[wrong[:, 1] == token][0, 0])
+    named = f" ({_AXES[axis]})" if axes == len(_AXES) else ""
+    place = f"from its token {token} on{named}"
+    return f"positions of {name_of(sample, at)} in the sequence are not those that it has alone, {place}"
+
+
+def wrong_tokens(sample: Encoded, at: int, start: int, packed: RunResult, alone: RunResult) -> str | None:
+    """Compare all other inputs that have a whole number for each token, such as kinds of tokens."""
+    length = length_of(sample)
+    for name, joined in packed.inputs.items():
+        own: Any = alone.inputs.get(name)
+        if name in _OF_THE_BATCH or not (_is_of_tokens(joined, start + length) and _is_of_tokens(own, length)):
+            continue
+        if own.shape[1] == length and not torch.equal(joined[:, start : start + length].cpu(), own.cpu()):
+            return f"{name} of {name_of(sample, at)} in the sequence are not those that it has alone"
+    return None
+
+
+def _is_of_tokens(value: Any, at_least: int) -> bool:
+    is_whole = isinstance(value, torch.Tensor) and not value.is_floating_point() and not value.is_complex()
+    return is_whole and value.dim() == 2 and value.shape[0] == 1 and value.shape[1] >= at_least
+
+
+def name_of(sample: Encoded, at: int) -> str:
+    """Return the name of a sample for messages: its id, or its number in the sequence."""
+    return str(sample.get("sample_id", f"sample {at + 1}"))
+
+
+# -- the first batch: the trainer's sequence and its samples encoded again --------------------------------------------
+
+
+def wrong_in_first_batch(
+    batch: Mapping[str, Any], samples: Sequence[Encoded], template: Any, record: PackRecord, *, weighs_samples: bool
+) -> str | None:
+    """Compare a batch with its samples, each collated as a pack of its own.
+
+    `weighs_samples` says that training multiplies the loss weights of each sample by a factor of its own.
+    """
+    sequence = _on_cpu(batch)
+    if wrong := _wrong_shape(sequence, record):
+        return wrong
+    starts, num_tokens = accumulate(record.lengths_in_sequence, initial=0), sum(record.lengths_in_sequence)
+    media: list[dict[str, Any]] = []
+    for at, (key, sample, start) in enumerate(zip(record.sample_ids, samples, starts, strict=False)):
+        alone = packed_sequence(template, [without_extras(sample)])
+        if not set(alone) <= set(sequence):
+            return f"the batch has no {', '.join(sorted(set(alone) - set(sequence)))}"
+        span = slice(start, start + length_of(sample))
+        labels, weights = sequence["labels"][0, span], _weights_of(sequence, span)
+        own = torch.as_tensor(sample["labels"])
+        own_weights = None if sample.get("loss_scale") is None else torch.as_tensor(sample["loss_scale"])
+        if weighs_samples:
+            weights = _rescaled(weights, own_weights, labels)
+        if wrong := wrong_targets(str(key), labels, own, weights, own_weights, is_first=not at, tolerance=_LAST_BITS):
+            return wrong
+        media.append({})
+        for name, value in alone.items():
+            if not isinstance(value, torch.Tensor) or name in (*_ENDS, *_LONGEST, *_OF_LOSS):
+                continue
+            whole = sequence[name]
+            if whole.dim() and whole.shape[-1] == num_tokens and value.shape[-1] == length_of(sample):
+                if not torch.equal(whole[..., span], value):
+                    return f"{name} of {key} are not those that it has when it is encoded anew"
+            else:
+                media[-1][name] = value
+    wrong = wrong_media(sequence, media, tolerance=_LAST_BITS)
+    return None if wrong is None else f"{wrong} are not those of the samples, one after the other"
+
+
+def wrong_without_samples(batch: Mapping[str, Any], record: PackRecord) -> str | None:
+    """Describe a mistake in a batch that shows without its samples: in boundaries or labels."""
+    sequence = _on_cpu(batch)
+    if wrong := _wrong_shape(sequence, record):
+        return wrong
+    labels, tokens = sequence["labels"], sequence["input_ids"]
+    if not bool(((labels == NO_LABEL) | (labels == tokens)).all()):
+        return "labels are not the tokens at their places"
+    starts = labels[0, [*accumulate(record.lengths_in_sequence)][:-1]]
+    return None if bool((starts == NO_LABEL).all()) else "the first token of a sample is a target of the one before it"
+
+
+def without_extras(sample: Encoded) -> Encoded:
+    """Copy a sample without the columns that the template does not know; the template may change the copy."""
+    return {name: value for name, value in sample.items() if name != UNUSED_COLUMNS}
+
+
+def _on_cpu(batch: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
+def _wrong_shape(sequence: Mapping[str, Any], record: PackRecord) -> str | None:
+    """Compare the number of tokens, the boundaries and the longest sample with the record; padding counts as one."""
+    lengths = record.lengths_in_sequence
+    if sequence["input_ids"].shape != (1, sum(lengths)):
+        return f"the batch has {tuple(sequence['input_ids'].shape)} tokens, and its samples {sum(lengths)}"
+    if wrong := wrong_boundaries(sequence, lengths, is_whole=True):
+        return wrong
+    name = next((name for name in _LONGEST if name in sequence and int(sequence[name]) != max(lengths)), None)
+    return f"{name} of the batch is {int(sequence[name])}, and its longest sample has {max(lengths)}" if name else None
+
+
+def _weights_of(sequence: Mapping[str, Any], span: slice) -> torch.Tensor | None:
+    weights = sequence.get("loss_scale")
+    return None if weights is None else weights[0, span]
+
+
+def _rescaled(given: torch.Tensor | None, own: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:
+    """Scale the weights of a sample's targets so that their largest is that of the sample's own weights."""
+    is_target = labels[1:] != NO_LABEL
+    weights, right = (torch.ones(len(labels)) if one is None else one.float() for one in (given, own))
+    if not right[1:][is_target].any():
+        return weights
+    return weights * (right[1:][is_target].abs().max() / weights[1:][is_target].abs().max().clamp_min(1e-30))

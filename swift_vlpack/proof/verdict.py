@@ -1,0 +1,385 @@
+"""Judge the measurements: the first finding is the failure of a proof; without one, a line says what was compared.
+
+Both proofs are judged alike: the one before training (`measure`) and the one on the first batch (`in_training`).
+All comparisons are written `not size <= limit`, so that NaN fails, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from swift_vlpack.proof.in_training import Gradients, InTraining
+from swift_vlpack.proof.limits import Limits, worst
+from swift_vlpack.proof.measure import NOTHING_LEFT_OUT, InFloat32, LeftOut, Measurements
+from swift_vlpack.proof.same_inputs import name_of
+from swift_vlpack.rows.samples import Encoded
+from swift_vlpack.words import counted
+
+NOISE_LIMIT, STEPS_OF_CHANCE = 0.1, 10
+"""Sizes of noise on embeddings may differ by this share, plus this many standard deviations of their estimate."""
+
+
+class Finding(NamedTuple):
+    """A failure in words, with either its cause, or the sequence to examine for the cause."""
+
+    said: str
+    cause: str = ""
+    sequence: Sequence[Encoded] | None = None
+    is_in_float32: bool = False
+    """True if the failure was found in float32; then its cause is looked for in float32, too."""
+
+
+# -- before training --------------------------------------------------------------------------------------------------
+
+
+class Float32Gaps(NamedTuple):
+    """Largest differences between packed and alone in float32."""
+
+    alone: float
+    gradient: float | None
+    """Largest difference of a gradient, as in `Proof`; None if the backward would take too much memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """The numbers of the proof before training, in units of the logits."""
+
+    num_samples: int
+    moved: float
+    """Largest change of a logit when another sample of the pack changed."""
+    alone: float
+    """Largest difference between a logit in the pack and the same logit of the sample alone."""
+    gradient: float | None
+    """Largest difference of a gradient, as a share, over parts of the model; None if no rank has a whole gradient."""
+    largest_logit: float
+    num_more: int = 0
+    """Number of samples that were compared in sequences of the plan."""
+    left_out: LeftOut = NOTHING_LEFT_OUT
+    """Sequences and samples of the plan that were not compared."""
+    limits: Limits | None = None
+    """Largest differences that count as rounding on this model."""
+    dtype: str = ""
+    """Name of the data type that the model computes in."""
+    in_float32: Float32Gaps | None = None
+    """Differences in float32, for a model that computes in 16 bits; None if they were not measured."""
+    not_in_float32: str = ""
+    """Reason why a model in 16 bits could not be compared in float32; empty for other models."""
+
+    @classmethod
+    def of(cls, of: Measurements) -> Proof:
+        """Summarize the measurements, whether or not the proof holds."""
+        gaps = [gap for compared in of.compared for gap in compared.gaps]
+        return cls(
+            num_samples=len(of.samples),
+            moved=worst([*of.moves, *of.moves_by_media]),
+            alone=worst([gap.most for gap in gaps]),
+            gradient=worst(list(of.gradient.values())) if of.gradient else None,
+            largest_logit=of.largest_logit,
+            num_more=sum(len(compared.gaps) for compared in of.of_plan),
+            left_out=of.left_out,
+            limits=of.limits,
+            dtype=str(of.dtype).removeprefix("torch."),
+            in_float32=None if of.in_float32 is None else _float32_gaps(of.in_float32),
+            not_in_float32=of.not_in_float32,
+        )
+
+    @property
+    def num_sequences_left_out(self) -> int:
+        """Return how many sequences of the plan were not compared."""
+        return self.left_out.num_sequences
+
+    @property
+    def is_sharp(self) -> bool:
+        """Return whether the limits were narrow enough that a mistake would have exceeded them."""
+        return self.in_float32 is not None or self.limits is None or self.limits.would_notice(self.largest_logit)
+
+    def line(self, attention: str) -> str:
+        """Return the line for the log. It says "verified" only if the limits were narrow enough (`is_sharp`)."""
+        over = f"max difference {self.moved} over {self.num_samples} samples, attention {attention}"
+        if self.is_sharp:
+            return f"isolation verified: {over} ({'; '.join(self._parts())})"
+        return f"isolation: no sample sees another, {over}; the rest is not sharp ({'; '.join(self._parts())})"
+
+    def _parts(self) -> Iterator[str]:
+        """Yield the parts of the log line: what was compared, how far it differs, and what was left out."""
+        of_logits, of_gradient = f"logits up to {self.largest_logit:.1f}", _within(self.gradient)
+        if self.in_float32 is not None:
+            in_float32 = "not compared in float32, for memory"
+            if self.in_float32.gradient is not None:
+                in_float32 = _within(self.in_float32.gradient)
+            yield (
+                f"in float32 packed equals the model's own attention within {self.in_float32.alone:.1e} of "
+                f"{of_logits}, gradients {in_float32}; in {self.dtype}, as it trains, within {self.alone:.1e}, "
+                f"gradients {of_gradient}, which is rounding"
+            )
+        elif self.is_sharp:
+            own = f"packed equals the model's own attention within {self.alone:.1e} of {of_logits}"
+            yield f"{own}, gradients {of_gradient}"
+        else:
+            assert self.limits is not None
+            yield (
+                f"packed equals the model's own attention only up to the rounding of {self.dtype}: within "
+                f"{self.alone:.1e} of {of_logits}, and {self.limits.alone:.1e} would pass; gradients {of_gradient}, "
+                f"and {self.limits.gradient:.1e} would pass"
+            )
+            if self.not_in_float32:
+                yield f"not compared in float32: {self.not_in_float32}"
+        if self.num_more:
+            in_dtype = f" in {self.dtype}" if self.in_float32 is not None else ""
+            yield f"so do {counted(self.num_more, 'sample')} in sequences of the plan{in_dtype}"
+        if self.left_out.num_sequences:
+            yield (
+                f"{counted(self.left_out.num_sequences, 'long sequence')} of the plan left out, "
+                f"{counted(self.left_out.num_tokens, 'token')}"
+            )
+        if self.left_out.num_samples:
+            yield f"{counted(self.left_out.num_samples, 'sample')} too long for the model's own attention left out"
+
+
+def _float32_gaps(of: InFloat32) -> Float32Gaps:
+    gradient = worst(list(of.gradient.values())) if of.gradient else None
+    return Float32Gaps(worst([gap.most for gap in of.compared.gaps]), gradient)
+
+
+def _within(gradient: float | None) -> str:
+    return "not compared, parameters are sharded" if gradient is None else f"within {gradient:.1e}"
+
+
+def finding_in(of: Measurements) -> Finding | None:
+    """Return the first failure of the proof before training; None if it holds."""
+    return next(_findings(of), None)
+
+
+def _findings(of: Measurements) -> Iterator[Finding]:
+    """Yield failures, the ones that explain others first."""
+    limits, said = of.limits, f"(largest logit {of.largest_logit:.3g}, {of.dtype})"
+    if not all(bool(torch.isfinite(logits).all()) for logits in of.alone):
+        yield Finding(f"logits are nan or infinite {said}", "the model itself gives them, without packing, too")
+    if targets := next(filter(None, (compared.targets for compared in of.compared)), None):
+        yield Finding(targets, "labels or loss weights of the sequence are not those of its samples")
+    if tokens := next(filter(None, (compared.tokens for compared in of.compared)), None):
+        yield Finding("compared as whole numbers, which no rounding moves", tokens)
+    if not of.repeated <= limits.alone:
+        yield Finding(
+            f"the same sequence gave logits that differ by {of.repeated:.3g} when it was run again {said}",
+            _cause_of_repeated(of),
+        )
+    for what, moves in (("tokens", of.moves), ("media", of.moves_by_media)):
+        if not (moved := worst(moves)) <= limits.moved:
+            yield Finding(
+                f"samples of a pack see each other: replacing the {what} of one moved the logits of another by "
+                f"{moved:.3g} {said}",
+                sequence=of.samples,
+            )
+    yield from _gaps_in_float32(of)
+    for number, compared in enumerate(of.compared):
+        if not all(map(limits.allow, compared.gaps)):
+            turned = ", while a sequence before it, of the same samples in another order, is right"
+            yield Finding(
+                "a packed sample does not give what the model's own attention gives it alone: logits differ by "
+                f"{worst([gap.most for gap in compared.gaps]):.3g}{turned if number == 1 else ''} "
+                f"{said}{_or_rounding(of)}",
+                sequence=compared.samples,
+            )
+    # Media in the wrong order may hardly show in the logits: grids, in 16 bits.
+    if (name := next(filter(None, (compared.inputs for compared in of.compared)), None)) is not None:
+        yield Finding(
+            f"{name} of a sequence is not that of its samples, one after the other",
+            "the media of the sequence are in the wrong order: images, videos or sounds, or their grids, exchanged",
+        )
+    yield from _blindness(of, said)
+    yield from _gradients(of)
+
+
+def _gaps_in_float32(of: Measurements) -> Iterator[Finding]:
+    """Yield a failure if logits differ in float32, where rounding cannot be the reason."""
+    single = of.in_float32
+    if single is not None and not all(map(single.limits.allow, single.compared.gaps)):
+        yield Finding(
+            "a packed sample does not give what the model's own attention gives it alone, in float32 too: logits "
+            f"differ by {worst([gap.most for gap in single.compared.gaps]):.3g} (largest logit {of.largest_logit:.3g})",
+            sequence=single.compared.samples,
+            is_in_float32=True,
+        )
+
+
+def _or_rounding(of: Measurements) -> str:
+    """Return a hint that a failure may be rounding, for a model that computes in 16 bits; else an empty text."""
+    if torch.finfo(of.dtype).bits > 16:
+        return ""
+    known = "in float32 they are equal" if of.in_float32 else "it could not be repeated in float32"
+    return f"; {known}, so it may be rounding: `vlpack verify` with --torch_dtype float32 tells it from a mistake"
+
+
+def _cause_of_repeated(of: Measurements) -> str:
+    """Name the cause if the same pack gave other logits in a second run.
+
+    Only the first run of the pack was made with gradients. If just that run differs from the samples alone, the cause
+    is in what gradients change.
+    """
+    with_gradients, without = (all(map(of.limits.allow, compared.gaps)) for compared in of.compared[:2])
+    if without and not with_gradients:
+        return (
+            "where gradients are asked for, as in training, the sequence is computed by something else than without "
+            "them (a kernel with a backward of its own), and that does not keep samples apart"
+        )
+    return (
+        "something stays in the model from one forward to the next (a cache, a state), or it draws at random what no "
+        "dropout rate of its own switches off"
+    )
+
+
+def _blindness(of: Measurements, said: str) -> Iterator[Finding]:
+    """Yield a failure if a sample's own logits ignore its tokens or media: such a model passes all other checks."""
+    blind = [at for at, moved in enumerate(of.own) if not moved > 2 * of.limits.moved]
+    if blind:
+        yield Finding(
+            f"replacing the tokens of {name_of(of.samples[blind[0]], blind[0])} did not move its own logits {said}",
+            "the model does not look at its tokens, so nothing can be seen by changing them",
+        )
+    blind = [at for at, moved in of.own_media.items() if not moved > 2 * of.limits.moved]
+    if blind:
+        name = name_of(of.samples[blind[0]], blind[0])
+        yield Finding(
+            f"replacing or exchanging the media of {name} did not move its logits {said}",
+            "media do not reach the model, so nobody can see whether they reach the right sample",
+        )
+
+
+def _gradients(of: Measurements) -> Iterator[Finding]:
+    compared = [(of.gradient, of.limits, _or_rounding(of))]
+    if of.in_float32 is not None:
+        compared = [(of.in_float32.gradient, of.in_float32.limits, ", in float32 too"), *compared]
+    for gradient, limits, said in compared:
+        for part, off in gradient.items():
+            if not off <= limits.gradient:
+                yield Finding(
+                    f"the gradient of the {part} part is off by {off:.3g} of its length, while logits and labels are "
+                    f"equal{said}",
+                    "the backward of a pack is not that of its samples one by one: a function with a backward of its "
+                    "own (the attention, a fused kernel), or something that is detached",
+                )
+
+
+# -- on the first batch -----------------------------------------------------------------------------------------------
+
+
+def line_in_training(of: InTraining) -> str:
+    """Return the line for the log. It says "verified" only of what a limit would have noticed."""
+    what = f"{counted(of.num_samples, 'sample')} of {of.num_tokens} tokens"
+    drawn = "with all that is drawn at random" if of.has_drawn else "nothing is drawn at random"
+    again = ", layers run again in the backward" if of.is_checkpointed else ""
+    whole = ", which is what its samples are when they are encoded anew" if of.is_encoded_again else ""
+    seen = f"the first batch of the trainer ({what}, {drawn}{again})"
+    parts = [
+        f"isolation verified in training: {seen}{whole}"
+        if of.is_sharp
+        else f"isolation in training: no sample sees another in {seen}{whole}"
+    ]
+    if of.moved:
+        of_changed = "" if of.of_changed is None else f", gradients by {of.of_changed.most:.1e}"
+        parts.append(f"other neighbours move hidden states by {worst(of.moved):.1e}{of_changed}")
+    if of.gaps:
+        of_alone = "" if of.of_alone is None else f", gradients within {of.of_alone.most:.1e}"
+        equal = "equals" if len(of.gaps) == 1 else "equal"
+        off = worst([gap.most for gap in of.gaps])
+        alone = f"{counted(len(of.gaps), 'sample')} in it {equal} the model's own attention within {off:.1e}"
+        parts.append(f"{alone} of hidden states up to {of.largest:.1f}{of_alone}")
+        if not of.is_sharp:
+            parts.append(
+                f"that rests on the rounding of {of.dtype}, for which {of.limits.alone:.1e} would pass, and of "
+                f"gradients {of.limits.gradient:.1e}"
+            )
+    if of.not_looked_at:
+        parts.append(f"not looked at: {', '.join(of.not_looked_at)}")
+    return "; ".join(parts)
+
+
+def finding_in_training(of: InTraining) -> Finding | None:
+    """Return the first failure of the proof on the first batch; None if it holds."""
+    return next(_findings_in_training(of), None)
+
+
+def _findings_in_training(of: InTraining) -> Iterator[Finding]:
+    """Yield failures, the ones that explain others first."""
+    limits, exact = of.limits, of.exact
+    equal_alone = all(map(limits.allow, of.gaps)) and (of.of_alone is None or of.of_alone.most <= limits.gradient)
+    without = " With nothing drawn, the samples are right." if of.has_drawn and of.gaps and equal_alone else ""
+    drawn = (
+        "what is drawn at random mixes samples: a dropout, noise or kernel that training takes and a proof without "
+        "draws does not see"
+    )
+    leak = drawn if without else "samples of the trainer's own sequence see each other"
+    wrong = [size for size in of.moved if not size <= exact.moved]
+    if wrong:
+        said = f"other neighbours moved hidden states by {worst(wrong):.3g} of up to {of.largest:.3g}{without}"
+        yield Finding(said, leak)
+    if of.of_changed is not None:
+        yield from _leaks_of_gradients(of.of_changed, of, drawn if without else "")
+    for name, gap in zip(of.names, of.gaps, strict=False):
+        if not limits.allow(gap):
+            yield Finding(
+                f"hidden states of {name} differ by {gap.most:.3g} of up to {of.largest:.3g}, allowed is "
+                f"{limits.token if limits.token < gap.most else limits.alone:.3g}",
+                "a sample in the trainer's own sequence does not give what it gives alone",
+            )
+    if of.of_alone is not None:
+        yield from _gradients_not_of_samples(of.of_alone, of)
+    for name, (size, chance) in zip(of.names, of.noise_sizes, strict=False):
+        if not abs(size - 1) <= NOISE_LIMIT + STEPS_OF_CHANCE * chance:
+            yield Finding(
+                f"the noise of {name} is {size:.3g} times as large as alone",
+                "noise on embeddings is scaled by the length of the sequence, not by that of the sample, or is "
+                "otherwise not what the sample gets alone",
+            )
+
+
+def _leaks_of_gradients(changed: Gradients, of: InTraining, drawn: str) -> Iterator[Finding]:
+    """Yield failures of gradients that other neighbours changed, or that reach samples without a loss."""
+    limit = of.exact.gradient
+    again = (
+        "layers that are run again in the backward (gradient checkpointing) do something else than in the forward, "
+        "such as without boundaries; or the backward of attention crosses them"
+        if of.is_checkpointed
+        else "the backward of a sequence crosses the boundaries of its samples"
+    )
+    if not of.beside <= limit:
+        said = f"the loss of some samples has a gradient of {of.beside:.3g} at tokens of others"
+        yield Finding(said, drawn or again)
+    if not changed.loss <= limit:
+        said = f"other neighbours changed its gradient by {changed.loss:.3g} of its length"
+        yield Finding(said, "the loss of a sample depends on the samples beside it")
+    if not changed.inputs <= limit:
+        said = f"other neighbours changed the gradient of samples by {changed.inputs:.3g} of its length"
+        yield Finding(said, drawn or again)
+    said = "other neighbours changed the gradient that samples give to"
+    yield from _wrong_part(changed.parts, limit, said, drawn or again)
+
+
+def _gradients_not_of_samples(alone: Gradients, of: InTraining) -> Iterator[Finding]:
+    """Yield failures of gradients that are not those of the samples alone."""
+    limit = of.limits.gradient
+    backward = (
+        "the backward of the trainer's own sequence is not that of its samples one by one: a function with a backward "
+        "of its own, something that is detached, or a layer that is run again otherwise (gradient checkpointing)"
+    )
+    if not alone.loss <= limit:
+        yield Finding(
+            f"its gradient at the last layer differs by {alone.loss:.3g} of its length, allowed is {limit:.3g}",
+            "the trainer's loss of a sequence is not that of its samples",
+        )
+    if not alone.inputs <= limit:
+        said = f"the gradient differs by {alone.inputs:.3g} of its length, allowed is {limit:.3g}"
+        yield Finding(said, backward)
+    yield from _wrong_part(alone.parts, limit, f"allowed is {limit:.3g}, and there is another gradient of", backward)
+
+
+def _wrong_part(parts: Mapping[str, float], limit: float, said: str, cause: str) -> Iterator[Finding]:
+    wrong = {part: off for part, off in parts.items() if not off <= limit}
+    if wrong:
+        part = max(wrong, key=wrong.__getitem__)
+        yield Finding(f"{said} parameters of the {part} part, by {wrong[part]:.3g} of its length", cause)

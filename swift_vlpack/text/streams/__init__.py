@@ -1,1 +1,0 @@
-"""Streams of documents as windows and batches of fixed shape."""

@@ -1,0 +1,77 @@
+"""What a user is told about steps and lengths."""
+
+import random
+
+import numpy as np
+import pytest
+
+from swift_vlpack import PackingConfig
+from swift_vlpack.plan.report import length_warning, long_sequence_warning, step_size, suggested_length, typical_lengths
+
+
+def test_step_is_counted_packed_and_unpacked():
+    """TRAIN-21: batch 4, accumulation 2 on 2 ranks; 10 packs of 5 samples with 7 labels each."""
+    step = step_size(num_packs=10, num_samples=50, num_supervised=350, accumulation=8, num_ranks=2)
+    assert (step.num_packs, step.num_samples, step.num_supervised_tokens) == (16, 80, 560)
+    assert (step.num_samples_unpacked, step.num_supervised_tokens_unpacked) == (16, 112)
+    assert (step.accumulation_as_unpacked, step.num_samples_then) == (2, 20)
+    assert str(step) == (
+        "16 packs with about 80 samples and 560 supervised tokens; un-packed it would be 16 samples and 112"
+    )
+
+
+def test_step_of_one_pack_cannot_have_fewer_samples():
+    """TRAIN-21"""
+    step = step_size(num_packs=2, num_samples=60, num_supervised=60, accumulation=4, num_ranks=1)
+    assert (step.accumulation_as_unpacked, step.num_samples_then) == (1, 30)
+    assert "gradient_accumulation_steps 1 makes it about 30 samples a step" in step.remedy
+
+
+@pytest.mark.parametrize(
+    ("lengths", "suggested"),
+    [([5], 1024), ([1024], 8192), ([128], 1024), ([129], 2048), ([10] * 99 + [4097], 8192)],
+    ids=str,
+)
+def test_suggested_length_holds_the_longest_and_several_of_the_mean(lengths, suggested):
+    """TRAIN-22"""
+    assert suggested_length(np.array(lengths)) == suggested
+
+
+def test_capacity_that_the_data_asks_for_is_no_reason_to_warn():
+    """TRAIN-22"""
+    assert length_warning(8192, np.array([], dtype=np.int64)) is None
+    assert length_warning(8192, np.array([5000])) is None
+    warning = length_warning(32768, np.array([30, 60, 90]))
+    assert "32768 tokens" in warning
+    assert "30 to 90 tokens" in warning
+    assert "--max_length 1024 " in warning
+
+
+def test_rows_that_cannot_have_the_one_shape_are_warned_of():
+    """PAD-1: under `length`; with a multiple rows have many shapes anyway."""
+    tokens = np.array([90, 100, 101, 250])
+    warning = long_sequence_warning(tokens, PackingConfig(packing_length=100, packing_pad_to="length"))
+    assert "2 samples are longer than packing_length (100)" in warning
+    assert "packing_allow_single_long=false" in warning
+    assert long_sequence_warning(tokens[:2], PackingConfig(packing_length=100, packing_pad_to="length")) is None
+    assert long_sequence_warning(tokens, PackingConfig(packing_length=100, packing_pad_to=50)) is None
+
+
+def test_typical_lengths_fits_and_is_spread_as_the_samples_are():
+    """ATTN-9"""
+    rng = random.Random(0)
+    for _ in range(200):
+        lengths = [rng.choice((0, rng.randint(1, 50), rng.randint(1, 500))) for _ in range(rng.randint(1, 300))]
+        capacity = rng.choice((60, 300, 4096))
+        row = typical_lengths(lengths, capacity)
+        assert row
+        assert sum(row) <= capacity
+        assert set(row) <= set(lengths) - {0} or not any(0 < length <= capacity for length in lengths)
+    half = typical_lengths([10] * 500 + [90] * 500, 1000)
+    assert (half.count(10), half.count(90)) == (10, 10)
+
+
+def test_typical_lengths_where_no_length_is_known():
+    """ATTN-9"""
+    assert typical_lengths([], 1000) == typical_lengths([0, 5000], 1000) == (250,) * 4
+    assert typical_lengths([], 1) == (1,) * 4
