@@ -1,4 +1,4 @@
-"""Read text files as documents: a line, a paragraph or a row of JSON each. A place is a byte, so nothing is read twice."""
+"""Read text files as documents: a line, a paragraph or a JSON row each. A place is a byte, so nothing is read twice."""
 
 from __future__ import annotations
 
