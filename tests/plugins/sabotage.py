@@ -63,6 +63,6 @@ def one_late(row):
     return changed
 
 
-wrapped(Collator, "row", one_late)
+wrapped(Collator, "sequence", one_late)
 wrapped(Qwen2VLTemplate, "packing_row", over_the_row)
 wrapped(Template, "encode", politer)

@@ -229,7 +229,7 @@ WRONG = {
 
 
 def changing(monkeypatch, change, *, is_in_workers_only):
-    right = Collator.row
+    right = Collator.sequence
 
     def row(self, pack):
         made = right(self, pack)
@@ -237,7 +237,7 @@ def changing(monkeypatch, change, *, is_in_workers_only):
             return made
         return batch_of({**made, **change(made, made.record)}, made.record, made.beside)
 
-    monkeypatch.setattr(Collator, "row", row)
+    monkeypatch.setattr(Collator, "sequence", row)
 
 
 @pytest.mark.parametrize("name", ["labels", "positions", *map(telling, ("boundary", "pixels", "tokens"))])
