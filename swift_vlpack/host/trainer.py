@@ -40,17 +40,9 @@ from swift_vlpack.host.losses import (
     warn_of_what_differs,
 )
 from swift_vlpack.host.proof import prove_first_batch
-from swift_vlpack.host.ranks import (
-    RanksOfRun,
-    check_equal,
-    check_same_parameters,
-    num_ranks,
-    refuse_differences,
-    results_of_all,
-    tolerate_packs_without_images,
-    versions,
-)
+from swift_vlpack.host.ranks import RanksOfRun, num_ranks, results_of_all, tolerate_packs_without_images
 from swift_vlpack.host.run_events import RunEvents
+from swift_vlpack.host.same_on_ranks import check_equal, check_same_parameters, refuse_differences, versions
 from swift_vlpack.host.state import (
     FILE,
     ROWS_FILE,

@@ -17,12 +17,11 @@ from numpy.typing import NDArray
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import DataError
-from swift_vlpack.plan.cut_rows import CutRows, PartSize
 from swift_vlpack.plan.cuts import Cut, is_finished, num_consumed, replay, share
 from swift_vlpack.plan.items import is_left_out
 from swift_vlpack.plan.mix import Mix, Schedule
 from swift_vlpack.plan.packs import Plan
-from swift_vlpack.plan.parts import Span
+from swift_vlpack.plan.parts import CutRows, Part, Span
 from swift_vlpack.plan.planner import plan
 from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.plan.windows import can_be_in_windows, end_to_end
@@ -273,7 +272,7 @@ def _in_windows(drawn: DrawnEpoch, cut: Sequence[CutRows | None], config: Packin
     """The same with every row once for each pack that it is in."""
     schedule = drawn.schedule
 
-    def runs_of(position: int) -> Sequence[PartSize]:
+    def runs_of(position: int) -> Sequence[Part]:
         source, row = schedule[position]
         of_source = cut[source]
         return () if of_source is None else of_source.parts(row)

@@ -13,13 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.config import PackingConfig
-from swift_vlpack.plan.cut_rows import CutRows, PartSize
 from swift_vlpack.plan.items import Item, is_left_out
 from swift_vlpack.plan.packer import Packer
-from swift_vlpack.plan.parts import NOTHING, Cutting, Part, Run, Span, Taken, window_parts
+from swift_vlpack.plan.parts import NOTHING, CutRows, Cutting, Part, Run, Span, Taken, window_parts
 from swift_vlpack.reasons import Reason
 
-RunsOf = Callable[[int], Sequence[PartSize]]
+RunsOf = Callable[[int], Sequence[Part]]
 """What a row with media is made of, by its place; a text, and what nobody knows more of, is one run."""
 _WHOLE = Span(0, 0, 0)
 
@@ -65,7 +64,7 @@ def end_to_end(sizes: NDArray[Any], runs_of: RunsOf, config: PackingConfig) -> P
         parts: list[Part] = []
         if has_media or taken.tokens + length > config.packing_length:  # most rows are texts that fit
             known = runs_of(place) if has_media else ()
-            runs = known or [PartSize(0, length, 0, images, patches, supervised)]
+            runs = known or [Part(0, 0, length, 0, images, patches, supervised=supervised)]
             parts = _parts(runs, cutting, taken)
         if not parts:
             made.append((place, *size, *_WHOLE))
@@ -79,7 +78,7 @@ def end_to_end(sizes: NDArray[Any], runs_of: RunsOf, config: PackingConfig) -> P
     return Pieces(columns[0], columns[1 : 1 + len(sizes)].astype(np.int32), columns[1 + len(sizes) :].astype(np.int32))
 
 
-def lost_part(runs: Sequence[PartSize], span: Span, cutting: Cutting) -> Part:
+def lost_part(runs: Sequence[Part], span: Span, cutting: Cutting) -> Part:
     """A piece that no pack has room for, with what it holds and why."""
     of_row = _parts(runs, cutting, NOTHING)  # whatever came before, these are the same
     return next(part for part in of_row if (part.start, part.stop) == span[1:3])._replace(number=span.number)
@@ -97,7 +96,7 @@ def can_be_in_windows(sizes: NDArray[Any], runs: CutRows | None, config: Packing
     return usable
 
 
-def _parts(runs: Sequence[PartSize], cutting: Cutting, taken: Taken) -> list[Part]:
+def _parts(runs: Sequence[Part], cutting: Cutting, taken: Taken) -> list[Part]:
     whole = Run(runs[-1].stop, sum(run.images for run in runs), sum(run.patches for run in runs))
     if any(run.reason for run in runs):
         return window_parts(None, cutting, whole, taken)
@@ -107,13 +106,13 @@ def _parts(runs: Sequence[PartSize], cutting: Cutting, taken: Taken) -> list[Par
     return window_parts(of_core, cutting, whole, taken)
 
 
-def _size_of(part: Part, runs: Sequence[PartSize]) -> tuple[int, int, int, int]:
+def _size_of(part: Part, runs: Sequence[Part]) -> tuple[int, int, int, int]:
     if part.reason is not None:
         return 0, 0, 0, 0
     return part.length, part.images, part.patches, sum(_share(run, part) for run in runs)
 
 
-def _share(run: PartSize, part: Part) -> int:
+def _share(run: Part, part: Part) -> int:
     """Of the supervised tokens of a run those in a part: as if they were spread evenly, which they are in documents."""
     before, behind = (min(max(at - run.start, 0), run.stop - run.start) for at in (part.start, part.stop))
     return run.supervised * behind // (run.stop - run.start) - run.supervised * before // (run.stop - run.start)

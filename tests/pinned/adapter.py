@@ -19,11 +19,10 @@ import numpy as np
 from swift_vlpack import PackingConfig
 from swift_vlpack.feed.epochs import Epochs, Extent
 from swift_vlpack.plan import packer
-from swift_vlpack.plan.cut_rows import CutRows, PartSize
 from swift_vlpack.plan.cuts import with_consumed
 from swift_vlpack.plan.epoch import EpochPlan, Recipe
 from swift_vlpack.plan.mix import Mix, Source
-from swift_vlpack.plan.parts import Cutting, Run, parts_of
+from swift_vlpack.plan.parts import CutRows, Cutting, Part, Run, parts_of
 
 Row = Sequence[tuple[int, int, int]]
 """A row as runs of tokens: (tokens, images, patches) of each; a run with an image is never cut. Without a run, or with
@@ -94,13 +93,13 @@ def _sizes(rows: Sequence[Row]) -> Any:
 
 def _cut(rows: Sequence[Row], config: PackingConfig) -> CutRows:
     """The parts of rows longer than a pack; where windows cut, the runs of rows with an image."""
-    cut: dict[int, list[PartSize]] = {}
+    cut: dict[int, list[Part]] = {}
     for number, row in enumerate(rows):
         if config.packing_strategy == "window":
             if any(images for _, images, _ in row):
                 stops = np.cumsum([tokens for tokens, _, _ in row]).tolist()
                 cut[number] = [
-                    PartSize(stop - tokens, stop, 0, images, patches, tokens)
+                    Part(0, stop - tokens, stop, 0, images, patches, supervised=tokens)
                     for stop, (tokens, images, patches) in zip(stops, row, strict=True)
                 ]
             continue
@@ -108,7 +107,7 @@ def _cut(rows: Sequence[Row], config: PackingConfig) -> CutRows:
         cutting = Cutting.of(config)
         assert cutting is not None
         if parts := parts_of(runs, cutting):
-            cut[number] = [PartSize.of(part, part.stop - part.start) for part in parts]
+            cut[number] = [part._replace(supervised=part.length) for part in parts]
     return CutRows.of(cut)
 
 
