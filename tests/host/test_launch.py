@@ -18,7 +18,17 @@ ROOT = Path(__file__).parents[2]
 
 def test_packing_flags_are_separated_from_the_others():
     """TRAIN-3"""
-    argv = ["--model", "m", "--packing_buffer", "256", "--dataset", "a", "b", "--eval_packing", "--packing-max-images=2"]
+    argv = [
+        "--model",
+        "m",
+        "--packing_buffer",
+        "256",
+        "--dataset",
+        "a",
+        "b",
+        "--eval_packing",
+        "--packing-max-images=2",
+    ]
     flags, rest = split_flags(argv)
     assert flags == {"packing_buffer": "256", "eval_packing": "true", "packing_max_images": "2"}
     assert rest == ["--model", "m", "--dataset", "a", "b"]
