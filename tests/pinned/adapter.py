@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from swift_vlpack import PackingConfig
+from swift_vlpack.envelope import signed
 from swift_vlpack.feed.epochs import Epochs, Extent
 from swift_vlpack.plan import packer
 from swift_vlpack.plan.cuts import with_consumed
@@ -220,4 +221,14 @@ def put_state(folder: Path, checkpoint: Path) -> None:
     for path in checkpoint.glob("vlpack_state*.json"):
         path.unlink()
     for path in folder.glob("*.json"):
-        (checkpoint / path.name).write_text(path.read_text())
+        (checkpoint / path.name).write_text(json.dumps(_translated(json.loads(path.read_text()))))
+
+
+def _translated(value: Any) -> Any:
+    """Take what was an option, `packing_max_carry`, out of a saved state, and sign what was signed."""
+    if isinstance(value, list):
+        return [_translated(inside) for inside in value]
+    if not isinstance(value, dict):
+        return value
+    translated = {name: _translated(inside) for name, inside in value.items() if name != "packing_max_carry"}
+    return signed(translated) if "digest" in value and "kind" in value else translated
