@@ -25,6 +25,7 @@ from swift_vlpack.cli.run_options import run_named, run_options
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.host.path_checks import check_file
 from swift_vlpack.json_lines import with_numbers
+from swift_vlpack.pages.page import write_page
 
 if TYPE_CHECKING:
     from swift_vlpack.cli.inspect_run import InspectRequest, InspectResult
@@ -120,7 +121,6 @@ def _run(args: argparse.Namespace) -> int:
 def write_packs_page(result: InspectResult, request: InspectRequest, model: str | None = None) -> str:
     """Write the page of `--html`. Returns the line that says what is on it."""
     from swift_vlpack.pages.browser import browser
-    from swift_vlpack.pages.page import write_page
 
     assert request.html is not None
     page, said = browser(
