@@ -1,8 +1,16 @@
 # `make demo` and `make test` need Python 3.10+ and make; they set everything up in .venv on first use.
+#
+# PYTHON and SWIFT choose another interpreter and another ms-swift (newest, oldest, or a version), on the command line
+# or in the environment, where CI's matrix sets them. Each pair has an environment of its own, so that none is of an
+# earlier choice: `make test PYTHON=python3.12 SWIFT=oldest` works in .venv-python3.12-oldest.
 PYTHON ?= python3
-VENV := .venv
+SWIFT ?= newest
+VENV := .venv$(addprefix -,$(filter-out python3,$(notdir $(PYTHON))))$(addprefix -,$(filter-out newest,$(SWIFT)))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# The oldest is the lower end of the range in pyproject.toml; the newest is what an installer takes of that range.
+OLDEST := $(shell sed -n 's/.*"ms-swift>=\([0-9.]*\),.*/\1/p' pyproject.toml)
+REQUIRED := -e '.[test,docs]' $(addprefix ms-swift==,$(patsubst oldest,$(OLDEST),$(filter-out newest,$(SWIFT))))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-telling test-oldest test-oldest-few lint format bench scale soak families docs docs-tables clean
@@ -11,24 +19,27 @@ help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
 # uv resolves ms-swift with torch in seconds, plain pip in minutes; torch and torchvision come from one resolution,
-# so they are of the same build. Touching pyproject.toml installs again into the same .venv. Bytecode is compiled here,
+# so they are of the same build. Touching pyproject.toml installs again into the same folder. Bytecode is compiled here,
 # once: where Python may not write it (PYTHONDONTWRITEBYTECODE) every process takes 10 s longer to import ms-swift.
 $(READY): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
 	  echo "cannot create $(VENV): $(PYTHON) needs its venv module (Debian: apt-get install python3-venv)"; exit 1; }
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv 2>/dev/null || echo "uv cannot be had; using pip"
 	@if $(BIN)/python -m uv --version >/dev/null 2>&1; then \
-	  $(BIN)/python -m uv pip install --compile-bytecode --python $(BIN)/python -e '.[test,docs]'; \
+	  $(BIN)/python -m uv pip install --compile-bytecode --python $(BIN)/python $(REQUIRED); \
 	else \
-	  $(BIN)/python -m pip install --disable-pip-version-check -e '.[test,docs]'; \
+	  $(BIN)/python -m pip install --disable-pip-version-check $(REQUIRED); \
 	fi
 	@touch $@
 
 demo: $(READY)  ## Train a tiny model padded and packed, and compare
 	$(BIN)/python -m benchmarks.demo
 
-test: $(READY)  ## Run the test suite (a few minutes)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+# Files or folders of tests; empty is all of them.
+TESTS ?=
+
+test: $(READY)  ## Run the test suite (a few minutes), or TESTS of it
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(TESTS)
 
 test-slow: $(READY)  ## Run the long tests
 	$(BIN)/python -m pytest -m slow
@@ -36,21 +47,14 @@ test-slow: $(READY)  ## Run the long tests
 test-telling: $(READY)  ## Run those of the long tests that CI runs too
 	$(BIN)/python -m pytest -n 2 -m "slow and telling"
 
-.venv-oldest/.ready: pyproject.toml
-	@test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
-	@.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check uv
-	.venv-oldest/bin/python -m uv pip install --compile-bytecode --python .venv-oldest/bin/python -e '.[test]' 'ms-swift==4.5.3'
-	@touch $@
-
-test-oldest: .venv-oldest/.ready  ## Run the tests of the host layer against the oldest supported ms-swift (20 minutes)
-	.venv-oldest/bin/python -m pytest -m "not slow" tests/host tests/e2e
+test-oldest:  ## Run the tests of the host layer against the oldest supported ms-swift (20 minutes)
+	$(MAKE) test SWIFT=oldest TESTS="tests/host tests/e2e"
 
 # Every seam is looked at (test_install), every way to load rows, and losses, padding, parts and plans are trained once.
-test-oldest-few: .venv-oldest/.ready  ## Run the tenth of test-oldest that CI runs
-	.venv-oldest/bin/python -m pytest -n 2 --dist loadfile -m "not slow" tests/host/test_install.py \
-	  tests/host/rows/test_same_rows.py tests/host/test_loss.py tests/host/test_padding.py \
-	  tests/host/test_pretrain.py tests/host/test_evaluation.py tests/host/parts tests/host/test_together.py \
-	  tests/e2e/test_plan.py
+test-oldest-few:  ## Run the tenth of test-oldest that CI runs
+	$(MAKE) test SWIFT=oldest TESTS="tests/host/test_install.py tests/host/rows/test_same_rows.py tests/host/test_loss.py \
+	  tests/host/test_padding.py tests/host/test_pretrain.py tests/host/test_evaluation.py tests/host/parts \
+	  tests/host/test_together.py tests/e2e/test_plan.py"
 
 lint: $(READY)  ## ruff check, ruff format --check, mypy strict on core, data and text
 	$(BIN)/ruff check .
@@ -78,8 +82,9 @@ docs: $(READY)  ## Build the documentation site into build/site
 	$(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/trees . build/site
 	@echo "open build/site/index.html"
 
-docs-tables: $(READY)  ## Write the tables of docs/ that follow from code
+docs-tables: $(READY)  ## Write the tables of docs/ that follow from code, and the tutorial as a notebook
 	$(BIN)/python -m tests.doc_tables
+	$(BIN)/python -m tests.tutorial_notebook
 
 clean:  ## Remove what the targets made
-	rm -rf $(VENV) .venv-oldest build demo_output .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	rm -rf .venv .venv-* build demo_output .pytest_cache .ruff_cache .mypy_cache *.egg-info

@@ -18,7 +18,7 @@ from swift_vlpack import __version__  # noqa: E402 - the checkout's, not an inst
 project = "swift_vlpack"
 version = release = __version__
 root_doc = "docs/index"
-include_patterns = ["docs/**", "specs/*.md", "benchmarks/*.md", "CHANGELOG.md"]
+include_patterns = ["docs/**", "specs/*.md", "benchmarks/*.md", "CHANGELOG.md", "SECURITY.md"]
 exclude_patterns = [
     ".*",
     "build",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # for type checkers and editors; all of it needs torch, and i
     from swift_vlpack.rows.sizes import LengthIndex
     from swift_vlpack.rows.source import RowSource
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Boundaries",
     "Collator",

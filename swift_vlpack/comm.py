@@ -1,4 +1,4 @@
-"""What work that is shared by the ranks of a run asks of them, and the run of one process."""
+"""Define what shared work needs of the ranks of a run, and the run of one process that needs no others."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ class Comm(Protocol):
 
     @property
     def rank(self) -> int:
-        """The number of this one."""
+        """Return the number of this rank."""
 
     @property
     def num_ranks(self) -> int:
-        """How many there are."""
+        """Return the number of ranks."""
 
     def results_of_all(self, work: Callable[[], Result]) -> list[Result]:
-        """Do the work on every rank and give everyone all results, in order of rank.
+        """Do the work on every rank. Returns the results of all ranks, in order of rank.
 
-        All ranks have to call it; where the work fails on one, all raise instead of waiting for it.
+        All ranks must call it. If the work fails on one rank, all ranks raise instead of waiting for that one.
         """
 
 
@@ -33,7 +33,7 @@ class Alone:
     num_ranks = 1
 
     def results_of_all(self, work: Callable[[], Result]) -> list[Result]:
-        """The one result."""
+        """Return the one result."""
         return [work()]
 
 

@@ -75,7 +75,6 @@ class PackingConfig:
     packing_min_fill_ratio: float = _option(
         0.65, "packs at least this full leave at once; a value below 0.6 is accepted with a warning", decides=_PACKS
     )
-    packing_max_carry: int = _option(4, "windows a sample may wait for a better pack", decides=_PACKS)
     packing_drop_last: bool = _option(
         True, "drop the underfilled remainder of an epoch: at most one pack, and one sample in 50", decides=_PACKS
     )
@@ -129,7 +128,6 @@ class PackingConfig:
         LOSSES,
         decides=_OBJECTIVE,
     )
-    packing_max_failures: int = _option(100, "consecutive unreadable rows before the run stops")
     packing_max_failed_share: float = _option(
         0.2, "share of the last 1,000 rows that may be unreadable, from 0 to 1; above it the run stops"
     )
@@ -231,8 +229,8 @@ def chosen_options(
 
     A flag, then a key of the training file, then a `VLPACK_*` variable; what is in none of them has its default.
 
-    >>> chosen_options({"VLPACK_PACKING_BUFFER": "1", "VLPACK_PACKING_MAX_CARRY": "2"}, {"packing_buffer": 3})
-    {'packing_buffer': 3, 'packing_max_carry': '2'}
+    >>> chosen_options({"VLPACK_PACKING_BUFFER": "1", "VLPACK_PACKING_MAX_IMAGES": "2"}, {"packing_buffer": 3})
+    {'packing_buffer': 3, 'packing_max_images': '2'}
     """
     return {**options_in_env(environ), **(file or {}), **(flags or {})}
 
@@ -370,15 +368,13 @@ def _check_choices(config: PackingConfig) -> None:
 
 def _check_numbers(config: PackingConfig) -> None:
     caps = ("packing_max_samples", "packing_max_images", "packing_max_patches")
-    for name in ("packing_length", "packing_buffer", "packing_max_failures", "packing_min_len", *caps):
+    for name in ("packing_length", "packing_buffer", "packing_min_len", *caps):
         value = getattr(config, name)
         if value is not None and value <= 0:
             way_out = ", or leave it out for no cap" if name in caps else ""
             raise ConfigError(f"{name} must be at least 1, got {value}; give a positive number{way_out}")
     if config.packing_stride < 0:
         raise ConfigError(f"packing_stride must be at least 0, got {config.packing_stride}; 0 repeats nothing")
-    if config.packing_max_carry < 0:
-        raise ConfigError(f"packing_max_carry must be at least 0, got {config.packing_max_carry}; 0 means: never wait")
     for name in ("packing_min_fill_ratio", "packing_max_failed_share"):
         if not 0 <= getattr(config, name) <= 1:
             raise ConfigError(f"{name} must be between 0 and 1, got {getattr(config, name)}")

@@ -1,4 +1,4 @@
-"""A versioned envelope around every saved state: what it belongs to is checked before it is read.
+"""Wrap every saved state in a versioned envelope, which says what the state belongs to: that is checked before reading.
 
 >>> sealed = seal("packer", {"packing_length": 8192}, {"held": []})
 >>> unseal(sealed, "packer", {"packing_length": 4096})
@@ -18,7 +18,7 @@ from typing import Any
 from swift_vlpack.errors import StateMismatch
 
 VERSION = 2
-"""1 had digests of lengths and no lengths: what a lost file changed could not be told from other data."""
+"""Version 1 held digests of lengths in place of lengths, so a lost file looked like other data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def seal(kind: str, fingerprint: Mapping[str, Any], state: Mapping[str, Any]) ->
 
 
 def signed(envelope: Mapping[str, Any]) -> dict[str, Any]:
-    """The envelope with a digest of what is in it, for a file: whatever changes in it is found."""
+    """Return the envelope with a digest of its content, for a file, so that every change in the file is found."""
     return {**envelope, "digest": _digest(envelope)}
 
 
@@ -55,10 +55,10 @@ def unseal(envelope: Any, kind: str, fingerprint: Mapping[str, Any], *, shape: A
 def opened(
     envelope: Any, kind: str, *, shape: Any = None, is_signed: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fingerprint and state inside, if they are whole; `shape` is what the state must look like, see `check_shape`."""
+    """Return fingerprint and state, after checks of version, kind, and `shape` (see `check_shape`)."""
     if not isinstance(envelope, Mapping) or not {"version", "kind", "fingerprint", "state"} <= set(envelope):
         raise StateMismatch(f"this is not a saved {kind} state: it has no version, kind, fingerprint and state")
-    # The version first: a state of another one may have another shape, and is not to be called damaged.
+    # The version first: a state of another version may have another shape, and must not be called damaged.
     if envelope["version"] != VERSION:
         raise StateMismatch(
             f"the saved {kind} state has format version {envelope['version']}; this package reads version {VERSION}"
@@ -75,7 +75,7 @@ def opened(
 def check_fingerprint(
     kind: str, saved: Mapping[str, Any], current: Mapping[str, Any], explained: Mapping[str, str] | None = None
 ) -> None:
-    """Refuse what differs, field by field; `explained` says it in words, in place of a field's two values."""
+    """Raise `StateMismatch` with every field that differs; `explained` has words in place of a field's two values."""
     names = differing_fields(saved, current)
     both = {name: f"{shown_value(saved, name)}, now {shown_value(current, name)}" for name in names}
     if both:
@@ -85,7 +85,7 @@ def check_fingerprint(
 
 
 def check_shape(value: Any, shape: Any, where: str) -> None:
-    """Refuse what does not look like `shape`; the error names the field.
+    """Raise `StateMismatch` with the name of the field that does not look like `shape`.
 
     A shape is `Whole`, `str` or `bool`, None for anything; [shape], a list of any length; (shape, ...), a list of that
     length; {key: shape}, an object of these keys, others aside; `Named`, an object of any keys.
@@ -112,7 +112,7 @@ def check_shape(value: Any, shape: Any, where: str) -> None:
 
 
 def _is_like(value: Any, shape: Any) -> bool:
-    """Whether the value itself has the shape, whatever is in it."""
+    """Tell whether the value itself has the shape, whatever is in it."""
     if shape is None:
         return True
     if isinstance(shape, Whole):
@@ -125,13 +125,13 @@ def _is_like(value: Any, shape: Any) -> bool:
     return isinstance(value, (list, tuple) if isinstance(shape, list) else shape)
 
 
-# A value of its own: None may be saved, and a field that is missing is another thing than one that is None.
+# An object of its own, because None may be saved, and a missing field is not the same as None.
 _ABSENT = object()
 
 
 def _digest(envelope: Mapping[str, Any]) -> str:
     content = {key: value for key, value in envelope.items() if key != "digest"}
-    # Compared as JSON gives it back: what was a tuple or a number as key in memory has the digest of what was written.
+    # Through JSON, so that tuples and number keys in memory have the digest of what a file gives back.
     stored = json.dumps(json.loads(json.dumps(content)), sort_keys=True)
     return hashlib.sha256(stored.encode()).hexdigest()[:16]
 
@@ -147,7 +147,7 @@ def shown_value(values: Mapping[str, Any], name: str) -> str:
 
 
 def differing_fields(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Names whose values differ, or that only one side has; values count as JSON would store them."""
+    """List the names whose values differ as JSON, or that only one side has."""
     names = sorted({*saved, *current})
     return [name for name in names if _stored(saved.get(name, _ABSENT)) != _stored(current.get(name, _ABSENT))]
 

@@ -12,7 +12,7 @@ VLPackError
 |-- SampleError        a row cannot be encoded (rows/samples.py); becomes a counted reason
 |-- TooManyFailures    so many rows in a row that the data must be broken (rows/samples.py)
 |-- IsolationError     samples of a pack see each other, or the proof cannot be made
-|-- RanksDiffer        the ranks would train on different data (host/ranks.py)
+|-- RanksDiffer        the ranks would train on different data (host/same_on_ranks.py)
 |-- RankGone           something between the ranks died, as one of them has left (feed/waiting.py)
 |-- StateNotSaved      the state of the data cannot be written into a checkpoint (host/state.py)
 |-- WorkerDied         a dataloader worker was killed, or left (host/loader.py)

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whatever goes down in between."""
+"""Write files whole or not at all, even if the process is killed or the machine goes down."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write whole or not at all, also when the machine goes down."""
+    """Write a JSON file whole or not at all."""
     write_whole(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write whole or not at all, also when the machine goes down."""
+    """Write a file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same folder: a file system can only rename inside of itself. Hidden, as it is no file of a checkpoint yet.
+    # In the same folder, because a rename is atomic only within one file system. Hidden, because it is not complete.
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("wb") as file:
             file.write(content)
-            # Content before name: a file that is renamed first can be there and empty after a crash of the machine.
+            # Content before name: after a crash, a file that was renamed first can be there and be empty.
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
@@ -34,20 +34,20 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Wait until all that is in a folder, and its own name, is on the disk, where a crash cannot reach it."""
-    # From the leaves up, so that a name is on the disk only when what it names is.
+    """Flush all files of a folder, and its own name, to the disk."""
+    # Bottom-up, so that a name is on the disk only after what it names.
     for below, _, names in os.walk(folder, topdown=False):
         for name in names:
-            # Opened for reading, which syncs as well: the files are those of others, and perhaps not ours to write.
+            # Opened for reading, which is enough for fsync, because the files of others may not be ours to write.
             with open(Path(below, name), "rb") as file:
                 os.fsync(file.fileno())
         sync_folder(Path(below))
-    # The folder's own name stands in the one above it.
+    # The name of the folder is stored in its parent.
     sync_folder(folder.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk, where its file system knows such a thing."""
+    """Flush the names in a folder to the disk; does nothing on file systems that cannot."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

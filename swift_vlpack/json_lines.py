@@ -1,4 +1,4 @@
-"""Files of JSON, one value a line, that several processes append to and that a killed one leaves half written."""
+"""Read and append files of JSON lines that several processes write and that a killed process may leave half written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read(path: Path, start: int = 0) -> Iterator[Any]:
 
 
 def parsed(lines: Iterable[bytes]) -> Iterator[Any]:
-    """The values of lines; one that is damaged, or that a killed process left unfinished, is passed over."""
+    """Yield the values of lines. Skips lines that are damaged, or that a killed process left unfinished."""
     for line in lines:
         with suppress(ValueError):
             yield json.loads(line)
@@ -60,7 +60,7 @@ def _broken_list(path: Path) -> tuple[int, str] | None:
 
 
 def with_numbers(value: Any) -> Any:
-    """The same with None in place of what is infinite or no number, which JSON cannot say.
+    """Replace infinities and NaN by None, because JSON has no word for them.
 
     >>> with_numbers({"loss": [2.5, float("inf")]})
     {'loss': [2.5, None]}
@@ -73,19 +73,19 @@ def with_numbers(value: Any) -> Any:
 
 
 def append(path: Path, values: Iterable[Any], *, ensure_ascii: bool = True) -> None:
-    """Write values behind what is there, all or none of them; raises `OSError`."""
+    """Append values, all or none of them. Raises `OSError`."""
     text = "".join(json.dumps(value, ensure_ascii=ensure_ascii) + "\n" for value in values)
-    lines = text.encode(errors="backslashreplace")  # as JSON writes half a character, from the name of a file
+    lines = text.encode(errors="backslashreplace")  # half a character, from the name of a file
     if not lines:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Unbuffered, so that what is written is one call of the system and not what a buffer makes of it.
+    # Unbuffered, so that the lines are one system call, which other processes cannot interrupt.
     with path.open("ab+", buffering=0) as file:
         if fcntl is not None:
             with suppress(OSError):  # a file system without locks; appending is one write nearly always
                 fcntl.flock(file, fcntl.LOCK_EX)
         end = file.seek(0, os.SEEK_END)
-        # A killed process leaves half a line, which would swallow the first of ours.
+        # A killed process may have left half a line; without a line break our first line would be a part of it.
         _write(file, lines if _ends_a_line(file, end) else b"\n" + lines, end)
 
 
@@ -97,7 +97,7 @@ def _ends_a_line(file: BinaryIO, end: int) -> bool:
 
 
 def _write(file: BinaryIO, content: bytes, end: int) -> None:
-    """All of it, or leave the file as it was: a disk that is full takes a part."""
+    """Write everything, or leave the file as it was: a full disk may take only a part."""
     try:
         while content:
             content = content[file.write(content) :]

@@ -1,4 +1,4 @@
-"""Counts as a reader expects them, and names that were mistyped.
+"""Word counts for readers, and find the name that a mistyped one was meant to be.
 
 >>> counted(1, "pack"), counted(2, "pack"), counted(0, "pack cut in two", "packs cut in two")
 ('1 pack', '2 packs', '0 packs cut in two')
@@ -18,12 +18,12 @@ INSTALL = "`pip install .` in a checkout of swift_vlpack"
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:
-    """A number with what it counts."""
+    """Return a number with the noun it counts, in singular or plural."""
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def by_reason(counts: Mapping[str, int]) -> str:
-    """Reasons with how often."""
+    """Return reasons with their counts, or `none`."""
     return ", ".join(f"{reason} {count}" for reason, count in counts.items()) or "none"
 
 

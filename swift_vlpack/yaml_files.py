@@ -1,4 +1,4 @@
-"""Read a YAML file, or say in one line why that cannot be."""
+"""Read a YAML file, or say in one line why it cannot be read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from swift_vlpack.errors import ConfigError
 
 
 def read_yaml(path: Path, what: str) -> Any:
-    """Return the content of the file; `what` is what an error calls it.
+    """Return the content of the file. `what` is its name in errors.
 
     Raises `ConfigError` for a key that is given twice: YAML itself lets the last one win without a word.
     """

@@ -9,6 +9,9 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 PAGES = (
     ROOT / "README.md",
+    ROOT / "README.zh-CN.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
     ROOT / "docs" / "_package" / "README.md",
     *sorted(path for folder in ("docs", "specs", "benchmarks") for path in (ROOT / folder).glob("*.md")),
 )

@@ -19,7 +19,6 @@ DESIGN_OPTIONS = {
     "packing_strategy": "binpack",
     "packing_buffer": 512,
     "packing_min_fill_ratio": 0.65,
-    "packing_max_carry": 4,
     "packing_drop_last": True,
     "packing_allow_single_long": True,
     "packing_overflow": "keep",
@@ -36,7 +35,6 @@ DESIGN_OPTIONS = {
     "train_on_eos": True,
     "packing_any_family": False,
     "packing_loss": "token",
-    "packing_max_failures": 100,
     "packing_max_failed_share": 0.2,
     "packing_cache_dir": None,
     "eval_packing": False,
@@ -79,9 +77,7 @@ def test_config_is_frozen_and_keyword_only():
         ({"packing_mode": "magic"}, ["packing_mode", "'magic'", "auto, plan, buffer"]),
         ({"packing_strategy": "bfd"}, ["packing_strategy", "'bfd'", "best_fit", "sequential"]),
         ({"packing_min_fill_ratio": 1.5}, ["packing_min_fill_ratio", "1.5", "between 0 and 1"]),
-        ({"packing_max_carry": -1}, ["packing_max_carry", "-1", "at least 0"]),
         ({"packing_drop_last": "perhaps"}, ["packing_drop_last", "'perhaps'", "true or false"]),
-        ({"packing_max_failures": 0}, ["packing_max_failures", "0", "at least 1"]),
         ({"packing_max_images": 0, "packing_strategy": "exact"}, ["packing_max_images", "0", "no cap"]),
         ({"fusion_config": 3}, ["fusion_config", "3", "text"]),
     ],
@@ -153,7 +149,6 @@ OTHER_VALUES = {
     "packing_strategy": "greedy",
     "packing_buffer": 3,
     "packing_min_fill_ratio": 0.9,
-    "packing_max_carry": 0,
     "packing_drop_last": False,
     "packing_allow_single_long": False,
     "packing_overflow": "drop",
@@ -170,7 +165,6 @@ OTHER_VALUES = {
     "train_on_eos": False,
     "packing_any_family": True,
     "packing_loss": "sqrt",
-    "packing_max_failures": 1,
     "packing_max_failed_share": 0.5,
     "packing_cache_dir": "elsewhere",
     "eval_packing": True,
@@ -202,8 +196,6 @@ EFFECTS = {
 }
 SHOWN_ELSEWHERE = {
     *("packing", "packing_mode", "packing_attention", "packing_verify", "packing_any_family"),
-    "packing_max_failures",
-    "packing_max_carry",
     *("packing_max_failed_share", "packing_cache_dir", "eval_packing", "fusion_config"),
     *("packing_overflow", "packing_stride", "packing_min_len"),
     *("mask_boundary_loss", "train_on_eos", "packing_loss", "packing_pad_to"),
@@ -297,7 +289,6 @@ def test_every_option_is_of_packs_or_known_not_to_be():
     not_of_packs = {
         *("packing", "packing_mode", "packing_attention", "packing_verify", "packing_any_family", "eval_packing"),
         *(
-            "packing_max_failures",
             "packing_max_failed_share",
             "packing_cache_dir",
             "packing_pad_to",

@@ -317,7 +317,7 @@ def site(tmp_path_factory):
 def test_site_builds_without_a_warning_and_asks_nobody_for_anything(site):
     """DOC-3"""
     pages = list(site.rglob("*.html"))
-    assert len(pages) > len(PAGES)
+    assert len(pages) > len([page for page in PAGES if page.parent != ROOT]), "the others are for the repository"
     for page in pages:
         text = page.read_text()
         loaded = re.findall(r"<(?:script|img|link|iframe)\b[^>]*?(?:src|href)=\"(?:https?:)?//[^\"]*\"", text)

@@ -118,12 +118,13 @@ def test_sdist_has_docs_specs_tests_and_the_changelog(built):
     """PKG-2"""
     with tarfile.open(built[1]) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
-    wanted = {"CHANGELOG.md", "LICENSE", "README.md", "Makefile", "pyproject.toml", "swift_vlpack/py.typed"}
-    for folder in ("benchmarks", "configs", "docs", "specs", "tests"):
+    wanted = {"LICENSE", "Makefile", "pyproject.toml", "swift_vlpack/py.typed", "CITATION.cff", "Dockerfile"}
+    wanted |= {path.name for path in ROOT.glob("*.md")} | {".dockerignore", ".pre-commit-config.yaml"}
+    for folder in (".ci", ".github", "benchmarks", "configs", "docs", "examples", "specs", "tests"):
         files = [path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
         wanted |= {str(path.relative_to(ROOT)) for path in files}
     assert wanted - names == set()
-    assert not [name for name in names if "__pycache__" in name or name.startswith((".venv", ".git"))]
+    assert not [name for name in names if "__pycache__" in name or name.startswith((".venv", ".git/"))]
 
 
 @pytest.fixture(scope="module")

@@ -44,14 +44,15 @@ def in_run(args: argparse.Namespace, *, needs_gpu: bool = False) -> Iterator[tup
 
     The first execution does not return from here. With `needs_gpu` the process sees the GPUs of one rank.
     """
-    if is_in_run():
-        logging.disable(logging.WARNING)  # because the first execution has said what there is to warn of
-    run = run_named(args, needs_gpu=needs_gpu)
-    logging.disable(logging.NOTSET)
     if not is_in_run():
+        run = run_named(args, needs_gpu=needs_gpu)
         check_launch(run)
         command = [sys.executable, "-m", "swift_vlpack", *args.argv]
         replace_process(command, {**run.environ, MARK: str(os.getpid())})
+
+    logging.disable(logging.WARNING)  # because the first execution has said what there is to warn of
+    run = run_named(args, needs_gpu=needs_gpu)
+    logging.disable(logging.NOTSET)
     signal.signal(signal.SIGTERM, end_by_signal)
     if not args.verbose and "LOG_LEVEL" not in os.environ:
         _quiet_libraries()

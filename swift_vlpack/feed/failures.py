@@ -19,15 +19,18 @@ FEWEST_ROWS = 100
 """Rows below which a share says too little to stop a run; between two epochs `FEWEST_ROWS_OF_EPOCH` are enough."""
 FEWEST_ROWS_OF_EPOCH = 20
 SHARE_WARNED_OF = 0.05
+MAX_FAILED_IN_SUCCESSION = 100
+"""More unreadable rows in succession stop the run, because a disk is gone. By chance, at the share of 20 % that stops a
+run anyway, a hundred in succession has a probability of 1e-70."""
 
 
-def counted_failure(error: SampleError, num_in_a_row: int, max_failures: int) -> LeftOut:
-    """Log a row that cannot be encoded. Raises `TooManyFailures` if so many fail in a row that it is no accident."""
+def counted_failure(error: SampleError, num_in_succession: int) -> LeftOut:
+    """Log a row that cannot be encoded. Raises `TooManyFailures` after `MAX_FAILED_IN_SUCCESSION` of them."""
     logger.warning("%s: left out: %s: %s", error.sample_id, error.reason, error.detail)
-    if num_in_a_row > max_failures:
+    if num_in_succession > MAX_FAILED_IN_SUCCESSION:
         raise TooManyFailures(
-            f"{num_in_a_row} rows in a row could not be encoded, the last is {error}. "
-            "Mend the data, or raise packing_max_failures"
+            f"{num_in_succession} rows in succession could not be encoded, the last is {error}; mend the data, "
+            "or bring the disk back"
         ) from error
     return LeftOut(error.sample_id, *error.fault)
 

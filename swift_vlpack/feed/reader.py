@@ -53,7 +53,7 @@ class PackReader(Dataset[PackedSamples]):
                 # Count a row once: all of its parts fail with it.
                 self._num_failed_in_a_row += where[:2] != self._failed_row
                 self._failed_row = where[:2]
-                left_out.append(counted_failure(sample, self._num_failed_in_a_row, self.config.packing_max_failures))
+                left_out.append(counted_failure(sample, self._num_failed_in_a_row))
                 continue
             self._num_failed_in_a_row = 0
             planned = RowSize(*size)

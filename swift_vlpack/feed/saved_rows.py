@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.errors import StateMismatch
-from swift_vlpack.plan.cut_rows import CutRows
 from swift_vlpack.plan.mix import Mix
+from swift_vlpack.plan.parts import CutRows
 from swift_vlpack.plan.shuffle import permutation
 from swift_vlpack.reasons import about
 from swift_vlpack.rows.media import looks_like_path, names_of_files

@@ -75,6 +75,7 @@ def check_sequence(sequence: dict[str, Any], boundaries: Boundaries, name: str) 
 
 def boundary_tensors(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
     """Return what variable-length attention reads, for templates that do not add it themselves."""
+    # int32, because the variable-length kernels of flash-attn and torch take no other.
     ends = torch.tensor(Boundaries(lengths).cu_seqlens, dtype=torch.int32)
     longest = torch.tensor(max(lengths))
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}

@@ -243,8 +243,7 @@ class _Buffer:
         self._num_read += 1
         if isinstance(row, SampleError):
             self._num_failed_in_a_row += 1
-            limit = self._config.packing_max_failures
-            self._left_out.append(counted_failure(row, self._num_failed_in_a_row, limit))
+            self._left_out.append(counted_failure(row, self._num_failed_in_a_row))
             return
         self._num_failed_in_a_row = 0
         for span, sample in in_parts(row, self._cutter, self._packer.taken):
@@ -272,7 +271,7 @@ class _Buffer:
         for item in self._ready.popleft():
             sample = self._waiting.pop(item.id)
             if isinstance(sample, SampleError):  # it could be read before the run was interrupted, and now it cannot
-                self._left_out.append(counted_failure(sample, 1, self._config.packing_max_failures))
+                self._left_out.append(counted_failure(sample, 1))
             else:
                 samples.append(sample)
         return self._pack(samples)

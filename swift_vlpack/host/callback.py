@@ -18,7 +18,7 @@ from swift_vlpack.attention.sequence_effects import noise_by_sample
 from swift_vlpack.feed.epoch_report import data_report, plan_facts
 from swift_vlpack.host.losses import add_up
 from swift_vlpack.host.proof import attention_of, prove_isolation
-from swift_vlpack.host.ranks import versions
+from swift_vlpack.host.same_on_ranks import versions
 from swift_vlpack.host.use_attention import choose_for
 from swift_vlpack.lengths.context import variables_read_by
 from swift_vlpack.plan.epoch import EpochPlan

@@ -29,8 +29,8 @@ NUM_THREADS = 4
 _HEADER_OF_SAFETENSORS = 8
 
 
-class Seen(NamedTuple):
-    """Identify a file: two ranks that see equal values see the same file, on a disk that they share."""
+class FileIdentity(NamedTuple):
+    """The identity of a file: ranks that see equal values see the same file, on a disk that they share."""
 
     size: int
     inode: int
@@ -59,14 +59,14 @@ def damages(folder: Path, records: Records, comm: Comm) -> list[str]:
     return [*lost, *(said for of_rank in wrong for said in of_rank)]
 
 
-def shares(everyone: Sequence[Mapping[str, Seen]]) -> list[list[str]]:
+def shares(everyone: Sequence[Mapping[str, FileIdentity]]) -> list[list[str]]:
     """Share distinct files out to ranks that see them, largest first to the rank with the least to read.
 
-    >>> disk, other = Seen(10, 1, 1), Seen(10, 1, 2)
-    >>> shares([{"model": disk, "rng": Seen(1, 2, 1)}, {"model": disk}, {"model": other}])
+    >>> disk, other = FileIdentity(10, 1, 1), FileIdentity(10, 1, 2)
+    >>> shares([{"model": disk, "rng": FileIdentity(1, 2, 1)}, {"model": disk}, {"model": other}])
     [['model', 'rng'], [], ['model']]
     """
-    seen_by: dict[tuple[int, str, Seen], list[int]] = {}
+    seen_by: dict[tuple[int, str, FileIdentity], list[int]] = {}
     for rank, files in enumerate(everyone):
         for name, seen in files.items():
             seen_by.setdefault((-seen.size, name, seen), []).append(rank)
@@ -101,13 +101,13 @@ def _checksum(path: Path, start: int) -> int:
     return checksum
 
 
-def _seen(folder: Path, without: Collection[str] = ()) -> dict[str, Seen]:
-    return {name: _look(folder / name) for name in _names(folder) if name not in without}
+def _seen(folder: Path, without: Collection[str] = ()) -> dict[str, FileIdentity]:
+    return {name: _identity(folder / name) for name in _names(folder) if name not in without}
 
 
-def _look(path: Path) -> Seen:
+def _identity(path: Path) -> FileIdentity:
     state = path.stat()
-    return Seen(state.st_size, state.st_ino, state.st_mtime_ns)
+    return FileIdentity(state.st_size, state.st_ino, state.st_mtime_ns)
 
 
 def _names(folder: Path) -> Iterator[str]:

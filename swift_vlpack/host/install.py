@@ -1,8 +1,11 @@
-"""Put packing into ms-swift. Two stages, so that nothing changes for a run that does not pack.
+"""Put packing into ms-swift in two stages, so that nothing changes for a run that does not pack.
 
-`install()` runs when `--external_plugins` loads the plugin: it registers the attention function and wraps two methods,
-the first one that follows, where variables become arguments, and the check that ms-swift makes of `--packing`. Only
-when that check meets `swift sft --packing true`, or `swift pt`, is the rest put in.
+1. `install()` runs when `--external_plugins` loads the plugin. It registers the attention function and wraps two
+   methods of ms-swift's arguments: where options are settled, and where ms-swift checks `--packing`.
+2. `activate()` runs when that check meets `--packing true` of `swift sft` or `swift pt`. It puts in the trainer, the
+   callback and the preparation of data.
+
+Every name that is replaced or called is listed in `host/seam.py`, and looked up before anything is changed.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ def install() -> None:
     prepare_model_kwargs = SftArguments._init_model_kwargs
 
     @functools.wraps(prepare_model_kwargs)
-    def _init_model_kwargs(self: Any) -> None:  # the first that ms-swift calls after it has loaded the plugins
+    def _init_model_kwargs(self: Any) -> None:  # the first method that ms-swift calls after it has loaded the plugins
         from swift_vlpack.host.args import OURS, settle_options
 
         if type(self) in OURS:
@@ -108,7 +111,7 @@ def activate() -> None:
 
 
 def _let_families_through() -> None:
-    """Let our own rule of which templates are packed answer before ms-swift's."""
+    """Let our own rule decide which templates can be packed, before ms-swift's."""
     from swift.arguments import SftArguments
 
     get_template = SftArguments.get_template
@@ -127,7 +130,7 @@ def _let_families_through() -> None:
 
 
 def _save_portable_args() -> None:
-    """Let args.json, which `swift infer` and `swift export` obey, name nothing that only this package has."""
+    """Keep what only this package has out of args.json, which `swift infer` and `swift export` obey."""
     from swift.arguments import SftArguments
 
     save = SftArguments.save_args
@@ -142,7 +145,7 @@ def _save_portable_args() -> None:
 
 
 def deactivate() -> None:
-    """A run without packing in the same process gets ms-swift's own trainer back."""
+    """Put ms-swift's own trainer back, for a later run without packing in the same process."""
     from swift.trainers import TrainerFactory
 
     TrainerFactory.TRAINER_MAPPING["causal_lm"] = _original_trainer()
@@ -150,7 +153,7 @@ def deactivate() -> None:
 
 @functools.cache
 def _original_trainer() -> str:
-    """Remember, on first use, what the registry held before us."""
+    """Return the trainer that the registry held before us; remembered on the first call."""
     from swift.trainers import TrainerFactory
 
     name: str = TrainerFactory.TRAINER_MAPPING["causal_lm"]

@@ -78,7 +78,7 @@ def is_of_network(error: BaseException | None) -> bool:
 
 
 class _ToSwift(logging.Handler):
-    """Hands lines on to ms-swift's logger, as its own."""
+    """Pass log lines to ms-swift's logger, as if it had written them."""
 
     def emit(self, record: logging.LogRecord) -> None:
         from swift.utils import get_logger
@@ -151,7 +151,7 @@ def _refused_names(error: BaseException, trace: TracebackType | None) -> list[st
 
 
 def one_line(error: BaseException) -> str:
-    """The error without the traceback that torch puts into the text of one that comes from a worker."""
+    """Return the text of an error in one line, without the traceback that torch adds to errors of workers."""
     text = str(error)
     if "Original Traceback" in text:
         text = text.strip().splitlines()[-1].partition(": ")[2]
@@ -159,7 +159,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _is_surprising(error: BaseException) -> bool:
-    """Whether something below it may be a bug."""
+    """Return whether a cause of the error may be a bug, so that its traceback has to be shown."""
     cause = error.__cause__
     return cause is not None and (not isinstance(cause, _FORESEEN) or _is_surprising(cause))
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from swift_vlpack.envelope import differing_fields, shown_value
-from swift_vlpack.host.ranks import content_of
+from swift_vlpack.host.same_on_ranks import content_of
 
 OF_LOSS = ("loss_scale", "is_binary_loss_scale", "loss_type", "label_smoothing_factor", "enable_dft_loss")
 OF_EXPERTS = ("router_aux_loss_coef",)

@@ -23,7 +23,7 @@ from swift_vlpack.host.headers import reading_urls
 from swift_vlpack.host.length_pass import with_all_lengths
 from swift_vlpack.host.objective import objective_of
 from swift_vlpack.host.ranks import RanksOfRun, num_ranks_of_run, rank
-from swift_vlpack.host.same_rows import check_same_files, check_same_validation
+from swift_vlpack.host.same_on_ranks import check_same_files, check_same_validation
 from swift_vlpack.host.sources import load_sources, load_stream
 from swift_vlpack.host.use_attention import use_attention
 from swift_vlpack.plan.registry import WINDOW

@@ -1,4 +1,7 @@
-"""What of ms-swift packing holds on to; checked before anything is changed, so that a moved part is one clear error."""
+"""List every name of ms-swift that packing replaces or calls, and check them before anything is changed.
+
+A release of ms-swift that moved one of them gives one clear error, not a run that goes wrong.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ CALLBACK = "vlpack"
 """Our name in ms-swift's registry of callbacks."""
 TESTED = "4.5.3 to 4.6.0"
 
-# Module, name, and the parameters it must take.
 SEAM: tuple[tuple[str, str, frozenset[str]], ...] = tuple(
     (module, name, frozenset(parameters.split()))
     for module, name, parameters in (
@@ -56,14 +58,15 @@ SEAM: tuple[tuple[str, str, frozenset[str]], ...] = tuple(
         ("swift.utils", "parse_args", "argv"),
     )
 )
+"""Module, name, and the parameters that it must take."""
 
 
 class UnsupportedSwift(VLPackError):
-    """This ms-swift has moved something that packing holds on to."""
+    """This ms-swift has moved something that packing replaces or calls."""
 
 
 def check_seam() -> None:
-    """Raise one error that names the version of ms-swift and everything that is missing."""
+    """Raise `UnsupportedSwift` with everything that is missing, unless all names are there with their parameters."""
     missing = [problem for module, name, wanted in SEAM if (problem := _problem(module, name, wanted))]
     if missing:
         import swift

@@ -20,7 +20,8 @@ from swift_vlpack.errors import ConfigError, StateMismatch
 from swift_vlpack.host.args import packing_config
 from swift_vlpack.host.checkpoint_files import damages, unreadable
 from swift_vlpack.host.objective import objective_of, refused_values
-from swift_vlpack.host.ranks import RanksOfRun, check_equal, options_of_run, refuse_differences, versions
+from swift_vlpack.host.ranks import RanksOfRun
+from swift_vlpack.host.same_on_ranks import check_equal, options_of_run, refuse_differences, versions
 from swift_vlpack.host.state import FILE, read_envelope, read_trainer_state, refused, wants_restart
 
 logger = get_logger()

@@ -40,17 +40,9 @@ from swift_vlpack.host.losses import (
     warn_of_what_differs,
 )
 from swift_vlpack.host.proof import prove_first_batch
-from swift_vlpack.host.ranks import (
-    RanksOfRun,
-    check_equal,
-    check_same_parameters,
-    num_ranks,
-    refuse_differences,
-    results_of_all,
-    tolerate_packs_without_images,
-    versions,
-)
+from swift_vlpack.host.ranks import RanksOfRun, num_ranks, results_of_all, tolerate_packs_without_images
 from swift_vlpack.host.run_events import RunEvents
+from swift_vlpack.host.same_on_ranks import check_equal, check_same_parameters, refuse_differences, versions
 from swift_vlpack.host.state import (
     FILE,
     ROWS_FILE,
@@ -62,7 +54,7 @@ from swift_vlpack.host.state import (
     save_state,
 )
 from swift_vlpack.host.voting import Ranks, leave_at_exit
-from swift_vlpack.plan.resume_schedule import Bounds, RestOfRun, num_steps
+from swift_vlpack.plan.resume_schedule import Bounds, ResumeSchedule, num_steps
 from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.samples import PackRecord
@@ -307,7 +299,7 @@ class PackingTrainer(EvaluatesRows):
             return values
         num_epochs, steps_per_epoch, *others, max_steps = values
         accumulation = self.args.gradient_accumulation_steps
-        rest = RestOfRun(
+        rest = ResumeSchedule(
             epoch=self.feed.epoch,
             global_step=self._global_step_before,
             batches_trained=self.feed.batches_trained(accumulation),

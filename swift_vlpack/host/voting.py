@@ -1,4 +1,4 @@
-"""Votes on the next step: one number a step, over a group of their own on the CPU."""
+"""Let ranks vote on the next step: one number a step, over a group on the CPU that nothing else uses."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _LEAVING = timedelta(seconds=10)
 """Longest wait of an ending process for a pending vote: if this rank failed, the others may never vote."""
 
 _voting: list[Ranks] = []
-"""All that may have a vote on its way."""
+"""Ranks whose last vote may still be on its way."""
 
 
 class Ranks:
-    """The ranks of the run, over a CPU group of their own; every rank has to make it, in the same order."""
+    """The ranks of the run in a group for votes. Making it is collective: every rank does it, in the same order."""
 
     def __init__(self, timeout: timedelta | None = None) -> None:
-        """`timeout` is how long a rank waits for the slowest; without it torch's half an hour."""
+        """Make the group. A rank waits `timeout` for the slowest; without it, torch's half an hour."""
         # gloo, on the CPU: a vote over NCCL would wait in line behind the kernels of the step that it is to overlap.
         self._group = dist.new_group(backend="gloo", timeout=timeout) if num_ranks() > 1 else None
         self._on_its_way: dist.Work | None = None
@@ -34,7 +34,7 @@ class Ranks:
             _at_exit(_settle)  # also of a run that fails
 
     def vote(self, mine: Vote) -> Callable[[], Vote]:
-        """Start a vote; what comes back waits for its outcome."""
+        """Start a vote. Returns a function that waits for the outcome."""
         if self._group is None:
             return lambda: mine
         votes = torch.tensor([int(mine)])
@@ -43,7 +43,7 @@ class Ranks:
         def outcome() -> Vote:
             with waiting("the vote on the next step"):
                 work.wait()
-            # Read behind the wait: until then it is this rank's own vote.
+            # After the wait, because until then it is this rank's own vote.
             return Vote(int(votes))
 
         return outcome

@@ -38,7 +38,7 @@ from swift_vlpack.lengths.length_file import (
     Records,
     Sizes,
 )
-from swift_vlpack.plan.cut_rows import PartSize
+from swift_vlpack.plan.parts import Part
 from swift_vlpack.reasons import REASONS, about
 from swift_vlpack.rows.faults import Fault
 from swift_vlpack.rows.media import RealFile, names_of_files, real_file
@@ -143,17 +143,17 @@ class LengthCache:
                 found[bytes.fromhex(key)] = Fault(str(reason), str(error), tuple(map(str, files)))
         return found
 
-    def append_parts(self, keys: Keys, parts: Iterable[Sequence[PartSize]]) -> None:
+    def append_parts(self, keys: Keys, parts: Iterable[Sequence[Part]]) -> None:
         """Save how rows are cut."""
-        self._append_lines(self._parts_file, keys, parts)
+        self._append_lines(self._parts_file, keys, [[part.numbers for part in of_row] for of_row in parts])
 
-    def load_parts(self) -> dict[bytes, tuple[PartSize, ...]]:
+    def load_parts(self) -> dict[bytes, tuple[Part, ...]]:
         """Read how rows are cut, by key."""
         found = {}
         for line in json_lines.read(self._parts_file):
             with suppress(ValueError, TypeError, OverflowError):  # a line that a killed process left unfinished
                 key, *parts = line
-                found[bytes.fromhex(key)] = tuple(PartSize(*map(int, part)) for part in parts)
+                found[bytes.fromhex(key)] = tuple(Part.of_numbers(number, part) for number, part in enumerate(parts))
         return found
 
     def _append_lines(self, path: Path, keys: Keys, values: Iterable[Iterable[Any]]) -> None:
@@ -173,7 +173,7 @@ class LengthCache:
     # -- notes for the next run ---------------------------------------------------------------------------------------
 
     def remember(
-        self, row: Mapping[str, Any], size: tuple[int, int, int, int], aspect: float, parts: Sequence[PartSize] = ()
+        self, row: Mapping[str, Any], size: tuple[int, int, int, int], aspect: float, parts: Sequence[Part] = ()
     ) -> None:
         """Note the true size of a row that was planned with another one.
 

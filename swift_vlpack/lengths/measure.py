@@ -38,7 +38,7 @@ from swift_vlpack.lengths.measured_sizes import Findings, LengthCaches, Measured
 from swift_vlpack.lengths.rank_rows import Chunk, Positions, RankRows
 from swift_vlpack.lengths.rows_work import Encoders, RowsWork, Task, TaskKind
 from swift_vlpack.lengths.trust import Checks, Unconfirmed, extremes
-from swift_vlpack.plan.cut_rows import CutRows
+from swift_vlpack.plan.parts import CutRows
 from swift_vlpack.reasons import REASONS, Reason
 from swift_vlpack.rows.sizes import LengthIndex, RowSize
 from swift_vlpack.rows.source import RowSource

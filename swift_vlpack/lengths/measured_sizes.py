@@ -14,7 +14,7 @@ from swift_vlpack.lengths.length_file import BY_HEADER, KEY, SIZE, VOUCHED
 from swift_vlpack.lengths.rank_rows import Chunk, Positions, RankRows
 from swift_vlpack.lengths.rows_work import RowKeys
 from swift_vlpack.lengths.trust import Trust
-from swift_vlpack.plan.cut_rows import PartSize
+from swift_vlpack.plan.parts import Part
 from swift_vlpack.plan.shuffle import permutation
 from swift_vlpack.reasons import REASONS
 from swift_vlpack.rows.cutting import RowCutter
@@ -38,7 +38,7 @@ class Findings(NamedTuple):
     """What one rank found out besides sizes; rows are named by their index in the source."""
 
     faults: dict[int, Fault]
-    parts: dict[int, tuple[PartSize, ...]]
+    parts: dict[int, tuple[Part, ...]]
     with_surplus_tags: list[int]
     num_remembered: int
 
@@ -54,7 +54,7 @@ class MeasuredSizes:
         self._is_known = np.zeros(len(rows), dtype=bool)
         self._has_surplus_tags = np.zeros(len(rows), dtype=bool)
         self._faults: dict[int, Fault] = {}  # by index in the source
-        self._parts: dict[int, tuple[PartSize, ...]] = {}  # by position
+        self._parts: dict[int, tuple[Part, ...]] = {}  # by position
         self._num_remembered = 0
         self._rows = rows
         self._caches = caches

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from swift_vlpack.comm import Comm
 from swift_vlpack.lengths.environment import Reads
 from swift_vlpack.lengths.length_file import SIZE, Sizes
-from swift_vlpack.plan.cut_rows import PartSize
+from swift_vlpack.plan.parts import Part
 from swift_vlpack.rows.faults import Fault
 from swift_vlpack.rows.media import content_of
 from swift_vlpack.rows.samples import SampleError, SampleId
@@ -92,7 +92,7 @@ class Measured:
     size: Any  # one record of `SIZE`
     error: SampleError | None = None
     facts: HeaderFacts = HeaderFacts()
-    parts: tuple[PartSize, ...] = ()
+    parts: tuple[Part, ...] = ()
     """Parts of a row that is cut."""
 
 
@@ -106,7 +106,7 @@ class Chunk:
     """Which results go to the cache. Failures that may pass do not, so the next start tries these rows again."""
     faults: dict[int, Fault] = field(default_factory=dict)
     """Why rows cannot be encoded, by index in the source."""
-    parts: dict[int, tuple[PartSize, ...]] = field(default_factory=dict)
+    parts: dict[int, tuple[Part, ...]] = field(default_factory=dict)
     """Parts of the rows that are cut, by position."""
     facts: tuple[HeaderFacts, ...] | None = None
     """One for each row that was measured; None if the rows were compared."""

@@ -1,1 +1,1 @@
-"""Decide which rows share a pack, in which step and on which rank, from numbers alone."""
+"""Decide from numbers alone which samples share a pack, in which step, on which rank: read packer.py, then epoch.py."""

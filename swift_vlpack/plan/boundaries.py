@@ -1,4 +1,4 @@
-"""Where samples start in a pack: only the lengths are stored, everything else is derived.
+"""Say where samples start in a sequence. Only their lengths are stored; everything else is derived.
 
 >>> Boundaries((3, 2)).cu_seqlens
 (0, 3, 5)
@@ -6,6 +6,10 @@
 (0, 1, 2, 0, 1)
 >>> Boundaries((3, 2)).segment_ids(num_tokens=7)
 (1, 1, 1, 2, 2, 0, 0)
+
+A sample is a segment of its own: it sees no other. Rows that share a prefix (the same image, the same chat) would make
+this a forest of depth one: a prefix, and branches that see it and themselves. Then an entry of `lengths` gets a parent,
+which is absent in the flat case; `cu_seqlens` stays the same, and positions of a branch go on from its prefix.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from swift_vlpack.errors import BoundaryError
 
 @dataclass(frozen=True, slots=True)
 class Boundaries:
-    """The lengths of the samples of one pack, in row order."""
+    """The lengths of the samples of one pack, in the order of the sequence."""
 
     lengths: tuple[int, ...]
 
@@ -30,37 +34,37 @@ class Boundaries:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the pack, without padding."""
+        """Count the tokens of the pack, without padding."""
         return sum(self.lengths)
 
     @property
     def cu_seqlens(self) -> tuple[int, ...]:  # (num_samples + 1,)
-        """Cumulative lengths, as variable-length attention kernels want them."""
+        """Return the cumulative lengths, as variable-length attention kernels take them."""
         return (0, *accumulate(self.lengths))
 
     @property
     def document_starts(self) -> tuple[int, ...]:  # (num_samples,)
-        """Index of the first token of each sample."""
+        """Return the index of the first token of each sample."""
         return self.cu_seqlens[:-1]
 
     @property
     def position_ids(self) -> tuple[int, ...]:  # (num_tokens,)
-        """Positions that restart at 0 with every sample."""
+        """Return positions that restart at 0 with every sample."""
         return tuple(chain.from_iterable(range(length) for length in self.lengths))
 
     def segment_ids(self, num_tokens: int | None = None) -> tuple[int, ...]:  # (num_tokens,)
-        """Sample number of every token, from 1; 0 for the padding up to `num_tokens`."""
+        """Return the number of the sample of every token, from 1; 0 for the padding up to `num_tokens`."""
         total = self.num_tokens if num_tokens is None else num_tokens
         if total < self.num_tokens:
-            raise BoundaryError(f"a row of {total} tokens cannot hold the {self.num_tokens} tokens of the pack")
+            raise BoundaryError(f"a sequence of {total} tokens cannot hold the {self.num_tokens} tokens of the pack")
         numbered = chain.from_iterable([n] * length for n, length in enumerate(self.lengths, start=1))
         return (*numbered, *([0] * (total - self.num_tokens)))
 
     def check_positions(self, position_ids: Sequence[int]) -> None:
-        """Raise unless `position_ids` start at 0 and restart at 0 exactly where samples start."""
+        """Raise `BoundaryError` unless `position_ids` start at 0 and restart at 0 exactly where samples start."""
         if len(position_ids) != self.num_tokens:
             raise BoundaryError(f"{len(position_ids)} positions for a pack of {self.num_tokens} tokens")
-        # Who reads boundaries from positions takes every 0 for a start: one that is not would cut a sample in two.
+        # Attention that reads boundaries from positions takes every 0 for a start: a wrong 0 cuts a sample in two.
         starts = {index for index, position in enumerate(position_ids) if position == 0}
         expected = set(self.document_starts)
         if missing := sorted(expected - starts):
@@ -86,11 +90,11 @@ class Boundaries:
         bos_id: int | None = None,
         pad_id: int | None = None,
     ) -> Boundaries:
-        """Recover the samples of a right-padded row of which only the tokens are known.
+        """Recover the samples of a right-padded sequence of which only the tokens are known.
 
-        Give `eos_id` (a sample ends with it) or `bos_id` (a sample starts with it). Padding at the end of the row
-        belongs to no sample, also where the pad token is the EOS token: of a run of EOS that closes the row,
-        the first ends the last sample and the others are padding.
+        Give `eos_id` (a sample ends with it) or `bos_id` (a sample starts with it). Padding at the end belongs to no
+        sample, also if the pad token is the EOS token: of several EOS that close the sequence, the first ends the last
+        sample and the others are padding.
 
         >>> Boundaries.from_tokens([5, 6, 2, 7, 2, 2, 2], eos_id=2, pad_id=2).lengths
         (3, 2)
@@ -99,23 +103,23 @@ class Boundaries:
             raise BoundaryError("give either eos_id or bos_id: one of them says where samples meet")
         end = _end_of_samples(tokens, eos_id, bos_id, pad_id)
         if end and pad_id is not None and tokens[0] == pad_id and pad_id != bos_id:
-            raise BoundaryError(f"the row starts with the pad token {pad_id}; strip the padding on the left first")
+            raise BoundaryError(f"the sequence starts with the pad token {pad_id}; strip the padding on the left first")
         if bos_id is not None:
             starts = [index for index in range(end) if tokens[index] == bos_id]
             if end and (not starts or starts[0] != 0):
-                raise BoundaryError(f"the row starts with token {tokens[0]}, not with the BOS token {bos_id}")
+                raise BoundaryError(f"the sequence starts with token {tokens[0]}, not with the BOS token {bos_id}")
         else:
             starts = [0, *(index + 1 for index in range(end - 1) if tokens[index] == eos_id)] if end else []
         return cls(tuple(after - before for before, after in pairwise([*starts, end])))
 
 
 def _end_of_samples(tokens: Sequence[int], eos_id: int | None, bos_id: int | None, pad_id: int | None) -> int:
-    """Index just past the last sample: the padding that closes the row is left out."""
+    """Return the index just past the last sample, without the padding that closes the sequence."""
     end = len(tokens)
     if pad_id is None or pad_id == bos_id:
         return end
     while end and tokens[end - 1] == pad_id:
         end -= 1
     if pad_id == eos_id and 0 < end < len(tokens):
-        return end + 1  # the first EOS of the run ends the last sample
+        return end + 1  # the first EOS ends the last sample, the others are padding
     return end

@@ -1,7 +1,7 @@
-"""How far an epoch has come, in numbers that another number of ranks can go on from.
+"""Save how far an epoch has come, in numbers from which another number of ranks can continue.
 
-A plan is never saved: it is computed again. What is saved are its cuts, one for each number of ranks that has worked on
-the epoch: the packs were shared among so many ranks, became so many, and so many of them were trained on.
+A plan is never saved, because it can be computed again. What is saved are its cuts, one for each number of ranks that
+worked on the epoch: how many ranks shared the packs, how many packs that made, and how many were trained on.
 
 >>> from swift_vlpack.config import PackingConfig
 >>> from swift_vlpack.plan.planner import plan
@@ -27,24 +27,24 @@ from swift_vlpack.errors import StateMismatch
 from swift_vlpack.plan.packs import Plan
 
 CUTS = [(Whole(1), Whole(), Whole())]
-"""The shape of saved cuts."""
+"""The shape of saved cuts, for `envelope.check_shape`."""
 
 
 class Cut(NamedTuple):
-    """What one number of ranks did of an epoch; the packs that were left went to the next cut."""
+    """The share of an epoch that one number of ranks did; the packs that were left went to the next cut."""
 
     num_ranks: int
     num_packs: int
-    """Packs after they were shared among the ranks."""
+    """Packs, after they were shared among the ranks."""
     num_consumed: int
     """Packs that were trained on, over all ranks."""
 
 
 def share(plan: Plan, cuts: Sequence[Cut], num_ranks: int, *, least_packs: int = 0) -> tuple[Plan, tuple[Cut, ...]]:
-    """The packs as `num_ranks` share them now, and the cuts, of which the last is this sharing.
+    """Share the packs among `num_ranks`. Returns the packs, and the cuts with this sharing as the last one.
 
-    As many ranks as in the last cut go on in it, with exactly the packs that would have come. Other ranks share what it
-    has left. A new epoch, without a cut, has at least `least_packs` packs.
+    As many ranks as in the last cut continue it, with exactly the packs that would have come. Another number of ranks
+    shares what the last cut has left. A new epoch, without a cut, gets at least `least_packs` packs.
     """
     if not cuts:
         cuts = [Cut(num_ranks, max(least_packs, _rounded_up(len(plan), num_ranks)), 0)]
@@ -57,7 +57,7 @@ def share(plan: Plan, cuts: Sequence[Cut], num_ranks: int, *, least_packs: int =
 
 
 def replay(plan: Plan, cuts: Sequence[Cut]) -> Plan:
-    """The packs that the last cut counts in; those before it are behind. Its digest is what a state is checked by."""
+    """Return the packs that the last cut counts in, without those that earlier cuts trained on."""
     *past, last = cuts
     for cut in past:
         plan = _aligned(plan, cut).rest(cut.num_consumed)
@@ -65,27 +65,27 @@ def replay(plan: Plan, cuts: Sequence[Cut]) -> Plan:
 
 
 def with_consumed(cuts: Sequence[Cut], num_more: int) -> tuple[Cut, ...]:
-    """The cuts after the present ranks have trained on so many more packs."""
+    """Return the cuts after the present ranks have trained on `num_more` packs."""
     *past, last = cuts
     return (*past, last._replace(num_consumed=last.num_consumed + num_more))
 
 
 def num_consumed(cuts: Sequence[Cut]) -> int:
-    """Packs of the epoch that were trained on, by all ranks there ever were."""
+    """Count the packs of the epoch that were trained on, by all ranks of all runs."""
     return sum(cut.num_consumed for cut in cuts)
 
 
 def is_finished(cuts: Sequence[Cut]) -> bool:
-    """Whether nothing is left of the epoch."""
+    """Tell whether nothing of the epoch is left."""
     return bool(cuts) and cuts[-1].num_consumed == cuts[-1].num_packs
 
 
 def cuts_from(saved: Sequence[Sequence[int]]) -> tuple[Cut, ...]:
-    """Cuts out of JSON; numbers that cannot be are refused."""
+    """Read cuts from JSON. Raises `StateMismatch` for numbers that cannot be."""
     check_shape(saved, CUTS, "cuts")
     cuts = tuple(Cut(*numbers) for numbers in saved)
     for cut in cuts:
-        # Each rank trains one pack of a step, so whatever is no multiple was never written by a run.
+        # Each rank trains one pack of a step, so no run writes a number that is not a multiple of its ranks.
         if cut.num_packs % cut.num_ranks or cut.num_consumed % cut.num_ranks or cut.num_consumed > cut.num_packs:
             raise StateMismatch(f"the saved state is damaged: {cut} cannot be")
     return cuts

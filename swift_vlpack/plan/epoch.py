@@ -1,9 +1,18 @@
-"""An epoch as a value: what is drawn, which packs that becomes, how ranks share them, how far they have come.
+"""Plan an epoch: draw its rows, pack them, and share the packs among ranks. The plan is a frozen value.
 
     recipe (sizes, mix, config, seed, ranks) + number of the epoch + cuts  ->  EpochPlan
 
-Nothing of it is ever set from outside. Its digest is of the packs in the very order that saved numbers count in: drawn,
-packed, cut for the ranks, matched in cost.
+>>> from swift_vlpack.plan.mix import Source
+>>> sizes = np.array([[6, 5, 4, 5], [0] * 4, [0] * 4, [6, 5, 4, 5]])  # tokens, images, patches, supervised tokens
+>>> config = PackingConfig(packing_length=10, packing_strategy="exact", packing_drop_last=False)
+>>> mix = Mix(sources=(Source("captions", 4),), rows=(None,), shuffle=False)
+>>> epoch = plan_epoch(Recipe(sizes=(sizes,), mix=mix, config=config, num_ranks=2), 0)
+>>> [epoch.samples(epoch.packs[number]) for number in epoch.numbers_left(rank=0)]  # (source, row) of each sample
+[[(0, 1), (0, 3)]]
+
+A plan is never saved, because the same recipe gives the same plan. What is saved is how far the epoch has come
+(cuts.py) and the digest of the packs in the order that this counts in: drawn, packed, cut for the ranks, matched in
+cost.
 """
 
 from __future__ import annotations
@@ -17,34 +26,33 @@ from numpy.typing import NDArray
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import DataError
-from swift_vlpack.plan.cut_rows import CutRows, PartSize
 from swift_vlpack.plan.cuts import Cut, is_finished, num_consumed, replay, share
 from swift_vlpack.plan.items import is_left_out
 from swift_vlpack.plan.mix import Mix, Schedule
 from swift_vlpack.plan.packs import Plan
-from swift_vlpack.plan.parts import Span
+from swift_vlpack.plan.parts import CutRows, Part, Span
 from swift_vlpack.plan.planner import plan
 from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.plan.windows import can_be_in_windows, end_to_end
 
 LENGTH, IMAGES, PATCHES, SUPERVISED = range(4)
-"""Columns of sizes; a row of length 0 cannot be encoded."""
+"""The rows of an array of sizes. A length of 0 means that the row of data cannot be encoded."""
 Sizes = NDArray[np.integer[Any]]  # (4, num_rows)
 NameOfRow = Callable[..., str]
-"""What the log calls a sample: source and row by number, and the span of a part of a row."""
+"""Makes the name of a sample for the log, from the numbers of source and row and the span of a part."""
 Where = tuple[int, int] | tuple[int, int, Span]
-"""Source and row of a sample, and which part of the row it is."""
+"""The numbers of source and row of a sample, and which part of the row it is if the row was cut."""
 _NOT_CUT = Span(0, 0, 0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Recipe:
-    """All that the epochs of a run follow from, beside their numbers."""
+    """All that the epochs of a run follow from, besides their numbers."""
 
     sizes: tuple[Sizes, ...]
-    """Of the rows of each source."""
+    """The sizes of all rows, by source."""
     cut: tuple[CutRows | None, ...] = ()
-    """Of each source the parts of rows that are longer than a pack; empty where rows stay as they are."""
+    """The parts of cut rows, by source; empty if rows are not cut."""
     mix: Mix
     config: PackingConfig
     seed: int = 0
@@ -57,48 +65,48 @@ class DrawnEpoch:
 
     epoch: int
     schedule: Schedule
-    """A row that is cut is there once for each of its parts, one behind the other."""
+    """The drawn rows in order; a row that is cut is there once for each of its parts, one after the other."""
     sizes: Sizes
-    """Of every position of the schedule."""
+    """The sizes at every position of the schedule."""
     spans: NDArray[np.int32] | None = None
-    """(5, num_positions): the fields of `Span`, of rows that are not cut 0; None where no row is."""
+    """(5, num_positions): the fields of `Span`, 0 for rows that are not cut; None if no row is cut."""
 
     @property
     def lengths(self) -> NDArray[Any]:
-        """Tokens at each position of the schedule; 0 where the row cannot be encoded."""
+        """Return the tokens at each position of the schedule; 0 if the row cannot be encoded."""
         lengths: NDArray[Any] = self.sizes[LENGTH]
         return lengths
 
     @property
     def images(self) -> NDArray[Any]:
-        """Images at each position."""
+        """Return the images at each position."""
         images: NDArray[Any] = self.sizes[IMAGES]
         return images
 
     @property
     def patches(self) -> NDArray[Any]:
-        """Vision patches at each position."""
+        """Return the vision patches at each position."""
         patches: NDArray[Any] = self.sizes[PATCHES]
         return patches
 
     @property
     def supervised(self) -> NDArray[Any]:
-        """Tokens with a label at each position."""
+        """Return the tokens with a label at each position."""
         supervised: NDArray[Any] = self.sizes[SUPERVISED]
         return supervised
 
     def samples(self, positions: Sequence[int]) -> list[Where]:
-        """What is at each of these positions."""
+        """Return the samples at these positions."""
         return [self.sample(position) for position in positions]
 
     def sample(self, position: int) -> Where:
-        """What is at a position."""
+        """Return the sample at a position."""
         span = _NOT_CUT if self.spans is None else Span(*self.spans[:, position].tolist())
         return self.schedule[position] if span.stop == 0 else (*self.schedule[position], span)
 
     @property
     def is_further_part(self) -> NDArray[np.bool_]:
-        """Whether a position is a part of a row but not its part 0, by which the row is counted."""
+        """Mark positions with a part of a row that is not its part 0, because a row is counted once, by part 0."""
         if self.spans is None:
             return np.zeros(len(self.schedule), dtype=bool)
         further: NDArray[np.bool_] = self.spans[0] > 0
@@ -106,60 +114,60 @@ class DrawnEpoch:
 
     @property
     def num_rows(self) -> int:
-        """Rows that were drawn, of which some may be there in several parts."""
+        """Count the rows that were drawn; a row in several parts counts once."""
         return len(self.schedule) - int(self.is_further_part.sum())
 
     @property
     def unreadable(self) -> NDArray[np.int64]:
-        """Positions of rows that cannot be encoded, and of parts that cutting left out, which are in no pack."""
+        """List positions that are in no pack: rows that cannot be encoded, and parts that cutting left out."""
         return np.flatnonzero(self.lengths == 0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedEpoch(DrawnEpoch):
-    """The packs of an epoch before ranks share them; indices are positions in its schedule."""
+    """The packs of an epoch before ranks share them. Their items are positions in the schedule."""
 
     packs: Plan
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EpochPlan(PackedEpoch):
-    """The packs of an epoch as ranks train them: `packs` is the shared order."""
+    """The packs of an epoch as ranks train them, in the shared order."""
 
     unshared: Plan
-    """The packs before any is cut to give ranks and epochs equally many."""
+    """The packs before some are cut in two, to give ranks and epochs equally many."""
     cuts: tuple[Cut, ...]
-    """How far the epoch had come when it was begun or resumed; the last cut is that of the present ranks."""
+    """How far the epoch had come when it was started or resumed; the last cut belongs to the present ranks."""
 
     def __len__(self) -> int:
         return len(self.packs)
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that share the packs."""
+        """Count the ranks that share the packs."""
         return self.cuts[-1].num_ranks
 
     @property
     def num_consumed(self) -> int:
-        """Packs that were trained on, by all ranks there ever were."""
+        """Count the packs that were trained on, by all ranks of all runs."""
         return num_consumed(self.cuts)
 
     @property
     def num_left_per_rank(self) -> int:
-        """Packs that each rank trains on, from where the epoch was begun or resumed."""
+        """Count the packs that each rank still trains on, from the start or the resume on."""
         return (self.cuts[-1].num_packs - self.cuts[-1].num_consumed) // self.num_ranks
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing is left of it."""
+        """Tell whether nothing of the epoch is left."""
         return is_finished(self.cuts)
 
     def numbers_left(self, rank: int) -> range:
-        """The packs of a rank, from where the epoch was begun or resumed."""
+        """Return the numbers of the packs that a rank still trains on, from the start or the resume on."""
         return self.packs.for_rank(rank)[self.cuts[-1].num_consumed // self.num_ranks :]
 
     def digest(self) -> str:
-        """Of what saved numbers count in: the packs, in their shared, aligned and balanced order."""
+        """Return the digest of the packs in the order that saved numbers count in: shared, aligned, balanced."""
         return self.packs.digest()
 
 
@@ -171,9 +179,10 @@ def plan_epoch(
     least_packs: int = 0,
     packed: PackedEpoch | None = None,
 ) -> EpochPlan:
-    """Draw, pack and share an epoch, from where the cuts left it; a new one, without cuts, has `least_packs` or more.
+    """Draw, pack and share an epoch, and continue where the cuts left it. A new epoch has no cuts.
 
-    `packed` is what `pack_epoch` makes of it, where that was made ahead of time.
+    `least_packs` is the least number of packs of a new epoch, because all epochs of a run have equally many. `packed`
+    is the result of `pack_epoch`, if a thread made it ahead of time.
     """
     packed = packed or pack_epoch(recipe, epoch)
     packs, present = share(packed.packs, cuts, recipe.num_ranks, least_packs=least_packs)
@@ -189,7 +198,7 @@ def plan_epoch(
 
 
 def pack_epoch(recipe: Recipe, epoch: int, name_of: NameOfRow | None = None) -> PackedEpoch:
-    """Draw the rows of an epoch and pack them. With `name_of` the log names rows that are left out or alone."""
+    """Draw the rows of an epoch and pack them. With `name_of` the log names samples that are left out or alone."""
     config = recipe.config
     cut = recipe.cut or (None,) * len(recipe.sizes)
     usable = [can_be_packed(sizes, config, of_source) for sizes, of_source in zip(recipe.sizes, cut, strict=True)]
@@ -197,7 +206,7 @@ def pack_epoch(recipe: Recipe, epoch: int, name_of: NameOfRow | None = None) -> 
     drawn = DrawnEpoch(epoch=epoch, schedule=schedule, sizes=_sizes_at(schedule, recipe.sizes))
     drawn = _in_windows(drawn, cut, config) if config.packing_strategy == WINDOW else _in_parts(drawn, cut)
     sizes = drawn.sizes
-    # Rows that cannot be read never meet the packer: it has no length for them, and the account has its own reason.
+    # The packer never sees rows that cannot be encoded: they have no length, and are counted under their own reason.
     readable = np.flatnonzero(sizes[LENGTH])
     if not len(readable):
         raise DataError(f"epoch {epoch}: none of the {len(schedule)} rows can be packed; the log has the reasons")
@@ -207,28 +216,28 @@ def pack_epoch(recipe: Recipe, epoch: int, name_of: NameOfRow | None = None) -> 
         config,
         images=of_readable[IMAGES],
         patches=of_readable[PATCHES],
-        # Another one in every epoch, or packs of rows that are not mixed would come in the order of the epoch before.
+        # Another seed in every epoch: without shuffling, packs would come in the order of the epoch before.
         seed=recipe.seed + epoch,
         label=None if name_of is None else lambda item: name_of(*drawn.sample(int(readable[item]))),
     )
     if not len(made):
         raise DataError(f"epoch {epoch} has no pack; all {len(readable)} rows were left out: {made.num_dropped}")
-    # Length, images and patches; what is supervised decides nothing.
+    # Without the supervised tokens, which decide nothing.
     packs = made if of_readable is sizes else made.renumbered(readable, sizes[: PATCHES + 1])
     return PackedEpoch(epoch=epoch, schedule=drawn.schedule, sizes=sizes, spans=drawn.spans, packs=packs)
 
 
 def saved_digest(packed: PackedEpoch, cuts: Sequence[Cut]) -> str:
-    """The digest of the packs that the last of these cuts counts in, whatever number of ranks shared them."""
+    """Return the digest of the packs that the last of these cuts counts in, with the ranks that it had."""
     return replay(packed.packs, cuts).digest()
 
 
 def can_be_packed(sizes: Sizes, config: PackingConfig, cut: CutRows | None = None) -> NDArray[np.bool_]:
-    """Which rows can be in a pack. So all epochs have equally many rows, and none too few for the others' steps.
+    """Tell which rows can be in a pack.
 
-    A step needs one sample: no more steps than samples are ever asked for, because no epoch has more packs than
-    samples, and packs can be cut down to one sample. (Where ratios count tokens, or rows are cut, the number of samples
-    differs; `Epochs` looks whether it suffices.)
+    Ratios count these rows, so all epochs have equally many. That is enough for equal steps: a step needs one sample,
+    no epoch has more packs than samples, and packs can be cut down to one sample. (If ratios count tokens, or rows are
+    cut, the number of samples differs; `Epochs` checks that it suffices.)
     """
     if config.packing_strategy == WINDOW:
         return can_be_in_windows(sizes, cut, config)
@@ -242,9 +251,9 @@ def can_be_packed(sizes: Sizes, config: PackingConfig, cut: CutRows | None = Non
 
 
 def _in_parts(drawn: DrawnEpoch, cut: Sequence[CutRows | None]) -> DrawnEpoch:
-    """The same with every row that is cut once for each of its parts, with their sizes, and where they are.
+    """Put the parts of cut rows in their place, with sizes and spans.
 
-    Parts that cutting left out have no size, as rows that cannot be encoded have none.
+    Parts that cutting left out have length 0, like rows that cannot be encoded.
     """
     schedule = drawn.schedule
     counts, first = np.ones(len(schedule), dtype=np.int64), np.full(len(schedule), -1)
@@ -270,10 +279,10 @@ def _in_parts(drawn: DrawnEpoch, cut: Sequence[CutRows | None]) -> DrawnEpoch:
 
 
 def _in_windows(drawn: DrawnEpoch, cut: Sequence[CutRows | None], config: PackingConfig) -> DrawnEpoch:
-    """The same with every row once for each pack that it is in."""
+    """Lay the rows end to end, and put the pieces in their place."""
     schedule = drawn.schedule
 
-    def runs_of(position: int) -> Sequence[PartSize]:
+    def runs_of(position: int) -> Sequence[Part]:
         source, row = schedule[position]
         of_source = cut[source]
         return () if of_source is None else of_source.parts(row)
@@ -284,7 +293,7 @@ def _in_windows(drawn: DrawnEpoch, cut: Sequence[CutRows | None], config: Packin
 
 
 def _sizes_at(schedule: Schedule, sizes: Sequence[Sizes]) -> Sizes:
-    found = np.zeros((SUPERVISED + 1, len(schedule)), dtype=np.int32)  # as a plan has them, which shares the memory
+    found = np.zeros((SUPERVISED + 1, len(schedule)), dtype=np.int32)  # as in a plan, which shares the memory
     for number, of_source in enumerate(sizes):
         here = schedule.source == number
         found[:, here] = of_source[:, schedule.row[here]]

@@ -1,6 +1,6 @@
-"""A plan: the packs of one epoch, decided from lengths alone, held in a few arrays.
+"""Hold the packs of one epoch in a few arrays (`Plan`), and share them among ranks in equal steps (`Plan.align`).
 
-`planner.plan` makes one; `Plan.align` gives every rank the same number of packs.
+`planner.plan` makes a plan from lengths; steps.py has the rules by which packs are cut in two and matched in cost.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from swift_vlpack.words import counted
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan(Sequence[list[int]]):
-    """The packs of an epoch as a sequence: `plan[i]` is the list of item indices of pack i."""
+    """The packs of an epoch: `plan[i]` lists the item indices of pack i."""
 
     config: PackingConfig
     lengths: NDArray[np.int32]  # (num_items,)
@@ -34,9 +34,9 @@ class Plan(Sequence[list[int]]):
     members: NDArray[np.int32]  # item indices, pack after pack
     offsets: NDArray[np.int64]  # (num_packs + 1,): pack i is members[offsets[i]:offsets[i + 1]]
     dropped: dict[str, NDArray[np.int32]]
-    """Item indices that are in no pack, by reason. `underfilled` are one pack, which `align` brings back if it can."""
+    """Item indices that are in no pack, by reason. Those of `underfilled` are a pack that `align` may bring back."""
     method: str
-    """The strategy that made it; `best_fit over the epoch` where `exact` fell back to it."""
+    """The strategy that made the packs; `best_fit over the epoch` if that needed fewer packs than `exact`."""
     cost: CostModel = field(default_factory=CostModel)
     seed: int = 0
     num_ranks: int = 1
@@ -69,73 +69,73 @@ class Plan(Sequence[list[int]]):
 
     @property
     def num_samples_per_pack(self) -> NDArray[np.int64]:
-        """Samples in each pack."""
+        """Count the samples of each pack."""
         return np.diff(self.offsets)
 
     @cached_property
     def num_tokens_per_pack(self) -> NDArray[np.int64]:
-        """Tokens in each pack."""
-        # In 64 bits: ten million samples of a thousand tokens are beyond 2^31.
+        """Count the tokens of each pack."""
+        # 64 bits, because ten million samples of a thousand tokens are beyond 2^31.
         return self._sum_per_pack(self.lengths[self.members].astype(np.int64))
 
     @property
     def num_padding(self) -> int:
-        """Tokens that are added to packs with a sample, under `packing_pad_to`."""
+        """Count the padding that `packing_pad_to` adds to packs with a sample."""
         return int((-self.num_tokens_per_pack % self.config.sequence_multiple).sum())
 
     @cached_property
     def cost_per_pack(self) -> NDArray[np.float64]:
-        """Cost of each pack under the cost model."""
+        """Return the cost of each pack under the cost model."""
         return self._sum_per_pack(self._sample_costs()[self.members])
 
     @property
     def num_dropped(self) -> dict[str, int]:
-        """Items in no pack, counted by reason."""
+        """Count the items that are in no pack, by reason."""
         return {reason: len(items) for reason, items in self.dropped.items()}
 
     @cached_property
     def is_single_long(self) -> NDArray[np.bool_]:
-        """Which packs are one item that exceeds a capacity."""
+        """Mark the packs that are one item which exceeds a capacity."""
         over: NDArray[np.bool_] = is_single_long(self.lengths, self.images, self.patches, self.config)
-        # Empty packs at the end begin behind the last member; they are not alone, whatever is looked at.
+        # Empty packs at the end begin after the last member, so the index is limited; `is_alone` rules them out.
         first = self.members[np.minimum(self.offsets[:-1], max(0, len(self.members) - 1))]
         is_alone: NDArray[np.bool_] = self.num_samples_per_pack == 1
         return is_alone & over[first]
 
     @cached_property
     def fills(self) -> NDArray[np.float64]:
-        """Filled share of the packs that are neither empty nor a single long sample."""
+        """Return the filled share of packs that are neither empty nor a single long sample."""
         counted = ~self.is_single_long & (self.num_samples_per_pack > 0)
         return self.num_tokens_per_pack[counted] / self.config.packing_length
 
     @property
     def mean_fill(self) -> float:
-        """Mean of `fills`."""
+        """Return the mean of `fills`."""
         return float(self.fills.mean()) if len(self.fills) else 0.0
 
     @cached_property
     def lower_bound(self) -> int:
-        """The fewest packs that anyone could need for the items in the plan."""
+        """Return the fewest packs that any strategy could need for the items in the plan."""
         return lower_bound(self.lengths[self.members], self.config.packing_length)
 
     @property
     def num_packs_per_rank(self) -> int:
-        """Packs that each rank trains on, once the plan is aligned."""
+        """Count the packs that each rank trains on, once the plan is aligned."""
         return len(self) // self.num_ranks
 
     @property
     def num_empty(self) -> int:
-        """Packs without a sample, which trained as zero-loss packs complete the last steps."""
+        """Count the packs without a sample, which complete the last steps and are trained with zero loss."""
         return int((self.num_samples_per_pack == 0).sum())
 
     @property
     def balance(self) -> Balance:
-        """How well the packs of a step are matched in cost."""
+        """Measure how well the packs of a step are matched in cost."""
         return balance_of(self.cost_per_pack, self._sample_costs()[self.members], self.num_ranks)
 
     def digest(self) -> str:
-        """16 hexadecimal digits that are equal exactly when the packs, their order, the ranks and the remainder are."""
-        # The number of ranks too: the same packs in the same order are other steps among other ranks.
+        """Return 16 hexadecimal digits, equal exactly if packs, their order, ranks and remainder are equal."""
+        # The number of ranks counts too: among other ranks the same order of packs makes other steps.
         parts = hashlib.sha256(str(self.num_ranks).encode())
         for numbers in (self.offsets.astype("<i8"), self.members.astype("<i4"), self.remainder.astype("<i4")):
             parts.update(numbers.tobytes())
@@ -143,31 +143,31 @@ class Plan(Sequence[list[int]]):
 
     @property
     def remainder(self) -> NDArray[np.int32]:
-        """The underfilled pack that `packing_drop_last` leaves out, unless ranks or epochs need one pack more."""
+        """Return the underfilled pack that `packing_drop_last` leaves out; `align` may bring it back."""
         return self.dropped.get(Reason.UNDERFILLED.value, np.empty(0, dtype=np.int32))
 
     def with_remainder(self) -> Plan:
-        """The remainder as the last pack, where there is one."""
+        """Return the plan with the remainder as its last pack, if there is one."""
         if not len(self.remainder):
             return self
-        # Sorted, as samples of every other pack are: by place in the epoch.
+        # Sorted by place in the epoch, as the samples of every other pack are.
         members = np.concatenate((self.members, np.sort(self.remainder)))
         kept = {reason: items for reason, items in self.dropped.items() if reason != Reason.UNDERFILLED.value}
         return replace(self, members=members, offsets=np.append(self.offsets, len(members)), dropped=kept)
 
     def for_rank(self, rank: int) -> range:
-        """The numbers of the packs that `rank` trains on, in order."""
+        """Return the numbers of the packs that `rank` trains on, in order."""
         if not 0 <= rank < self.num_ranks:
             raise PlanError(f"rank {rank} of a plan for {self.num_ranks} ranks; align(num_ranks) comes first")
         return range(rank, len(self), self.num_ranks)
 
     def align(self, num_ranks: int, *, num_packs: int | None = None) -> Plan:
-        """Give every rank the same number of packs; nothing is repeated, and nothing dropped that a step has room for.
+        """Give every rank the same number of packs, without repeating or dropping a sample.
 
-        `num_packs` asks for more packs than that, so that several epochs can have equal length. The remainder is
-        brought back first, then packs are cut in two, and where no pack of two samples is left to cut, empty packs
-        complete the steps; every step has at least one sample. With `packing_balance` the packs of a step are matched
-        in cost.
+        `num_packs` asks for more packs than that, so that several epochs can have equal length. Missing packs come, in
+        this order, from the remainder, from packs that are cut in two, and, if no pack of two samples is left to cut,
+        from empty packs; every step has at least one sample. With `packing_balance` the packs of a step are matched in
+        cost.
         """
         if num_ranks < 1:
             raise PlanError(f"num_ranks must be at least 1, got {num_ranks}")
@@ -182,7 +182,7 @@ class Plan(Sequence[list[int]]):
                 f"{len(grown.members)} samples cannot fill {target // num_ranks} steps of {num_ranks} ranks; "
                 "ask for fewer packs"
             )
-        # Again and again: one pass can at most double the packs, and one of three samples may be cut twice.
+        # Repeated, because one pass can at most double the packs, and a pack of three samples may be cut twice.
         while len(grown) < target:
             cut = packs_to_split(grown.num_samples_per_pack, grown.cost_per_pack, target - len(grown))
             grown = grown._cut_in_two(cut) if len(cut) else grown._with_empty(target - len(grown))
@@ -199,11 +199,11 @@ class Plan(Sequence[list[int]]):
         return replace(aligned, num_ranks=num_ranks)
 
     def _cut_in_two(self, packs: NDArray[np.int64]) -> Plan:
-        """Cut each of `packs` where its tokens halve best; both halves keep their place and order."""
+        """Cut each of `packs` where its tokens halve best. Both halves keep their place and order."""
         cuts = []
         for pack in packs:
             first, last = int(self.offsets[pack]), int(self.offsets[pack + 1])
-            # Without the last sum: a cut behind the last sample would leave an empty half.
+            # Without the last sum, because a cut after the last sample leaves an empty half.
             tokens = np.cumsum(self.lengths[self.members[first:last]])[:-1]
             cuts.append(first + 1 + int(np.abs(2 * tokens - self.num_tokens_per_pack[pack]).argmin()))
         return replace(self, offsets=np.sort(np.concatenate((self.offsets, np.array(cuts, dtype=np.int64)))))
@@ -212,23 +212,23 @@ class Plan(Sequence[list[int]]):
         return replace(self, offsets=np.concatenate((self.offsets, np.full(num_more, len(self.members)))))
 
     def reordered(self, order: NDArray[np.int64]) -> Plan:
-        """The packs of these numbers, in this order."""
+        """Return the packs with these numbers, in this order."""
         counts = self.num_samples_per_pack[order]
         offsets = np.concatenate(([0], np.cumsum(counts)))
         where = np.arange(offsets[-1]) + np.repeat(self.offsets[order] - offsets[:-1], counts)
         return replace(self, members=self.members[where], offsets=offsets)
 
     def rest(self, num_consumed: int) -> Plan:
-        """What is left when the first packs were trained on, for other ranks to share: no steps, no empty packs."""
+        """Return what is left after the first packs were trained on: for other ranks to share, without empty packs."""
         if not 0 <= num_consumed <= len(self):
             raise PlanError(f"{num_consumed} packs of a plan of {len(self)} packs cannot have been trained on")
         left = np.flatnonzero(self.num_samples_per_pack[num_consumed:]) + num_consumed
         return replace(self.reordered(left), num_ranks=1)
 
     def renumbered(self, numbers: NDArray[np.int64], columns: NDArray[Any]) -> Plan:
-        """The same packs over a longer list of items, in which item i of this plan is number `numbers[i]`.
+        """Return the same packs over a longer list of items, in which item i of this plan is number `numbers[i]`.
 
-        `columns` are length, images and patches of the longer list.
+        `columns` has length, images and patches of the longer list.
         """
         lengths, images, patches = columns.astype(np.int32, copy=False)
         renumber = numbers.astype(np.int32)
@@ -245,7 +245,7 @@ class Plan(Sequence[list[int]]):
         return self.cost.of_samples(self.lengths, self.patches)
 
     def _sum_per_pack(self, values: NDArray[Any]) -> NDArray[Any]:
-        # Sums by differences of one running total: a loop over a million packs would take seconds.
+        # Differences of one running total, because a loop over a million packs would take seconds.
         total = np.concatenate((np.zeros(1, values.dtype), np.cumsum(values)))
         sums: NDArray[Any] = total[self.offsets[1:]] - total[self.offsets[:-1]]
         return sums

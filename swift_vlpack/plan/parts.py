@@ -1,6 +1,6 @@
-"""Rows that are longer than a pack: where they are cut, as a pure function of the runs of tokens they are made of.
+"""Cut rows that are longer than a pack, or laid end to end: a pure function of the runs of tokens they are made of.
 
-Text can be cut between any two tokens; an image or a video, with the tokens that begin and end it, stays whole.
+Text can be cut between any two tokens. An image or a video stays whole, with the tokens that begin and end it.
 
 >>> row = [Run(6), Run(5, images=1, patches=20, is_whole=True), Run(3)]
 >>> for part in parts_of(row, Cutting(how="split", capacity=8)):
@@ -8,51 +8,55 @@ Text can be cut between any two tokens; an image or a video, with the tokens tha
 0 0 6 0
 1 6 14 1
 
-Every token is in exactly one part, but for those of `stride`, which a part repeats as context. Parts that are to be
-trained are numbered from 0 on, in the order of the row; behind them come those that are left out, with a reason.
+Every token is in exactly one part, except that a part repeats `stride` tokens of the one before as context. Parts that
+are trained are numbered from 0 on, in the order of the row; after them come the parts that are left out, with a reason.
+`CutRows` holds the parts of all rows of a source. Documents of `swift_vlpack.text` are cut by the same functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.plan.registry import WINDOW
-from swift_vlpack.reasons import Reason
+from swift_vlpack.reasons import Reason, of_part_code, part_code_of
 
 
 class Run(NamedTuple):
-    """Tokens of one kind that follow one another in a row."""
+    """Consecutive tokens of a row that are all text, or all one image or video."""
 
     length: int
     images: int = 0
     patches: int = 0
     is_whole: bool = False
-    """Whether it must not be cut: an image or a video."""
+    """True for an image or a video, which must not be cut."""
 
 
 class Span(NamedTuple):
-    """Some tokens of a row that are a sample of their own, and which part of the row that is."""
+    """The address of a part inside its row, which is all that a worker needs to load it."""
 
     number: int
     start: int
     stop: int
     num_repeated: int = 0
-    """Tokens at its start that are in the part before too, as context that is not trained."""
+    """Tokens at its start that the part before has too: context that is not trained."""
     row_length: int = 0
-    """Of a part of a window the tokens of its row: that alone says whether the row is still what it was."""
+    """Tokens of the whole row, under the strategy `window`: only that tells whether the row still is what it was."""
 
     @property
     def length(self) -> int:
-        """Tokens, with those that are repeated."""
+        """Count the tokens, with those that are repeated."""
         return self.stop - self.start
 
 
 class Part(NamedTuple):
-    """A span with what it holds; `reason` says why it is in no pack."""
+    """A part of a row and what it holds."""
 
     number: int
     start: int
@@ -61,6 +65,20 @@ class Part(NamedTuple):
     images: int = 0
     patches: int = 0
     reason: Reason | None = None
+    """Why the part is in no pack; None for a part to be packed."""
+    supervised: int = 0
+    """Tokens with a label, as far as anybody counted them."""
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Return the part as seven numbers, for arrays and files; its own number is its place among the parts."""
+        return (*self[1:6], self.supervised, part_code_of(self.reason))
+
+    @classmethod
+    def of_numbers(cls, number: int, numbers: Sequence[int]) -> Part:
+        """Make the part again that `numbers` came from."""
+        start, stop, num_repeated, images, patches, supervised, code = map(int, numbers)
+        return cls(number, start, stop, num_repeated, images, patches, of_part_code(code), supervised)
 
     @property
     def span(self) -> Span:
@@ -74,12 +92,12 @@ class Part(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Tokens, with those that are repeated."""
+        """Count the tokens, with those that are repeated."""
         return self.stop - self.start
 
 
 class Taken(NamedTuple):
-    """What a pack that is not full yet holds already."""
+    """What the pack that is open holds already."""
 
     tokens: int = 0
     images: int = 0
@@ -91,12 +109,12 @@ NOTHING = Taken()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cutting:
-    """What becomes of rows longer than a pack: `split`, `truncate` or `drop`; `window`: of all rows, end to end."""
+    """What to do with rows longer than a pack: `split`, `truncate` or `drop` them; `window`: lay all end to end."""
 
     how: str
     capacity: int
     stride: int = 0
-    """Tokens of context with which a part begins; fewer behind an image, and before one that needs the room."""
+    """Tokens of context with which a part begins; fewer after an image, and before one that needs the room."""
     min_len: int = 1
     """Shorter parts are left out."""
     max_images: int | None = None
@@ -106,7 +124,7 @@ class Cutting:
 
     @classmethod
     def of(cls, config: PackingConfig) -> Cutting | None:
-        """What the options ask for, checked together; None where rows stay as they are."""
+        """Read the options, and check them together. Returns None if rows stay as they are."""
         _check(config)
         if not config.cuts_rows:
             return None
@@ -121,7 +139,10 @@ class Cutting:
 
 
 def _check(config: PackingConfig) -> None:
-    """Not in the options themselves: `packing_overflow` and `packing_length` may still come from ms-swift's flags."""
+    """Refuse options that contradict one another.
+
+    `PackingConfig` cannot check this: `packing_overflow` and `packing_length` may still come from ms-swift's flags.
+    """
     how, capacity = config.packing_overflow, config.packing_length
     if config.packing_strategy == WINDOW:
         _check_windows(config)
@@ -163,9 +184,9 @@ def _check_windows(config: PackingConfig) -> None:
 
 
 def parts_of(runs: Sequence[Run] | None, cutting: Cutting, num_tokens: int | None = None) -> list[Part]:
-    """The parts of a row; none where it is not longer than a pack, and stays whole.
+    """Cut a row into parts. Returns no parts if the row fits a pack, because then it stays whole.
 
-    `runs` is None where nobody knows which tokens are an image: then the row, of `num_tokens`, cannot be cut.
+    `runs` is None if nobody knows which tokens are an image; then a row of more than a pack cannot be cut.
     """
     num_tokens = sum(run.length for run in runs or ()) if num_tokens is None else num_tokens
     if num_tokens <= cutting.capacity:
@@ -198,18 +219,18 @@ def window_parts(runs: Sequence[Run] | None, cutting: Cutting, whole: Run, taken
 
 
 class _Cutter:
-    """Fills one part after the other with runs; what is open has not been given out."""
+    """Fills one part after the other with the runs of a row."""
 
     def __init__(self, cutting: Cutting, taken: Taken = NOTHING) -> None:
         self._cutting = cutting
         self._parts: list[Part] = []
-        self._at = 0  # tokens behind
-        self._behind_media = 0  # where the last image ended: context begins there at the earliest
+        self._at = 0  # tokens of the row that were placed
+        self._after_media = 0  # where the last image ended: context begins there at the earliest
         self._open(0)
         self._taken = taken
 
     def split(self, runs: Sequence[Run]) -> list[Part]:
-        """All parts, in the order of the row."""
+        """Return all parts, in the order of the row."""
         for run in runs:
             if run.is_whole:
                 self._put_medium(run)
@@ -218,7 +239,7 @@ class _Cutter:
         return [*self._parts, *self._closed()]
 
     def first(self, runs: Sequence[Run]) -> Part:
-        """What fits one part, from the start on."""
+        """Return the first part, with all that fits from the start of the row on."""
         for run in runs:
             taken = run.length if self._fits(run) else 0 if run.is_whole else self._room
             self._add(run if taken == run.length else Run(taken))
@@ -245,7 +266,7 @@ class _Cutter:
             self._close()
             lost = Part(0, self._at, self._at + run.length, 0, run.images, run.patches, Reason.IMAGE_OVER_LENGTH)
             self._parts.append(lost)
-            self._at = self._behind_media = lost.stop
+            self._at = self._after_media = lost.stop
             self._open(0)
             self._taken = taken
             return
@@ -253,7 +274,7 @@ class _Cutter:
             self._close()
             self._open(self._cutting.capacity - run.length)
         self._add(run)
-        self._behind_media = self._at
+        self._after_media = self._at
 
     def _put_text(self, num_tokens: int) -> None:
         while num_tokens:
@@ -270,14 +291,14 @@ class _Cutter:
         self._patches += run.patches
 
     def _open(self, most_repeated: int) -> None:
-        """Begin a part here, with so many tokens of context at most."""
-        num_repeated = min(self._cutting.stride, most_repeated, self._at - self._behind_media)
+        """Open a part here, which begins with at most `most_repeated` tokens of context."""
+        num_repeated = min(self._cutting.stride, most_repeated, self._at - self._after_media)
         self._start, self._new = self._at - num_repeated, self._at
         self._images = self._patches = 0
         self._taken = NOTHING
 
     def _taken_so_far(self) -> Taken:
-        """Of the pack that the next part begins in: windows go on in it, other parts have one of their own."""
+        """Return what the pack of the next part holds already: under `window` it is the open pack, else a new one."""
         if self._cutting.how != WINDOW:
             return NOTHING
         own = Taken(self._at - self._start, self._images, self._patches)
@@ -318,6 +339,74 @@ def _unless_too_short(part: Part, cutting: Cutting) -> Part:
 
 
 def _numbered(parts: list[Part]) -> list[Part]:
-    # A row is counted with its part 0, so that comes from what is trained, if anything is.
+    # A row is counted with its part 0, so that must be a part that is trained, if any is.
     parts = sorted(parts, key=lambda part: (part.reason is not None, part.start))
     return [part._replace(number=number) for number, part in enumerate(parts)]
+
+
+@dataclass(frozen=True, eq=False)
+class CutRows:
+    """The parts of the rows of one source that are cut, as arrays; every other row is a sample as it is.
+
+    >>> cut = CutRows.of({4: [Part(0, 0, 8, images=1), Part(1, 8, 10, reason=Reason.OVERFLOW)]})
+    >>> cut.num_parts(np.array([3, 4])).tolist(), cut.parts(4)[1].reason.value
+    ([1, 2], 'overflow')
+    """
+
+    rows: NDArray[np.int64]
+    """The numbers of the rows that are cut, ascending."""
+    offsets: NDArray[np.int64]
+    """(num_rows + 1,): the parts of `rows[i]` are those from `offsets[i]` to `offsets[i + 1]`."""
+    columns: NDArray[np.int64]
+    """(7, num_parts): what `Part.numbers` returns."""
+
+    @classmethod
+    def of(cls, parts: Mapping[int, Sequence[Part]]) -> CutRows:
+        """Make the arrays from the parts of each row that is cut."""
+        rows = sorted(parts)
+        flat = [part.numbers for row in rows for part in parts[row]]
+        columns = np.array(flat, dtype=np.int64).reshape(-1, 7).T.copy()
+        return cls(np.array(rows, dtype=np.int64), np.cumsum([0, *(len(parts[row]) for row in rows)]), columns)
+
+    @property
+    def arrays(self) -> tuple[NDArray[np.int64], ...]:
+        """Return all arrays."""
+        return self.rows, self.offsets, self.columns
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def num_parts(self, rows: NDArray[Any]) -> NDArray[np.int64]:
+        """Count the parts of each of these rows; 1 for a row that is not cut."""
+        place = self._places(rows)
+        counts: NDArray[np.int64] = np.where(place >= 0, np.diff(self.offsets, append=0)[place], 1)
+        return counts
+
+    def first_parts(self, rows: NDArray[Any]) -> NDArray[np.int64]:
+        """Return the column of the first part of each of these rows; -1 for a row that is not cut."""
+        place = self._places(rows)
+        firsts: NDArray[np.int64] = np.where(place >= 0, self.offsets[place], -1)
+        return firsts
+
+    def parts(self, row: int) -> list[Part]:
+        """Return the parts of a row; none if it is not cut."""
+        place = int(self._places(np.array([row]))[0])
+        if place < 0:
+            return []
+        inside = self.columns[:, self.offsets[place] : self.offsets[place + 1]]
+        return [Part.of_numbers(number, column) for number, column in enumerate(inside.T.tolist())]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, CutRows):
+            return NotImplemented
+        return all(np.array_equal(one, another) for one, another in zip(self.arrays, other.arrays, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _places(self, rows: NDArray[Any]) -> NDArray[np.int64]:
+        if not len(self.rows):
+            return np.full(len(rows), -1)
+        place = np.searchsorted(self.rows, rows)
+        found = np.minimum(place, len(self.rows) - 1)
+        places: NDArray[np.int64] = np.where(self.rows[found] == rows, found, -1)
+        return places

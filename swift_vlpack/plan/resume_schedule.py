@@ -1,9 +1,9 @@
-"""What is left of a run that is resumed, in the steps and epochs that Hugging Face's Trainer counts.
+"""Work out how much of a resumed run is left, in the steps and epochs that Hugging Face's Trainer counts.
 
-The trainer works out its bounds from the length of a whole epoch, as if the run had always had as many ranks as now. A
-resumed epoch can have more or fewer steps than the others, and the checkpoint may be of any number of ranks.
+The trainer computes its bounds from the length of a whole epoch, as if the run had always had as many ranks as now. But
+a resumed epoch can have more or fewer steps than the others, and the checkpoint may be of any number of ranks.
 
->>> rest = RestOfRun(epoch=1, global_step=14, batches_trained=8, batches_left=12, accumulation=2)
+>>> rest = ResumeSchedule(epoch=1, global_step=14, batches_trained=8, batches_left=12, accumulation=2)
 >>> rest.steps_trained, rest.steps_of_epoch
 (4, 10)
 >>> rest.bounds(Bounds(num_epochs=3, max_steps=30), steps_per_epoch=10, num_train_epochs=3, are_steps_given=False)
@@ -18,15 +18,15 @@ from typing import NamedTuple
 
 
 class Bounds(NamedTuple):
-    """Where training ends: whichever comes first."""
+    """Where training ends: at the first of the two."""
 
     num_epochs: int
     max_steps: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RestOfRun:
-    """Where a resumed run is: epoch, optimizer steps taken, and batches of one rank."""
+class ResumeSchedule:
+    """Where a resumed run stands: its epoch, its optimizer steps, and batches of one rank."""
 
     epoch: int
     global_step: int
@@ -49,7 +49,7 @@ class RestOfRun:
     def bounds(
         self, computed: Bounds, *, steps_per_epoch: int, num_train_epochs: float, are_steps_given: bool
     ) -> Bounds:
-        """The bounds of all runs together, from those that the trainer computed for a run from the beginning."""
+        """Return the bounds of all runs together, from those that the trainer computed for a run from the beginning."""
         if self.batches_left is None:  # as many epochs as it takes, but none if all steps are trained
             return computed._replace(num_epochs=self.epoch) if self.global_step >= computed.max_steps else computed
         max_steps = computed.max_steps
@@ -74,5 +74,5 @@ def batches_trained(num_consumed: int, *, num_ranks: int, accumulation: int) -> 
 
 
 def num_steps(num_batches: int, accumulation: int) -> int:
-    """Optimizer steps of an epoch of so many batches, which ends with a step whatever has accumulated."""
+    """Count the optimizer steps of an epoch, which ends with a step whatever has accumulated."""
     return -(-num_batches // accumulation)

@@ -1,4 +1,4 @@
-"""Who reads what: every worker of every rank has a share of the rows, and knows it without asking anybody.
+"""Share the rows of a stream among readers: every worker of every rank knows its rows without asking anybody.
 
 Two ranks with two workers each share ten rows:
 
@@ -24,7 +24,7 @@ class Share(NamedTuple):
     num_shares: int = 1
 
     def row(self, index: int) -> int:
-        """The row that is the share's `index`-th."""
+        """Return the number of the `index`-th row of the share."""
         return self.number + index * self.num_shares
 
 
@@ -32,5 +32,5 @@ EVERYTHING = Share()
 
 
 def share_of(rank: int, num_ranks: int, worker: int, num_workers: int) -> Share:
-    """The share of one worker of one rank. Neighbouring shares are of different ranks, so a remainder spreads."""
+    """Return the share of one worker of one rank. Neighbouring shares go to different ranks, to spread a remainder."""
     return Share(worker * num_ranks + rank, num_ranks * num_workers)

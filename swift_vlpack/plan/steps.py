@@ -1,6 +1,9 @@
-"""Steps: the packs that all ranks consume together. Equal counts by splitting, matched costs by sorting.
+"""Make the packs of a step, which all ranks consume together, equal in number (by splitting) and cost (by sorting).
 
-Both are pure functions over arrays; plan.py applies them.
+Pure functions over arrays, which `Plan.align` applies.
+
+>>> balanced_order(np.array([9.0, 1.0, 5.0, 8.0, 2.0, 6.0]), 2, "seed").reshape(-1, 2).tolist()  # steps of two ranks
+[[4, 1], [5, 2], [3, 0]]
 """
 
 from __future__ import annotations
@@ -14,16 +17,19 @@ from numpy.typing import NDArray
 from swift_vlpack.plan.shuffle import permutation
 
 STEPS_PER_WINDOW = 64
-"""Costs are matched among the packs of so many steps. More match better (with giants among the samples 16 leave 10 % of
-the time and 64 leave 2 %: docs/scale.md), fewer leave a pack nearer to its place in the mix."""
+"""Costs are matched among the packs of this many steps.
+
+More steps match better: with giants among the samples, ranks wait for 10 % of the time with 16 and for 2 % with 64
+(docs/scale.md). Fewer steps leave a pack nearer to its place in the mix.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostModel:
-    """What a pack costs to train: `per_token * tokens + per_square * sum(length^2) + per_patch * patches`.
+    """The cost of training a pack: `per_token * tokens + per_square * sum(length^2) + per_patch * patches`.
 
     The defaults are the forward operations of a 7B model (28 layers, width 3584, vision tower of 0.67B), in units of
-    one token: 2 x 7e9 for a token, 2 x 28 x 3584 for a pair of tokens that see each other, 2 x 0.67e9 for a patch.
+    one token: 2 x 7e9 for a token, 2 x 28 x 3584 for two tokens that see each other, 2 x 0.67e9 for a patch.
     """
 
     per_token: float = 1.0
@@ -31,7 +37,7 @@ class CostModel:
     per_patch: float = 0.1
 
     def of_samples(self, lengths: NDArray[Any], patches: NDArray[Any] | None) -> NDArray[np.float64]:
-        """Cost of each sample; a pack costs the sum of its samples."""
+        """Return the cost of each sample; a pack costs the sum of its samples."""
         sizes = lengths.astype(np.float64)
         cost = self.per_token * sizes + self.per_square * sizes**2
         return cost if patches is None else cost + self.per_patch * patches
@@ -42,15 +48,15 @@ class Balance:
     """How well the ranks of a step are matched in cost, over all steps."""
 
     slowest_to_mean: float
-    """Time of the slowest rank, summed over steps, over the mean rank's; 1.0 is perfect."""
+    """The time of the slowest rank, summed over steps, over the mean of all ranks; 1.0 is perfect."""
     floor: float
-    """What no order of these packs goes below; samples that alone cost more than a mean pack set it."""
+    """What no order of these packs goes below, because of samples that alone cost more than a mean pack."""
     num_giants: int
-    """Samples that alone cost more than a mean pack."""
+    """The number of samples that alone cost more than a mean pack."""
 
 
 def balance_of(costs: NDArray[Any], sample_costs: NDArray[Any], num_ranks: int) -> Balance:
-    """Measure packs in step order: rows of `num_ranks` packs are consumed together."""
+    """Measure packs in the order of steps: each `num_ranks` packs that follow one another are a step."""
     mean = float(costs.mean()) if len(costs) else 0.0
     if mean == 0.0:
         return Balance(1.0, 1.0, 0)
@@ -60,16 +66,16 @@ def balance_of(costs: NDArray[Any], sample_costs: NDArray[Any], num_ranks: int) 
 
 
 def balanced_order(costs: NDArray[Any], num_ranks: int, *name: object) -> NDArray[np.int64]:
-    """Reorder packs inside windows of steps so that the packs of a step cost about the same.
+    """Reorder packs among `STEPS_PER_WINDOW` steps, so that the packs of a step cost about the same.
 
-    Sorting a window by cost and cutting it into steps minimises the sum of the steps' slowest ranks. The steps are then
-    shuffled inside the window, and the ranks inside each step, so that no rank always has the dearest pack.
+    Sorting these packs by cost and cutting them into steps minimises the sum of the steps' slowest ranks. Then the
+    steps are shuffled, and the ranks inside each step, so that no rank always has the dearest pack.
     """
     order = np.arange(len(costs), dtype=np.int64)
     window = STEPS_PER_WINDOW * num_ranks
     for number, start in enumerate(range(0, len(costs), window)):
         inside = order[start : start + window]
-        # Dearest first is as good as cheapest first: only that equals are neighbours counts.
+        # Dearest first or cheapest first makes no difference: what counts is that equal packs become neighbours.
         by_cost = inside[np.argsort(-costs[inside], kind="stable")].reshape(-1, num_ranks)
         steps = by_cost[permutation(len(by_cost), *name, "steps", number)]
         keys = permutation(steps.size, *name, "ranks", number).reshape(steps.shape)
@@ -78,7 +84,7 @@ def balanced_order(costs: NDArray[Any], num_ranks: int, *name: object) -> NDArra
 
 
 def spread_empty(is_empty: NDArray[np.bool_], num_ranks: int) -> NDArray[np.int64]:
-    """Order in which empty packs are dealt out one to a step from the last step on, so that no step is empty.
+    """Return an order that deals empty packs out, one to a step from the last step on, so that no step is empty.
 
     >>> spread_empty(np.array([False, False, False, True, False, True]), 3).tolist()
     [0, 1, 3, 2, 4, 5]
@@ -96,7 +102,7 @@ def spread_empty(is_empty: NDArray[np.bool_], num_ranks: int) -> NDArray[np.int6
 
 
 def packs_to_split(num_samples: NDArray[Any], costs: NDArray[Any], num_more: int) -> NDArray[np.int64]:
-    """Which packs to cut in two to gain `num_more`: the dearest of two samples or more, as far as there are any."""
+    """Choose the packs to cut in two to gain `num_more`: the dearest ones with two samples or more."""
     candidates = np.flatnonzero(num_samples >= 2)
     dearest = candidates[np.argsort(-costs[candidates], kind="stable")]
     return np.sort(dearest[:num_more])

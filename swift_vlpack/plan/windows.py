@@ -1,7 +1,7 @@
-"""The rows of an epoch end to end: where each is cut because a pack was full, and goes on in the next one.
+"""Lay the rows of an epoch end to end, and cut them wherever a pack is full (`packing_strategy=window`).
 
-Where that is follows from all rows before it, so it is decided for an epoch and not for a row. The packer itself says
-what its open pack holds; what it makes of the pieces in their order are the windows.
+Where a row is cut depends on all rows before it, so this is decided for an epoch and not for a row. The packer says
+what its open pack holds, and the pieces, pushed in their order, become its packs.
 """
 
 from __future__ import annotations
@@ -13,26 +13,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.config import PackingConfig
-from swift_vlpack.plan.cut_rows import CutRows, PartSize
 from swift_vlpack.plan.items import Item, is_left_out
 from swift_vlpack.plan.packer import Packer
-from swift_vlpack.plan.parts import NOTHING, Cutting, Part, Run, Span, Taken, window_parts
+from swift_vlpack.plan.parts import NOTHING, CutRows, Cutting, Part, Run, Span, Taken, window_parts
 from swift_vlpack.reasons import Reason
 
-RunsOf = Callable[[int], Sequence[PartSize]]
-"""What a row with media is made of, by its place; a text, and what nobody knows more of, is one run."""
+RunsOf = Callable[[int], Sequence[Part]]
+"""Returns the runs of a row with media, as parts, by its place; none if the row is one run."""
 _WHOLE = Span(0, 0, 0)
 
 
 class Pieces(NamedTuple):
-    """What rows are cut into, in their order."""
+    """The pieces that rows are cut into, in their order."""
 
-    at: NDArray[np.int64]  # (num_pieces,): the place of its row
-    sizes: NDArray[np.int32]  # (4, num_pieces): of a piece that no pack has room for 0
-    spans: NDArray[np.int32]  # (5, num_pieces): the fields of `Span`; of a row in one piece 0
+    at: NDArray[np.int64]  # (num_pieces,): the place of the row
+    sizes: NDArray[np.int32]  # (4, num_pieces): 0 for a piece that no pack has room for
+    spans: NDArray[np.int32]  # (5, num_pieces): the fields of `Span`; 0 for a row in one piece
 
     def report(self, images: NDArray[Any]) -> dict[str, Any]:
-        """What became of rows of which nothing is known but their sizes; `images` of each."""
+        """Report what was cut and lost, if only the sizes of rows are known; `images` counts those of each row."""
         number, start, stop, *_ = self.spans
         is_part, is_lost = stop > 0, (stop > 0) & (self.sizes[0] == 0)
         lost = {
@@ -65,7 +64,7 @@ def end_to_end(sizes: NDArray[Any], runs_of: RunsOf, config: PackingConfig) -> P
         parts: list[Part] = []
         if has_media or taken.tokens + length > config.packing_length:  # most rows are texts that fit
             known = runs_of(place) if has_media else ()
-            runs = known or [PartSize(0, length, 0, images, patches, supervised)]
+            runs = known or [Part(0, 0, length, 0, images, patches, supervised=supervised)]
             parts = _parts(runs, cutting, taken)
         if not parts:
             made.append((place, *size, *_WHOLE))
@@ -79,14 +78,14 @@ def end_to_end(sizes: NDArray[Any], runs_of: RunsOf, config: PackingConfig) -> P
     return Pieces(columns[0], columns[1 : 1 + len(sizes)].astype(np.int32), columns[1 + len(sizes) :].astype(np.int32))
 
 
-def lost_part(runs: Sequence[PartSize], span: Span, cutting: Cutting) -> Part:
-    """A piece that no pack has room for, with what it holds and why."""
-    of_row = _parts(runs, cutting, NOTHING)  # whatever came before, these are the same
+def lost_part(runs: Sequence[Part], span: Span, cutting: Cutting) -> Part:
+    """Describe a piece that no pack has room for: what it holds, and why it is left out."""
+    of_row = _parts(runs, cutting, NOTHING)  # the pieces without room are the same, whatever came before
     return next(part for part in of_row if (part.start, part.stop) == span[1:3])._replace(number=span.number)
 
 
 def can_be_in_windows(sizes: NDArray[Any], runs: CutRows | None, config: PackingConfig) -> NDArray[np.bool_]:
-    """Which rows have a piece that some pack has room for."""
+    """Tell which rows have a piece that some pack has room for."""
     usable: NDArray[np.bool_] = sizes[0] > 0
     if runs is None or not len(runs):
         return usable
@@ -97,7 +96,7 @@ def can_be_in_windows(sizes: NDArray[Any], runs: CutRows | None, config: Packing
     return usable
 
 
-def _parts(runs: Sequence[PartSize], cutting: Cutting, taken: Taken) -> list[Part]:
+def _parts(runs: Sequence[Part], cutting: Cutting, taken: Taken) -> list[Part]:
     whole = Run(runs[-1].stop, sum(run.images for run in runs), sum(run.patches for run in runs))
     if any(run.reason for run in runs):
         return window_parts(None, cutting, whole, taken)
@@ -107,13 +106,13 @@ def _parts(runs: Sequence[PartSize], cutting: Cutting, taken: Taken) -> list[Par
     return window_parts(of_core, cutting, whole, taken)
 
 
-def _size_of(part: Part, runs: Sequence[PartSize]) -> tuple[int, int, int, int]:
+def _size_of(part: Part, runs: Sequence[Part]) -> tuple[int, int, int, int]:
     if part.reason is not None:
         return 0, 0, 0, 0
     return part.length, part.images, part.patches, sum(_share(run, part) for run in runs)
 
 
-def _share(run: PartSize, part: Part) -> int:
-    """Of the supervised tokens of a run those in a part: as if they were spread evenly, which they are in documents."""
+def _share(run: Part, part: Part) -> int:
+    """Return how many supervised tokens of a run are in a part, as if they were spread evenly, as in documents."""
     before, behind = (min(max(at - run.start, 0), run.stop - run.start) for at in (part.start, part.stop))
     return run.supervised * behind // (run.stop - run.start) - run.supervised * before // (run.stop - run.start)

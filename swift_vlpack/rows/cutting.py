@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import DataError
-from swift_vlpack.plan.cut_rows import PartSize
 from swift_vlpack.plan.parts import NOTHING, Cutting, Part, Run, Span, Taken, parts_of, window_parts
 from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.reasons import Reason
@@ -147,7 +146,7 @@ def left_out_part(row: SampleId, part: Part) -> LeftOut:
     return LeftOut(row._replace(part=part.number), part.reason.value, said, (), part.length, part.images)
 
 
-def part_sizes(row: Encoded, cutter: RowCutter | None) -> tuple[PartSize, ...]:
+def part_sizes(row: Encoded, cutter: RowCutter | None) -> tuple[Part, ...]:
     """Return the sizes of a row's parts, which is all that a plan needs; none if the row stays whole.
 
     Where a row is cut end to end nobody knows before the plan is made. So the parts of a row with media are its runs
@@ -156,7 +155,7 @@ def part_sizes(row: Encoded, cutter: RowCutter | None) -> tuple[PartSize, ...]:
     if cutter is None:
         return ()
     parts = _run_parts(row, cutter) if cutter.lays_end_to_end else cutter.parts(row)
-    return tuple(PartSize.of(part, _supervised(row, part)) for part in parts)
+    return tuple(part._replace(supervised=_supervised(row, part)) for part in parts)
 
 
 def _run_parts(row: Encoded, cutter: RowCutter) -> list[Part]:

@@ -22,8 +22,8 @@ from tqdm import tqdm
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import DataError
-from swift_vlpack.plan.cut_rows import CutRows
 from swift_vlpack.plan.mix import Mix, Schedule, Source
+from swift_vlpack.plan.parts import CutRows
 from swift_vlpack.plan.shares import EVERYTHING, Share
 from swift_vlpack.plan.shuffle import permutation
 from swift_vlpack.plan.windows import lost_part
@@ -212,7 +212,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
             parts, span, cutter = source.sizes.cut.parts(index), address.span, self.encoder.cutter
             if cutter is not None and cutter.lays_end_to_end:
                 return left_out_part(source.sample_id(index), lost_part(parts, span, cutter.cutting))
-            return left_out_part(source.sample_id(index), parts[span.number].part(span.number))
+            return left_out_part(source.sample_id(index), parts[span.number])
         return LeftOut(source.sample_id(index), *source.sizes.fault(index))
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from swift_vlpack.plan.cut_rows import CutRows
+from swift_vlpack.plan.parts import CutRows
 from swift_vlpack.reasons import Reason
 from swift_vlpack.rows.faults import Fault
 from swift_vlpack.words import counted

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_vlpack.errors import ConfigError, DataError
-from swift_vlpack.plan.cut_rows import PartSize
+from swift_vlpack.plan.parts import Part
 from swift_vlpack.rows.samples import SampleId
 from swift_vlpack.rows.sizes import LengthIndex, RowSize
 from swift_vlpack.words import counted
@@ -62,7 +62,7 @@ class RowSource:
     """Whether `row_numbers` are of the file; otherwise a row's number is its place among the loaded rows."""
     sizes: LengthIndex | None = None
     """Size of each row; None until a length pass has run."""
-    remember_size: Callable[[Row, RowSize, float, Sequence[PartSize]], None] | None = None
+    remember_size: Callable[[Row, RowSize, float, Sequence[Part]], None] | None = None
     """Save the true size, aspect and parts of a row for the next run; None if nobody keeps lengths."""
     num_lost: int | None = 0
     """How many rows of the file the loader deleted; None if that is not known."""

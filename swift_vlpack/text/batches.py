@@ -1,4 +1,4 @@
-"""Batches of one shape, `(accumulation, batch, length)`, for compiled training steps."""
+"""Make batches of one shape, `(accumulation, batch, length)`, for compiled training steps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class FixedBatches:
         train_on_eos: bool = True,
         prefetch: int = 0,
     ) -> None:
-        """The last batch is filled up with rows of padding, or dropped under `drop_last`; either is counted.
+        """Fill the last batch up with rows of padding, or drop it under `drop_last`; either is counted.
 
         `mask_boundary_loss`: the first token of a document is no target. `train_on_eos=False`: nor is EOS. `prefetch`
         batches are made ahead by a thread; the stream then belongs to it, and the state to ask for is this object's.
@@ -60,7 +60,7 @@ class FixedBatches:
         self._prefetcher: Prefetcher | None = None
         self._consumed: dict[str, Any] | None = None
         """With a prefetch thread, the state after the last batch that was handed out; otherwise None."""
-        self._is_behind = False
+        self._must_go_back = False
         """True if a closed thread left the stream ahead of `_consumed`: the next batch moves the stream back first."""
         self._is_shared = False
         """True in a worker's copy once its stream is limited to the worker's share of the documents."""
@@ -73,9 +73,9 @@ class FixedBatches:
         return self
 
     def __next__(self) -> FixedBatch:
-        if self._is_behind:
+        if self._must_go_back:
             self._maker.load(plain(self._consumed)["state"])
-            self._is_behind = False
+            self._must_go_back = False
         if not self._prefetch:
             return self._maker.next()
         if self._prefetcher is None:
@@ -112,7 +112,7 @@ class FixedBatches:
         """Continue after the batch at which the state was taken; the batch size may differ."""
         saved = envelope.unseal(state, KIND, {}, shape=_STATE)
         self.close()
-        self._is_behind, self._consumed = False, None
+        self._must_go_back, self._consumed = False, None
         self._maker.load(saved)
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class FixedBatches:
         if self._prefetcher is not None:
             self._prefetcher.close()
             self._prefetcher = None
-            self._is_behind = True  # not moved back here, because closing must work when the source fails
+            self._must_go_back = True  # not moved back here, because closing must work when the source fails
 
     def __enter__(self) -> FixedBatches:
         return self
@@ -221,12 +221,12 @@ class _Maker:
             raise StopIteration(self.snapshot()) from None
 
     def snapshot(self) -> dict[str, Any]:
-        """The state, quick to take; `plain` makes it JSON."""
+        """Return the state before it is made JSON by `plain`, which takes longer and can wait."""
         state = {"stream": self._stream.snapshot(), "counts": dict(self._counts)}
         return envelope.seal(KIND, {}, state)
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Go on from a state."""
+        """Continue from a state."""
         self._stream.load_state_dict(saved["stream"])
         self._counts = Counter(saved["counts"])
 
@@ -242,11 +242,11 @@ class _Maker:
         segments = np.zeros((num_rows, seq_len + 1), dtype=np.int32)
         for row, window in enumerate(windows):
             tokens[row], segments[row] = window
-        inputs, behind = segments[:, :-1], segments[:, 1:]
+        inputs, targets = segments[:, :-1], segments[:, 1:]
         labels = tokens[:, 1:].copy()
-        labels[behind == 0] = IGNORED
+        labels[targets == 0] = IGNORED
         if self._mask_boundary_loss:
-            labels[behind != inputs] = IGNORED
+            labels[targets != inputs] = IGNORED
         if self._untrained is not None:
             labels[labels == self._untrained] = IGNORED
         fields = {
@@ -265,7 +265,7 @@ _STATE = {"stream": envelope.Named(None), "counts": envelope.Named(envelope.Whol
 
 
 class _Shared:
-    """What the thread and its owner have in common; the thread knows nothing else, so the owner can be collected."""
+    """The state that the thread shares with its owner, to which it has no reference, so that it can be collected."""
 
     def __init__(self, make: Callable[[], Any], depth: int) -> None:
         self.make = make
@@ -276,7 +276,7 @@ class _Shared:
         self.changed = threading.Condition()
 
     def run(self) -> None:
-        """Make one after the other until there is an error (the end is one), or nobody wants more."""
+        """Make items until one raises (the end does), or the owner stops the thread."""
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: len(self.made) < self.depth or self.is_stopped)
@@ -310,7 +310,7 @@ class Prefetcher:
         self._end = finalize(self, self._shared.stop)
 
     def next(self) -> Any:
-        """What was made first; the error that came in its place, with the traceback of the thread."""
+        """Return the oldest item that was made. Raises the error of the thread, with its traceback."""
         shared = self._shared
         with shared.changed:
             shared.changed.wait_for(lambda: shared.made or shared.error is not None)

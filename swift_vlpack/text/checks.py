@@ -1,4 +1,4 @@
-"""Options that are numbers: whole ones, and not too small."""
+"""Check options that have to be whole numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from swift_vlpack.errors import ConfigError
 
 
 def check_whole(least: int, *needed: str, **options: Any) -> None:
-    """Refuse what is no whole number of at least `least`; None is none asked for, but where the option is `needed`.
+    """Raise `ConfigError` unless options are whole numbers of at least `least`. None is allowed if not `needed`.
 
     >>> check_whole(1, max_length=8, max_len=None)
     >>> check_whole(1, max_length="8")

@@ -1,4 +1,4 @@
-"""Blocks become a batch: positions that restart with every document, padding that nobody sees, labels to train on."""
+"""Collate blocks into a batch: positions restart with every document, padding is seen by no token, labels are set."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MASK = "attention_mask"
 
 
 class PackedBatch(dict[str, Any]):
-    """The inputs of one step. Of packed rows the 2-D mask is not among them, but `batch["attention_mask"]` has it.
+    """The inputs of one step, for `model(**batch)`. The 2-D mask of packed rows is kept beside them.
 
     A transformers model that is given a 2-D mask no longer looks at positions (masking_utils), nor does flash-attn at
     boundaries, and documents would see each other. Padding needs no mask there: it is a segment of its own. So who asks
@@ -32,7 +32,7 @@ class PackedBatch(dict[str, Any]):
     """The 2-D mask of packed rows, 0 for padding; None where it is among the inputs."""
 
     def to(self, device: Any, non_blocking: bool = False) -> PackedBatch:
-        """The batch on a device."""
+        """Move the batch to a device."""
         moved = PackedBatch({name: value.to(device, non_blocking=non_blocking) for name, value in self.items()})
         moved.mask = None if self.mask is None else self.mask.to(device, non_blocking=non_blocking)
         return moved
@@ -46,7 +46,7 @@ class PackedBatch(dict[str, Any]):
         return super().__contains__(name) or (name == MASK and self.mask is not None)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value under a name, the mask too."""
+        """Return the value under a name, the mask too."""
         return self.mask if name == MASK and self.mask is not None else super().get(name, default)
 
     def pop(self, name: str, *default: Any) -> Any:
@@ -58,7 +58,7 @@ class PackedBatch(dict[str, Any]):
 
 
 def batch_of(arrays: dict[str, NDArray[Any]], *, is_packed: bool, return_tensors: str) -> PackedBatch:
-    """The arrays as a batch of tensors, or of arrays, which no transformers model takes, so that all are inputs."""
+    """Make a batch of tensors; or of arrays, with the mask among them, because no model of transformers takes those."""
     if return_tensors == "np":
         return PackedBatch(arrays)
     import torch
@@ -70,7 +70,7 @@ def batch_of(arrays: dict[str, NDArray[Any]], *, is_packed: bool, return_tensors
 
 
 class PackedCollator:
-    """For `transformers.Trainer` (with `remove_unused_columns=False`), a `DataLoader`, or a loop of one's own."""
+    """A collator for `transformers.Trainer` (with `remove_unused_columns=False`), a `DataLoader`, or your own loop."""
 
     def __init__(  # noqa: PLR0913 - the options of one line, as collators have them
         self,
@@ -107,7 +107,7 @@ class PackedCollator:
         _check(self)
 
     def __call__(self, features: Sequence[Mapping[str, Any]], return_tensors: str | None = None) -> PackedBatch:
-        """A batch of these rows, each field but the boundaries `(num_rows, num_tokens)`, or `(1, num_tokens)`."""
+        """Make a batch of these rows. Fields are `(num_rows, num_tokens)`, or `(1, num_tokens)` with `cu_seqlens`."""
         if not features:
             raise DataError("a batch of no rows cannot be collated")
         kind = self.return_tensors if return_tensors is None else return_tensors
@@ -148,7 +148,7 @@ class PackedCollator:
             )
 
     def _width(self, longest: int, rows_per_line: int) -> int:
-        """Tokens of every line of the batch, with padding."""
+        """Count the tokens of every line of the batch, with padding."""
         if self.padding == "longest":
             return longest
         if self.padding == "max_length":
@@ -182,7 +182,7 @@ class PackedCollator:
 
 
 def _check(collator: PackedCollator) -> None:
-    """Refuse what cannot be."""
+    """Refuse options that cannot be."""
     padding, max_length = collator.padding, collator.max_length
     is_multiple = isinstance(padding, Integral) and not isinstance(padding, bool) and padding >= 1
     if padding not in ("longest", "max_length") and not is_multiple:
@@ -203,18 +203,18 @@ def _check_kind(return_tensors: str) -> None:
 
 
 def _segments(row: Block, is_packed: bool) -> Boundaries:
-    """What of a row may not see another part of it."""
+    """Return the segments of a row, which must not see one another."""
     return row.documents if is_packed else Boundaries((len(row.tokens),))
 
 
 def _lengths(segments: Boundaries, width: int) -> tuple[int, ...]:
-    """Those of the segments, and of the padding behind them, which is one more."""
+    """Return the lengths of the segments; the padding after them is one more."""
     num_padding = width - segments.num_tokens
     return (*segments.lengths, *([num_padding] if num_padding else ()))
 
 
 def _boundaries(segments: Boundaries, width: int) -> dict[str, NDArray[Any]]:
-    """What variable-length attention reads; padding is a segment of its own."""
+    """Return the fields that variable-length attention reads; padding is a segment of its own."""
     lengths = _lengths(segments, width)
     ends, longest = np.array(Boundaries(lengths).cu_seqlens, dtype=np.int32), np.array(max(lengths))
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
@@ -227,7 +227,7 @@ def _padded(values: NDArray[Any], width: int, value: int) -> NDArray[np.int64]:
 
 
 def _looks_packed(tokens: Any, specials: Specials) -> bool:
-    """Whether a document seems to end before the row does; padding behind it does not count."""
+    """Tell whether a document seems to end before the row does; padding at the end does not count."""
     row = np.asarray(tokens)
     if specials.eos is None:
         return False

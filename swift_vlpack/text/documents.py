@@ -1,4 +1,4 @@
-"""One row of a batch as the collator sees it: its tokens, its documents, and what of it is a target."""
+"""Read one row of a batch: its tokens, its labels, and where its documents start."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IGNORED = -100
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Tokens without padding, and the documents they are."""
+    """The tokens of a row without padding, their labels, and the lengths of its documents."""
 
     tokens: NDArray[np.int64]
     labels: NDArray[np.int64]
@@ -28,7 +28,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Specials:
-    """The numbers of the tokens that may say where documents meet."""
+    """The ids of the tokens that may say where documents meet."""
 
     bos: int | None
     eos: int | None
@@ -47,7 +47,7 @@ def has_boundaries(feature: Mapping[str, Any]) -> bool:
 
 
 def read_block(feature: Mapping[str, Any], name: str, specials: Specials, *, by_tokens: bool) -> Block:
-    """Read one row; what cannot be is refused under its `name`. `by_tokens`: EOS or BOS say what no field says."""
+    """Read one row; errors have its `name`. With `by_tokens`, EOS or BOS say where documents start if no field does."""
     tokens = _whole_numbers(feature["input_ids"], f"{name}: input_ids")
     tokens = tokens[: _num_real(feature, len(tokens), name)]
     labels = tokens
@@ -62,7 +62,7 @@ def read_block(feature: Mapping[str, Any], name: str, specials: Specials, *, by_
 
 
 def joined(rows: Sequence[Block]) -> Block:
-    """All rows as one, end to end."""
+    """Join all rows into one, end to end."""
     return Block(
         np.concatenate([row.tokens for row in rows]),
         np.concatenate([row.labels for row in rows]),
@@ -71,7 +71,7 @@ def joined(rows: Sequence[Block]) -> Block:
 
 
 def _num_real(feature: Mapping[str, Any], num_tokens: int, name: str) -> int:
-    """Tokens before the padding that a row comes with, where its own mask says so."""
+    """Count the tokens before the padding of a row, by its own mask."""
     if feature.get("attention_mask") is None:
         return num_tokens
     mask = _whole_numbers(feature["attention_mask"], f"{name}: attention_mask")
@@ -149,7 +149,7 @@ _BOUNDARY_FIELDS = {
 
 
 def _from_tokens(tokens: list[int], specials: Specials) -> Boundaries:
-    """By EOS where there is one before the padding, else by BOS; a row with neither is one document."""
+    """Find documents by EOS if there is one before the padding, else by BOS; a row with neither is one document."""
     eos, bos, pad = specials.eos, specials.bos, specials.pad
     if eos is not None and eos in tokens:
         return Boundaries.from_tokens(tokens, eos_id=eos, pad_id=pad)
@@ -162,7 +162,7 @@ def _from_tokens(tokens: list[int], specials: Specials) -> Boundaries:
 
 
 def _whole_numbers(values: Any, what: str) -> NDArray[np.int64]:
-    """A flat list, array or tensor of integers."""
+    """Read a flat list, array or tensor of integers."""
     array = np.asarray(values)
     if array.ndim != 1 or (len(array) and array.dtype.kind not in "iub"):
         raise DataError(f"{what} must be a flat list of integers, got {array.ndim} dimensions of {array.dtype}")

@@ -1,4 +1,4 @@
-"""Text files as documents, one a line, a paragraph or a row of JSON; a place is a byte, so nothing is read twice."""
+"""Read text files as documents: a line, a paragraph or a JSON row each. A place is a byte, so nothing is read twice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
 class LocalText:
-    """UTF-8 files, one after the other. Blank lines are no documents; a paragraph ends with one.
+    """UTF-8 files, one after the other. A blank line is no document, and ends a paragraph.
 
     Without `document`, a `.jsonl` file has a document a row, under `text_key`, and any other file one a line.
     """
@@ -46,11 +46,11 @@ class LocalText:
         self._file: BinaryIO | None = None
 
     def start(self, epoch: int) -> None:
-        """All epochs are the same."""
+        """Go to the first document; all epochs are the same."""
         self.load([0, 0])
 
     def read(self) -> Document | None:
-        """The document at the cursor, or the first one behind it."""
+        """Return the document at the cursor, or the first one after it."""
         while self._place[0] < len(self._paths):
             if self._file is None:
                 self._file = self._paths[self._place[0]].open("rb")
@@ -65,16 +65,16 @@ class LocalText:
         return None
 
     def state(self) -> Any:
-        """File and byte."""
+        """Return the numbers of the file and the byte."""
         return list(self._place)
 
     def load(self, state: Any) -> None:
-        """Go there; the file is opened when it is read."""
+        """Move to a place; the file is opened when it is read."""
         self._close()
         self._place = [int(number) for number in state]
 
     def fetch(self, address: Any) -> str | None:
-        """The document that begins there."""
+        """Return the document that begins at an address."""
         with self._paths[address[0]].open("rb") as file:
             file.seek(address[1])
             return self._decoded(_next_document(file, self._documents[address[0]])[1], address)
@@ -160,7 +160,7 @@ def local_text(paths: Paths, document: str | None = None, text_key: str = "text"
 
 
 def _next_document(file: BinaryIO, document: str) -> tuple[int, list[bytes]]:
-    """Where the next document starts, and its lines; none at the end of the file."""
+    """Return where the next document starts, and its lines; no lines at the end of the file."""
     start = file.tell()
     while (line := file.readline()) and not line.removeprefix(_BOM).strip():
         start = file.tell()

@@ -1,4 +1,4 @@
-"""Documents of a source, epoch after epoch, shuffled within a buffer, and read again where that failed."""
+"""Read the documents of a source, epoch after epoch: shuffle within a buffer, and retry reads that fail."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _KEYS_AT_A_TIME = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadOptions:
-    """How a source is read."""
+    """The options of reading a source."""
 
     shuffle_buffer_size: int = 0
     """Documents to draw the next one from; 0 or 1 keeps their order."""
     seed: int = 0
     repeat: bool = False
-    """Begin anew at the end, for ever."""
+    """Start again at the end, for ever."""
     max_retries: int = 3
     """How often a read that failed is tried again."""
     retry_delay_sec: float = 1.0
@@ -48,7 +48,7 @@ class ReadOptions:
 
 
 class Documents:
-    """The documents in the order in which they are used; `sleep` waits between retries."""
+    """The documents in the order in which they are used. `sleep` is called between retries."""
 
     def __init__(self, source: Source, options: ReadOptions, sleep: Callable[[float], object]) -> None:
         self._source = source
@@ -63,7 +63,7 @@ class Documents:
         """The source has no more documents in this epoch; the buffer may."""
 
     def read(self) -> Document | None:
-        """The next document; None when there is none left."""
+        """Return the next document; None if there is none left."""
         while True:
             self._fill()
             if self._held:

@@ -1,4 +1,4 @@
-"""What became of the documents: the report over a data set of blocks."""
+"""Report on a data set of blocks: what became of the documents, and what single blocks hold."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def block_report(dataset: Any, *, max_length: int | None = None, num_documents: 
 
 
 def _facts(dataset: Any) -> Iterator[Facts]:
-    """Those of a data set, of a list of rows, or of the columns that one call returned."""
+    """Yield the facts of each block of a data set, a list of rows, or the columns that one call returned."""
     if isinstance(dataset, Mapping):
         if "input_ids" not in dataset:
             raise DataError(f"these are several data sets ({', '.join(map(str, dataset))}); report on one of them")
@@ -76,7 +76,7 @@ def _facts(dataset: Any) -> Iterator[Facts]:
 
 
 def _facts_of_table(table: Any) -> tuple[list[Any], list[Any], list[Any]]:
-    """No token is looked at: an Arrow column knows the lengths of its lists."""
+    """Return the facts of a table without reading a token: an Arrow column knows the lengths of its lists."""
     import pyarrow.compute as pc
 
     names, nothing = set(table.column_names), [None] * len(table)
@@ -88,7 +88,7 @@ def _facts_of_table(table: Any) -> tuple[list[Any], list[Any], list[Any]]:
 
 
 def _totals(blocks: Iterable[Facts]) -> tuple[Counter[str], Counter[int]]:
-    """Everything added up, and how many blocks have how many tokens."""
+    """Add everything up. Returns the sums, and the number of blocks by their tokens."""
     totals: Counter[str] = Counter()
     fills: Counter[int] = Counter()
     for num_tokens, num_starts, counts in blocks:
@@ -104,7 +104,7 @@ def _totals(blocks: Iterable[Facts]) -> tuple[Counter[str], Counter[int]]:
 
 
 def _histogram(fills: Counter[int], capacity: int) -> dict[str, int]:
-    """Blocks by how full they are, in tenths; those that do not occur are left out."""
+    """Count blocks by how full they are, in tenths; tenths without a block are left out."""
     bars: Counter[int] = Counter()
     for num_tokens, num_blocks in fills.items():
         bars[min(_NUM_BARS - 1, num_tokens * _NUM_BARS // capacity)] += num_blocks

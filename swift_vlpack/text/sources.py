@@ -1,4 +1,4 @@
-"""Where documents come from: one after the other, with an address each and a place that fits into JSON.
+"""Read documents from anything that has rows or texts: one after the other, with addresses, and a place as JSON.
 
 A source that can `fetch` a document by its address lets states hold addresses in place of texts.
 """
@@ -25,14 +25,14 @@ _PROVING_ROWS = 8
 
 
 class Document(NamedTuple):
-    """A text, None where the row has none, and where to find it again, None where nobody can."""
+    """A text (None if the row has none), and the address to fetch it from again (None if the source cannot)."""
 
     text: str | None
     address: Any
 
 
 class Source(Protocol):
-    """Documents of one epoch after another."""
+    """A source of documents, one epoch after another."""
 
     name: str
     can_fetch: bool
@@ -41,23 +41,23 @@ class Source(Protocol):
         """Go to the first document of an epoch."""
 
     def read(self) -> Document | None:
-        """The next document; None at the end of the epoch. After an error, `load(state())` reads it again."""
+        """Return the next document; None at the end of the epoch. After an error, `load(state())` reads it again."""
 
     def state(self) -> Any:
-        """Where it stands, as JSON."""
+        """Return the place, as JSON."""
 
     def load(self, state: Any) -> None:
-        """Stand there again."""
+        """Restore a place returned by `state()`."""
 
     def fetch(self, address: Any) -> str | None:
-        """The text of a document."""
+        """Return the text of a document."""
 
     def fingerprint(self) -> Any:
-        """What must be the same for a state to mean the same documents."""
+        """Return what must be equal for a state to mean the same documents."""
 
 
 def text_of(row: Any, text_key: str, where: str) -> str | None:
-    """The text of a row: the row itself, or what it has under `text_key`."""
+    """Return the text of a row: the row itself, or its field `text_key`."""
     found = row
     if isinstance(row, Mapping):
         if text_key not in row:
@@ -69,7 +69,7 @@ def text_of(row: Any, text_key: str, where: str) -> str | None:
 
 
 class RowSource:
-    """Rows that can be asked for by number: a list, a data set with a length."""
+    """Rows that can be read by number: a list, or a data set with a length."""
 
     can_fetch = True
 
@@ -80,11 +80,11 @@ class RowSource:
         self._next = 0
 
     def start(self, epoch: int) -> None:
-        """All epochs are the same."""
+        """Go to the first row; all epochs are the same."""
         self._next = 0
 
     def read(self) -> Document | None:
-        """The row at the cursor."""
+        """Return the row at the cursor."""
         if self._next >= len(self._rows):
             return None
         document = Document(self.fetch(self._next), self._next)
@@ -100,7 +100,7 @@ class RowSource:
         self._next = int(state)
 
     def fetch(self, address: Any) -> str | None:
-        """The text of a row."""
+        """Return the text of a row."""
         return text_of(self._rows[address], self._text_key, f"{self.name}: row {address + 1}")
 
     def fingerprint(self) -> Any:
@@ -265,7 +265,7 @@ def plain(value: Any) -> Any:
 
 
 def source_of(given: Any, text_key: str) -> Source:
-    """The source of whatever has rows or texts in it."""
+    """Make a source of anything that has rows or texts."""
     name = type(given).__name__
     if isinstance(given, Mapping):
         raise DataError(f"these are several data sets ({', '.join(map(str, given))}); give one of them")
@@ -282,7 +282,7 @@ def source_of(given: Any, text_key: str) -> Source:
 
 
 def _unused(rows: Any) -> Any:
-    """A copy of what would remember its place; what does not begins anew by itself."""
+    """Return a copy of rows that remember their place; other rows start again by themselves."""
     if not hasattr(rows, "load_state_dict"):
         return rows
     try:

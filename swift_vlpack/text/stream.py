@@ -1,4 +1,4 @@
-"""A stream of documents as windows of one length: tokens, and which document each belongs to."""
+"""Turn a stream of documents into windows of one length: tokens, and the document that each belongs to."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OF_READING = ("shuffle_buffer_size", "seed", "repeat", "rank", "num_ranks")
 
 
 class Window(NamedTuple):
-    """`seq_len + 1` tokens, so that inputs and labels of `seq_len` can be made of them."""
+    """A window of `seq_len + 1` tokens, from which `seq_len` inputs and labels are made."""
 
     tokens: Tokens  # (seq_len + 1,)
     segment_ids: Tokens  # (seq_len + 1,): from 1, one more with every document, 0 for padding
@@ -37,7 +37,7 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowOptions:
-    """How documents become windows, checked once."""
+    """The options of making windows, checked once."""
 
     seq_len: int
     packing_mode: str = SEQUENTIAL
@@ -59,7 +59,7 @@ class WindowOptions:
             self.of_packer()  # refuses what cannot be
 
     def of_packer(self) -> PackingConfig:
-        """The same for the packer of the core."""
+        """Return the options of the packer."""
         return PackingConfig(
             packing_length=self.seq_len + 1,
             packing_strategy=self.packing_strategy,
@@ -70,7 +70,7 @@ class WindowOptions:
 
 
 class TextStream:
-    """Windows of a stream of documents, in order (`sequential`) or packed (`bin`); its place is JSON at every window.
+    """A stream of windows, with documents in order (`sequential`) or packed (`bin`). Its place is JSON at every window.
 
     `source` is a path or several (of text, or of `.jsonl` rows), what `local_text` returns, a data set of Hugging Face,
     streaming or not, a list of texts or rows, or a function that makes an iterator of them.
@@ -99,7 +99,7 @@ class TextStream:
         num_ranks: int = 1,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        """`packing_strategy`, `packing_buffer_docs` and `packing_max_docs_per_bin` are of bins.
+        """Check the options. `packing_strategy`, `packing_buffer_docs` and `packing_max_docs_per_bin` apply to bins.
 
         `max_doc_tokens` truncates documents and counts what that costs. A read that fails is tried `max_retries` times
         again, after `retry_delay_sec`, then twice that, and so on. Each of `num_ranks` streams reads all documents and
@@ -135,7 +135,7 @@ class TextStream:
 
     @property
     def pad_token_id(self) -> int:
-        """What stands in padding, where no target and no segment is."""
+        """Return the token of padding, which is no target and in no segment."""
         for name in ("pad", "eos"):
             found = token_id(self.tokenizer, name)
             if found is not None:
@@ -153,12 +153,12 @@ class TextStream:
         return self._window(parts)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands, as JSON."""
+        """Return the place in the stream, as JSON."""
         state: dict[str, Any] = plain(self.snapshot())
         return state
 
     def snapshot(self) -> dict[str, Any]:
-        """The same before it is made JSON, which is quicker to take and can wait."""
+        """Return the state before it is made JSON by `plain`, which takes longer and can wait."""
         state = {
             "documents": self._documents.snapshot(),
             "windows": self._windows.snapshot(),
@@ -169,7 +169,7 @@ class TextStream:
         return envelope.seal(KIND, self._fingerprint, state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; refused when the source, the tokenizer or the options are others."""
+        """Continue from a state. Raises `StateMismatch` if the source, the tokenizer or the options differ."""
         saved = envelope.unseal(state, KIND, plain(self._fingerprint), shape=_STATE)
         self._start()
         self._documents.load(saved["documents"])
@@ -206,7 +206,7 @@ class TextStream:
         self.counts = Counter()
 
     def _read(self) -> None:
-        """One document more, or the end."""
+        """Read one document more, or the end of the stream."""
         document = self._documents.read()
         if document is None:
             self._is_over = True
@@ -233,7 +233,7 @@ class TextStream:
         return edged(ids, self._edges)
 
     def _fetcher(self) -> Fetch:
-        """Documents that were counted when they came first; one that is held in many pieces is tokenized once."""
+        """Return a function that tokenizes documents again, each once, without counting them again."""
         known: dict[str, Tokens] = {}
 
         def fetch(address: Any) -> Tokens:
@@ -257,7 +257,7 @@ class TextStream:
 
     @cached_property
     def _fingerprint(self) -> dict[str, Any]:
-        """What a state belongs to; of the source as it was first asked, not once more for every state."""
+        """Return what a state belongs to. Cached, because asking the source may read rows."""
         reading = {name: getattr(self._reading, name) for name in _OF_READING}
         special = [token_id(self.tokenizer, name) for name in ("bos", "eos", "pad")]
         size = len(self.tokenizer) if hasattr(self.tokenizer, "__len__") else None

@@ -31,7 +31,7 @@ _warned_of_types: dict[type, set[str]] = {}
 
 
 class ByteTokenizer:
-    """Text as its UTF-8 bytes, 0 to 255, and BOS, EOS and PAD behind them.
+    """A tokenizer of UTF-8 bytes, 0 to 255, with BOS, EOS and PAD after them.
 
     >>> tokenizer = ByteTokenizer()
     >>> tokenizer(["hé"])["input_ids"], len(tokenizer)
@@ -43,17 +43,17 @@ class ByteTokenizer:
     bos_token_id, eos_token_id, pad_token_id = 256, 257, 258
 
     def __call__(self, texts: Iterable[str], *, add_special_tokens: bool = False) -> dict[str, list[list[int]]]:
-        """The bytes of every text, as tokenizers of transformers return them."""
-        before, behind = ([self.bos_token_id], [self.eos_token_id]) if add_special_tokens else ([], [])
+        """Return the bytes of every text, in the form of tokenizers of transformers."""
+        before, after = ([self.bos_token_id], [self.eos_token_id]) if add_special_tokens else ([], [])
         # A lone surrogate, as broken JSON leaves it, has no bytes of its own.
-        return {"input_ids": [[*before, *text.encode("utf-8", errors="replace"), *behind] for text in texts]}
+        return {"input_ids": [[*before, *text.encode("utf-8", errors="replace"), *after] for text in texts]}
 
     def array(self, text: str) -> NDArray[np.int16]:
         """Return the bytes of one text as an array, which takes two bytes a token and a list takes eight."""
         return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8).astype(np.int16)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text again; what is no byte is left out."""
+        """Return the text; tokens that are no bytes are left out."""
         return bytes(token for token in token_ids if token < 256).decode("utf-8", errors="replace")
 
     def __len__(self) -> int:
@@ -61,7 +61,7 @@ class ByteTokenizer:
 
 
 def tokenizer_of(given: Any) -> Any:
-    """The tokenizer itself, or for `byte` the one of bytes."""
+    """Return the tokenizer itself, or for `byte` the one of bytes."""
     if given is None:
         raise ConfigError(f"there is no tokenizer; give one of transformers, or {BYTE!r}")
     if not isinstance(given, str):
@@ -85,7 +85,7 @@ def tokenizer_named(name: str) -> Any:
 
 
 def padded_vocab_size(tokenizer: Any, multiple: int) -> int:
-    """All tokens of the tokenizer, rounded up to a multiple, which kernels prefer.
+    """Return the number of tokens of a tokenizer, rounded up to a multiple, which kernels prefer.
 
     >>> padded_vocab_size("byte", 64)
     320
@@ -95,7 +95,7 @@ def padded_vocab_size(tokenizer: Any, multiple: int) -> int:
 
 
 def edge_tokens(tokenizer: Any, *, add_bos: bool, add_eos: bool) -> tuple[list[int], list[int]]:
-    """What goes before and behind every document, as far as the tokenizer has it; one warning where it has not."""
+    """Return the BOS and EOS tokens to put around every document; warn once if the tokenizer lacks one."""
     return _edge(tokenizer, "bos", add_bos), _edge(tokenizer, "eos", add_eos)
 
 
@@ -105,12 +105,12 @@ def edged(ids: Tokens, edges: tuple[list[int], list[int]]) -> Tokens:
     >>> edged(np.array([5, 6]), ([0], [1])).tolist(), edged(np.array([]), ([0], [1])).tolist()
     ([0, 5, 6, 1], [])
     """
-    before, behind = (np.array(edge, dtype=ids.dtype) for edge in edges)
-    return np.concatenate([before, ids, behind]) if len(ids) else ids
+    before, after = (np.array(edge, dtype=ids.dtype) for edge in edges)
+    return np.concatenate([before, ids, after]) if len(ids) else ids
 
 
 def token_id(tokenizer: Any, name: str) -> int | None:
-    """The number of the `bos`, `eos` or `pad` token."""
+    """Return the id of the `bos`, `eos` or `pad` token; None if there is none."""
     found = getattr(tokenizer, f"{name}_token_id", None)
     return None if found is None else int(found)
 

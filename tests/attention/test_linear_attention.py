@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import transformers as T
+from packaging.version import Version
 
 from swift_vlpack.attention.linear_attention import RESTARTED, restart_at_boundaries
 from swift_vlpack.errors import AttentionError
@@ -101,7 +102,13 @@ def test_every_class_that_is_restarted_was_tried():
     assert sorted(MODELS.values()) == sorted(RESTARTED)
 
 
-@pytest.mark.parametrize("config", MODELS)
+# Its layers hand no boundaries on before 5.17, which ms-swift 4.5 cannot have: the proof refuses it there.
+KEEPS_BOUNDARIES = pytest.mark.xfail(Version(T.__version__) < Version("5.17"), reason="transformers loses boundaries")
+
+
+@pytest.mark.parametrize(
+    "config", [pytest.param(one, marks=KEEPS_BOUNDARIES if one is falcon_h1 else ()) for one in MODELS]
+)
 def test_state_restarts_with_every_sample(config):
     """ATTN-7"""
     model = built(config())

@@ -39,7 +39,7 @@ def verify(small_folder, data, tmp_path, monkeypatch, capfd):
         monkeypatch.delenv(key)
     plugin = shutil.copy(SABOTAGE, tmp_path / "sabotage.py")  # ms-swift loads a file once in a process
     # The plugin puts its own in place of these, which must not outlive the test.
-    for owner, name in ((Qwen2VLTemplate, "packing_row"), (Template, "encode"), (Collator, "row")):
+    for owner, name in ((Qwen2VLTemplate, "packing_row"), (Template, "encode"), (Collator, "sequence")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(swift_utils, "_external_files", list(swift_utils._external_files))
     monkeypatch.setenv("VLPACK_PACKING_CACHE_DIR", str(tmp_path / "lengths"))

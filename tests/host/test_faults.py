@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from swift_vlpack.feed import failures
 from swift_vlpack.host.callback import PackingCallback
 from swift_vlpack.host.state import FILE, StateNotSaved, save_state
 from swift_vlpack.rows.samples import TooManyFailures
@@ -117,12 +118,12 @@ def test_images_that_disappear_are_counted(small_folder, pictures, tmp_path, aft
     assert report["is_closed"]
 
 
-def test_too_many_that_disappear_stop_the_run(small_folder, pictures, tmp_path, after_step):
+def test_too_many_that_disappear_stop_the_run(small_folder, pictures, tmp_path, after_step, monkeypatch):
     """DATA-7"""
     folder, dataset = pictures
-    os.environ["VLPACK_PACKING_MAX_FAILURES"] = "3"
+    monkeypatch.setattr(failures, "MAX_FAILED_IN_SUCCESSION", 3)
     after_step(2, lambda: shutil.rmtree(folder))
-    with pytest.raises(TooManyFailures, match=r"4 rows in a row could not be encoded, the last is rows:\d+"):
+    with pytest.raises(TooManyFailures, match=r"4 rows in succession could not be encoded, the last is rows:\d+"):
         train(flags(small_folder, tmp_path / "out", dataset))
 
 

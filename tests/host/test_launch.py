@@ -18,9 +18,19 @@ ROOT = Path(__file__).parents[2]
 
 def test_packing_flags_are_separated_from_the_others():
     """TRAIN-3"""
-    argv = ["--model", "m", "--packing_buffer", "256", "--dataset", "a", "b", "--eval_packing", "--packing-max-carry=2"]
+    argv = [
+        "--model",
+        "m",
+        "--packing_buffer",
+        "256",
+        "--dataset",
+        "a",
+        "b",
+        "--eval_packing",
+        "--packing-max-images=2",
+    ]
     flags, rest = split_flags(argv)
-    assert flags == {"packing_buffer": "256", "eval_packing": "true", "packing_max_carry": "2"}
+    assert flags == {"packing_buffer": "256", "eval_packing": "true", "packing_max_images": "2"}
     assert rest == ["--model", "m", "--dataset", "a", "b"]
 
 
@@ -147,7 +157,7 @@ def test_a_training_file_means_what_it_means_to_ms_swift(tmp_path, monkeypatch):
     own = {name: value for name, value in TRAINING.items() if not name.startswith("packing")}
     for name, content in (("train.yaml", TRAINING), ("swifts.yaml", own)):
         (tmp_path / name).write_text(yaml.safe_dump(content, allow_unicode=True))
-    argv = [str(tmp_path / "train.yaml"), "--lora_alpha", "8", "--packing_max_carry", "2"]
+    argv = [str(tmp_path / "train.yaml"), "--lora_alpha", "8", "--packing_max_images", "2"]
     environ = {"MAX_PIXELS": "1000", "VLPACK_PACKING_LENGTH": "64", "MASTER_PORT": "29511"}
     planned, launch = run_launch(argv, environ), train_launch(argv, environ)
 
@@ -171,7 +181,7 @@ def test_a_training_file_means_what_it_means_to_ms_swift(tmp_path, monkeypatch):
     options = options_in_env(launch.environ)
     assert options == options_in_env(planned.environ)
     assert options == {
-        "packing_length": "64", "packing_strategy": "exact", "packing_buffer": "8", "packing_max_carry": "2"
+        "packing_length": "64", "packing_strategy": "exact", "packing_buffer": "8", "packing_max_images": "2"
     }  # fmt: skip
 
 

@@ -2,9 +2,12 @@
 
 import copy
 import json
+import os
 import pickle
 import re
-import shutil
+import runpy
+import subprocess
+import sys
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +25,7 @@ from swift_vlpack import Collator, PackingConfig, PackingDataset, prepare_model,
 from swift_vlpack.errors import ConfigError, IsolationError
 from swift_vlpack.proof.limits import precision_of
 from tests.data_rows import mixed_rows, text_row, write_jsonl
+from tests.doc_blocks import blocks
 
 FAMILY = "qwen2_5_vl"
 ROOT = Path(__file__).parents[2]
@@ -392,21 +396,39 @@ def test_stream_comes_through_accelerate_or_not_at_all(door):
 # -- the example ------------------------------------------------------------------------------------------------------
 
 
-def test_example_of_the_page_runs(small_folder, rows, tmp_path, monkeypatch, capsys):
-    """OWN-7: as it is written, but with short packs."""
-    (example,) = (
-        block
-        for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own_trainer.md").read_text(), flags=re.S)
-        if "prepare_model" in block
-    )
-    name = re.search(r'"(Qwen/[\w.-]+)"', example)[1]
-    shutil.copytree(small_folder(FAMILY), tmp_path / name)
-    (tmp_path / "data").mkdir()
-    write_jsonl(tmp_path / "data" / "captions.jsonl", rows)
-    monkeypatch.chdir(tmp_path)
-    exec(compile(example.replace("8192", "512"), "own_trainer.md", "exec"), {"__name__": "__main__"})
-    out = capsys.readouterr().out
+EXAMPLE = ROOT / "examples" / "own_trainer.py"
+
+
+def test_page_shows_the_loop_of_the_example():
+    """OWN-7"""
+    (shown,) = (block.text for block in blocks(ROOT / "docs" / "own_trainer.md", "python") if "prove(" in block.text)
+    loop = re.search(r"^def train\(.*?(?=\n\n\n)", EXAMPLE.read_text(), flags=re.S | re.M)
+    assert shown == f"{loop[0]}\n"
+
+
+def test_example_trains_a_model_and_rows_of_ones_own(small_folder, rows, tmp_path, monkeypatch, capsys):
+    """OWN-7: as it is written."""
+    data = write_jsonl(tmp_path / "captions.jsonl", rows)
+    named = ["--model", small_folder(FAMILY), "--model_type", FAMILY, "--template", FAMILY, "--data", data]
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *map(str, named), "--length", "512"])
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert_trained(capsys.readouterr().out)
+
+
+def assert_trained(out):
     assert "isolation verified: max difference 0.0 over 5 samples, attention vlpack" in out
     epochs = [json.loads(line) for line in out.splitlines() if line.startswith('{"epoch"')]
     assert [line["epoch"] for line in epochs] == [0, 1, 2]
     assert all(0 < line["loss"] < 20 and line["packs"] > 2 for line in epochs)
+
+
+@pytest.mark.slow
+@pytest.mark.telling
+def test_example_runs_without_arguments_wherever_it_is_called(tmp_path):
+    """OWN-7: on a tiny model and rows that it makes itself."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VLPACK_"))}
+    done = subprocess.run(
+        [sys.executable, EXAMPLE], cwd=tmp_path, env=clean, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_trained(done.stdout)

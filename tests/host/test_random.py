@@ -71,15 +71,14 @@ def drawn_by(feed, *, workers=0, persistent=False, epochs=(0, 1)):
 
 @pytest.mark.parametrize("make", [planned_packs, streamed_packs])
 def test_row_that_is_shown_before_training_draws_from_no_state_of_training(make):
-    """RAND-2: LoRA's weights are drawn behind it, and only one rank shows a row."""
+    """RAND-2: LoRA's weights are drawn after it, and only one rank shows a row."""
     feed, shown = make(), []
-    show = {"plan": pipeline._show_plan, "buffer": pipeline._show_stream}[feed.kind]
     args = SimpleNamespace(
         training_args=SimpleNamespace(gradient_accumulation_steps=1), model_info=SimpleNamespace(max_model_len=0)
     )
     template = SimpleNamespace(print_inputs=shown.append)
     before = random.getstate(), str(np.random.get_state()), torch.get_rng_state()
-    show(SimpleNamespace(args=args, template=template, train_msg={}), feed)
+    pipeline._show(SimpleNamespace(args=args, template=template, train_msg={}), feed)
     after = random.getstate(), str(np.random.get_state()), torch.get_rng_state()
     assert len(shown) == 1
     assert before[:2] == after[:2]

@@ -13,8 +13,15 @@ from torch import nn
 from swift_vlpack.comm import ALONE
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError, StateMismatch
-from swift_vlpack.host.ranks import RanksDiffer, RanksOfRun, check_same_parameters, options_of_run, refuse_differences
-from swift_vlpack.host.same_rows import check_same_files, check_same_validation
+from swift_vlpack.host.ranks import RanksOfRun
+from swift_vlpack.host.same_on_ranks import (
+    RanksDiffer,
+    check_same_files,
+    check_same_parameters,
+    check_same_validation,
+    options_of_run,
+    refuse_differences,
+)
 from swift_vlpack.host.state import FILE
 from swift_vlpack.host.together import check_checkpoint
 from swift_vlpack.rows.source import RowSource

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from swift_vlpack import PackingConfig
+from swift_vlpack.envelope import signed
 from swift_vlpack.feed.epochs import Epochs, Extent
 from swift_vlpack.plan import packer
-from swift_vlpack.plan.cut_rows import CutRows, PartSize
 from swift_vlpack.plan.cuts import with_consumed
 from swift_vlpack.plan.epoch import EpochPlan, Recipe
 from swift_vlpack.plan.mix import Mix, Source
-from swift_vlpack.plan.parts import Cutting, Run, parts_of
+from swift_vlpack.plan.parts import CutRows, Cutting, Part, Run, parts_of
 
 Row = Sequence[tuple[int, int, int]]
 """A row as runs of tokens: (tokens, images, patches) of each; a run with an image is never cut. Without a run, or with
@@ -94,13 +94,13 @@ def _sizes(rows: Sequence[Row]) -> Any:
 
 def _cut(rows: Sequence[Row], config: PackingConfig) -> CutRows:
     """The parts of rows longer than a pack; where windows cut, the runs of rows with an image."""
-    cut: dict[int, list[PartSize]] = {}
+    cut: dict[int, list[Part]] = {}
     for number, row in enumerate(rows):
         if config.packing_strategy == "window":
             if any(images for _, images, _ in row):
                 stops = np.cumsum([tokens for tokens, _, _ in row]).tolist()
                 cut[number] = [
-                    PartSize(stop - tokens, stop, 0, images, patches, tokens)
+                    Part(0, stop - tokens, stop, 0, images, patches, supervised=tokens)
                     for stop, (tokens, images, patches) in zip(stops, row, strict=True)
                 ]
             continue
@@ -108,7 +108,7 @@ def _cut(rows: Sequence[Row], config: PackingConfig) -> CutRows:
         cutting = Cutting.of(config)
         assert cutting is not None
         if parts := parts_of(runs, cutting):
-            cut[number] = [PartSize.of(part, part.stop - part.start) for part in parts]
+            cut[number] = [part._replace(supervised=part.length) for part in parts]
     return CutRows.of(cut)
 
 
@@ -221,4 +221,14 @@ def put_state(folder: Path, checkpoint: Path) -> None:
     for path in checkpoint.glob("vlpack_state*.json"):
         path.unlink()
     for path in folder.glob("*.json"):
-        (checkpoint / path.name).write_text(path.read_text())
+        (checkpoint / path.name).write_text(json.dumps(_translated(json.loads(path.read_text()))))
+
+
+def _translated(value: Any) -> Any:
+    """Take what was an option, `packing_max_carry`, out of a saved state, and sign what was signed."""
+    if isinstance(value, list):
+        return [_translated(inside) for inside in value]
+    if not isinstance(value, dict):
+        return value
+    translated = {name: _translated(inside) for name, inside in value.items() if name != "packing_max_carry"}
+    return signed(translated) if "digest" in value and "kind" in value else translated

@@ -19,7 +19,7 @@ def test_everything_is_derived_from_the_lengths():
 
 def test_row_too_short_and_empty_sample_are_refused():
     """BOUND-1"""
-    with pytest.raises(BoundaryError, match="row of 5 tokens cannot hold the 6"):
+    with pytest.raises(BoundaryError, match="sequence of 5 tokens cannot hold the 6"):
         Boundaries((3, 3)).segment_ids(num_tokens=5)
     with pytest.raises(BoundaryError, match="sample 2 of the pack has length 0"):
         Boundaries((3, 0))

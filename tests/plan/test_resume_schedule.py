@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from swift_vlpack.plan.resume_schedule import Bounds, RestOfRun, batches_trained, num_steps
+from swift_vlpack.plan.resume_schedule import Bounds, ResumeSchedule, batches_trained, num_steps
 
 NAMES = ("epoch", "global_step", "batches_trained", "batches_left", "accumulation")
 
@@ -34,7 +34,7 @@ def test_bounds_of_a_resumed_run(rest, computed, options, expected):
     """RESUME-5"""
     steps_per_epoch, num_train_epochs = options
     are_steps_given = computed[1] in (37, 14, 8)
-    bounds = RestOfRun(**dict(zip(NAMES, rest, strict=True))).bounds(
+    bounds = ResumeSchedule(**dict(zip(NAMES, rest, strict=True))).bounds(
         Bounds(*computed),
         steps_per_epoch=steps_per_epoch,
         num_train_epochs=num_train_epochs,
@@ -64,7 +64,7 @@ def test_everything_that_is_left_is_trained_whatever_ranks_go_on(num_ranks, accu
     for global_step in range(1, num_epochs * steps_before):
         epoch, steps_of_epoch = divmod(global_step, steps_before)
         consumed = steps_of_epoch * 6
-        rest = RestOfRun(
+        rest = ResumeSchedule(
             epoch=epoch,
             global_step=global_step,
             batches_trained=batches_trained(consumed, num_ranks=num_ranks, accumulation=accumulation),

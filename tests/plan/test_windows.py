@@ -5,14 +5,13 @@ import pytest
 
 from swift_vlpack import PackingConfig
 from swift_vlpack.errors import ConfigError, DataError
-from swift_vlpack.plan.cut_rows import CutRows, PartSize
 from swift_vlpack.plan.length_files import plan_of_rows
-from swift_vlpack.plan.parts import Cutting, Span
+from swift_vlpack.plan.parts import CutRows, Cutting, Part, Span
 from swift_vlpack.plan.planner import plan
 from swift_vlpack.plan.windows import can_be_in_windows, end_to_end, lost_part
-from swift_vlpack.reasons import Reason, part_code_of
+from swift_vlpack.reasons import Reason
 
-CANNOT = part_code_of(Reason.CANNOT_BE_CUT)
+CANNOT = Reason.CANNOT_BE_CUT
 
 
 def config(**options):
@@ -22,7 +21,7 @@ def config(**options):
 
 def test_supervised_tokens_of_a_row_are_those_of_its_parts():
     """WIN-3: of a text as if they were spread evenly, of images none."""
-    runs = [PartSize(0, 4, 0, 0, 0, 3), PartSize(4, 9, 0, 1, 20, 0), PartSize(9, 30, 0, 0, 0, 21)]
+    runs = [Part(0, 0, 4, supervised=3), Part(1, 4, 9, 0, 1, 20), Part(2, 9, 30, supervised=21)]
     sizes = np.array([[7, 30], [0, 1], [0, 20], [6, 24]])
     made = end_to_end(sizes, lambda place: runs, config())
     assert made.sizes.T.tolist() == [
@@ -40,7 +39,7 @@ def test_supervised_tokens_of_a_row_are_those_of_its_parts():
 
 def test_rows_that_nobody_can_read_or_cut_stay_out():
     """WIN-2 WIN-5: unreadable, an image too large, and one that nobody can tell, which stays whole where it fits."""
-    unknown = {1: [PartSize(0, 9, 0, 1, 4, 9, CANNOT)], 3: [PartSize(0, 12, 0, 1, 4, 9, CANNOT)]}
+    unknown = {1: [Part(0, 0, 9, 0, 1, 4, CANNOT, 9)], 3: [Part(0, 0, 12, 0, 1, 4, CANNOT, 9)]}
     sizes = np.array([[4, 9, 0, 12], [0, 1, 0, 1], [0, 4, 0, 4], [4, 9, 0, 9]])
     made = end_to_end(sizes, unknown.__getitem__, config())
     assert made.sizes[0].tolist() == [4, 9, 0, 0]
@@ -57,7 +56,7 @@ def test_packs_are_those_of_the_pieces_in_order_under_caps(cap):
     lengths = rng.integers(1, 25, 60)
     images = (lengths < 9) & (rng.random(60) < 0.4)
     sizes = np.stack([lengths, images, 3 * images, lengths])
-    runs = {int(row): [PartSize(0, int(lengths[row]), 0, 1, 3, 0)] for row in np.flatnonzero(images)}
+    runs = {int(row): [Part(0, 0, int(lengths[row]), 0, 1, 3)] for row in np.flatnonzero(images)}
     options = config(**cap)
     made = end_to_end(sizes, runs.__getitem__, options)
     packs = plan(made.sizes[0], options, images=made.sizes[1], patches=made.sizes[2])

@@ -49,11 +49,11 @@ def politer(encode):
     return changed
 
 
-def one_late(row):
+def one_late(sequence):
     """Labels one token late, where the last rank's dataloader workers collate."""
 
     def changed(self, pack):
-        made = row(self, pack)
+        made = sequence(self, pack)
         # Not by the variable RANK: what a plugin reads of the environment is part of the key of lengths.
         is_last = dist.is_initialized() and dist.get_rank() == dist.get_world_size() - 1
         if sabotage() == "labels" and get_worker_info() is not None and is_last:
@@ -63,6 +63,6 @@ def one_late(row):
     return changed
 
 
-wrapped(Collator, "row", one_late)
+wrapped(Collator, "sequence", one_late)
 wrapped(Qwen2VLTemplate, "packing_row", over_the_row)
 wrapped(Template, "encode", politer)

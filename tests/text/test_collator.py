@@ -208,7 +208,7 @@ def test_rows_whose_documents_nobody_can_find_are_refused():
 
 def test_rows_padded_on_the_left_are_refused_where_tokens_decide(tokenizer):
     """TEXT-12 BOUND-4"""
-    with pytest.raises(BoundaryError, match="row 1 of the batch: the row starts with the pad token"):
+    with pytest.raises(BoundaryError, match="row 1 of the batch: the sequence starts with the pad token"):
         PackedCollator(tokenizer, packed_sequences=True)([{"input_ids": [PAD, PAD, 5, EOS]}])
 
 

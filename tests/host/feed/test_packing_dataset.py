@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from swift_vlpack import PackingConfig
 from swift_vlpack.errors import ConfigError, DataError
+from swift_vlpack.feed import failures
 from swift_vlpack.feed.collate import Collator
 from swift_vlpack.feed.dataset import PackingDataset
 from swift_vlpack.feed.epoch_report import left_out_by
@@ -384,14 +385,15 @@ def some_missing(tmp_path, pattern):
 @pytest.mark.parametrize(
     ("pattern", "stops"), [("..xxx.xxx.", False), ("xxx", False), (".xxxx.", True), ("xxxx", True)]
 )
-def test_more_failures_in_a_row_than_allowed_stop_the_run(template, tmp_path, form, pattern, stops):
+def test_more_failures_in_succession_than_allowed_stop_the_run(template, tmp_path, form, pattern, stops, monkeypatch):
     """DATA-7"""
+    monkeypatch.setattr(failures, "MAX_FAILED_IN_SUCCESSION", 3)
     rows = some_missing(tmp_path, pattern)
     sizes = LengthIndex.of([RowSize(30)] * len(rows))  # the files went after the length pass
     data = FusionCaptionDataset([RowSource(name="data", rows=rows, sizes=sizes)], template, shuffle=False)
-    dataset = packed(data, template, form, packing_strategy="greedy", packing_max_failures=3)
+    dataset = packed(data, template, form, packing_strategy="greedy")
     if stops:
-        with pytest.raises(TooManyFailures, match=rf"4 rows in a row .*data:{pattern.rindex('x')}: file_missing"):
+        with pytest.raises(TooManyFailures, match=rf"4 rows in succession .*data:{pattern.rindex('x')}: file_missing"):
             packs_of(dataset)
     else:
         assert len(left_out(packs_of(dataset))) == pattern.count("x")
@@ -590,14 +592,15 @@ def test_planned_packs_do_not_depend_on_the_workers(template, rows, loader_of):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_error_in_a_worker_reaches_the_training_process(template, tmp_path, loader_of, form):
+def test_error_in_a_worker_reaches_the_training_process(template, tmp_path, loader_of, form, monkeypatch):
     """DATA-7 DATA-9"""
+    monkeypatch.setattr(failures, "MAX_FAILED_IN_SUCCESSION", 3)
     data = FusionCaptionDataset(
         [RowSource(name="data", rows=some_missing(tmp_path, "xxxxxx"), sizes=LengthIndex.of([RowSize(30)] * 6))],
         template,
     )
-    feed = {"plan": planned_feed, "buffer": streamed_feed}[form](data, template, config(packing_max_failures=3))
-    with pytest.raises(TooManyFailures, match="4 rows in a row"):
+    feed = {"plan": planned_feed, "buffer": streamed_feed}[form](data, template, config())
+    with pytest.raises(TooManyFailures, match="4 rows in succession"):
         read_epoch(loader_of(feed, 1), 0)
 
 

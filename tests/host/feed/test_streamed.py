@@ -34,7 +34,6 @@ def config(**options):
             "packing_length": 200,
             "packing_buffer": 6,
             "packing_strategy": "best_fit",
-            "packing_max_carry": 1,
             **options,
         }
     )

@@ -9,7 +9,8 @@ import torch.multiprocessing as mp
 from swift.template import Template
 
 from swift_vlpack.errors import DataError
-from swift_vlpack.host.ranks import RankFailed, RanksDiffer
+from swift_vlpack.host.ranks import RankFailed
+from swift_vlpack.host.same_on_ranks import RanksDiffer
 from tests.data_rows import image_row, text_row
 from tests.host.lengths.support import ARGS, dataset, source, texts, unchecked, with_lengths
 from tests.images import photo

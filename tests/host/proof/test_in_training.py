@@ -229,15 +229,15 @@ WRONG = {
 
 
 def changing(monkeypatch, change, *, is_in_workers_only):
-    right = Collator.row
+    right = Collator.sequence
 
-    def row(self, pack):
+    def sequence(self, pack):
         made = right(self, pack)
         if (is_in_workers_only and get_worker_info() is None) or made.record is None or len(made.record.lengths) < 3:
             return made
         return batch_of({**made, **change(made, made.record)}, made.record, made.beside)
 
-    monkeypatch.setattr(Collator, "row", row)
+    monkeypatch.setattr(Collator, "sequence", sequence)
 
 
 @pytest.mark.parametrize("name", ["labels", "positions", *map(telling, ("boundary", "pixels", "tokens"))])

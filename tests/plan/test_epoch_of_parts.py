@@ -4,17 +4,16 @@ import numpy as np
 import pytest
 
 from swift_vlpack import PackingConfig
-from swift_vlpack.plan.cut_rows import CutRows, PartSize
 from swift_vlpack.plan.epoch import LENGTH, Recipe, pack_epoch, plan_epoch
 from swift_vlpack.plan.mix import Mix, Source
-from swift_vlpack.plan.parts import Span
-from swift_vlpack.reasons import Reason, part_code_of
+from swift_vlpack.plan.parts import CutRows, Part, Span
+from swift_vlpack.reasons import Reason
 
 SIZES = np.array([[5, 22, 0, 7, 30], [1, 2, 0, 0, 1], [4, 8, 0, 0, 9], [3, 9, 0, 2, 9]])
 CUT = CutRows.of(
     {
-        1: [PartSize(0, 10, 0, 1, 4, 5), PartSize(10, 20, 0, 1, 4, 3), PartSize(20, 22, 0, 0, 0, 1)],
-        4: [PartSize(12, 20, 2, 0, 0, 4), PartSize(0, 12, 0, 1, 9, 2, part_code_of(Reason.IMAGE_OVER_LENGTH))],
+        1: [Part(0, 0, 10, 0, 1, 4, None, 5), Part(1, 10, 20, 0, 1, 4, None, 3), Part(2, 20, 22, supervised=1)],
+        4: [Part(0, 12, 20, 2, supervised=4), Part(1, 0, 12, 0, 1, 9, Reason.IMAGE_OVER_LENGTH, 2)],
     }
 )
 
@@ -70,7 +69,7 @@ def test_epochs_are_shared_and_resumed_between_the_parts_of_a_row(num_ranks):
 
 def test_rows_of_which_nothing_is_left_are_drawn_as_those_that_cannot_be_encoded():
     """CUT-11: a ratio is one of rows, of which some part can be packed."""
-    nothing = CutRows.of({1: [PartSize(0, 22, 0, 2, 8, 9, part_code_of(Reason.OVERFLOW))]})
+    nothing = CutRows.of({1: [Part(0, 0, 22, 0, 2, 8, Reason.OVERFLOW, 9)]})
     made = recipe()
     epoch = pack_epoch(Recipe(**{**vars(made), "cut": (nothing,)}), 0)
     assert epoch.lengths[1] == 0

@@ -1,0 +1,199 @@
+"""Stop a run whose ranks differ: in versions, options, parameters, files that rows name, or validation rows.
+
+A rank that differs would wait for ever, or train a replica of its own while nothing warns. Each check gathers plain
+values of all ranks, and raises `RanksDiffer` with what differs:
+
+    check_equal("data and versions", {"swift": "4.6.0", ...})
+    RanksDiffer: ranks 0 and 1 do not agree on the data and versions: swift: 4.6.0 and 4.5.3. Give all ranks ...
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import swift
+import torch
+import transformers
+
+import swift_vlpack
+from swift_vlpack.comm import Comm
+from swift_vlpack.config import RESUME_DATA, RESUME_FILES, PackingConfig
+from swift_vlpack.envelope import differing_fields, shown_value
+from swift_vlpack.errors import VLPackError
+from swift_vlpack.feed.saved_rows import digest_of, rows_with_digest
+from swift_vlpack.host.checkpoint_files import digest_of_file
+from swift_vlpack.host.ranks import gathered
+from swift_vlpack.rows.media import is_name, names_of_files, real_file
+from swift_vlpack.rows.source import Row, RowSource, row_bytes
+
+OF_A_MACHINE = (
+    *("local_rank", "device", "max_memory", "use_cpu", "dataloader_", "load_from_cache_file", "download_mode"),
+    *("log_level", "disable_tqdm", "run_name", "report_to", "project", "trackio_", "swanlab_", "ray_"),
+    *("hub_", "push_to_hub", "use_hf", "local_repo_path", "check_model", "ignore_args_error"),
+)
+"""Prefixes of options that may differ between ranks: devices, processes, logs, hubs."""
+OF_A_MACHINE_AT_THE_END = ("_token", "_dir", "_num_proc")
+"""Suffixes of options that may differ between ranks: secrets, output paths, processes."""
+COMPARED_BY_CONTENT = (
+    *("model", "dataset", "val_dataset", "custom_dataset_info", "fusion_config", "resume_from_checkpoint"),
+)
+"""Paths that may differ between machines: parameters, rows and checkpoints are compared instead."""
+NUM_PARAMETERS_NAMED = 3
+NUM_ROWS_OF_STREAM = 16
+NUM_ROWS_NAMED = 3
+
+
+class RanksDiffer(VLPackError):
+    """The ranks would train on different data."""
+
+
+def check_equal(what: str, mine: Mapping[str, Any]) -> None:
+    """Stop on every rank, naming what differs, unless all ranks have the same."""
+    refuse_differences(what, gathered(dict(mine), what))
+
+
+def refuse_differences(what: str, everyone: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `RanksDiffer`, naming what differs, unless all ranks gave the same values."""
+    first, *others = everyone
+    for other, theirs in enumerate(others, start=1):
+        if names := differing_fields(first, theirs):
+            shown = "; ".join(f"{name}: {shown_value(first, name)} and {shown_value(theirs, name)}" for name in names)
+            raise RanksDiffer(
+                f"ranks 0 and {other} do not agree on the {what}: {shown}. "
+                "Give all ranks the same files, versions and options"
+            )
+
+
+def check_same_parameters(model: Any, comm: Comm) -> None:
+    """Stop on every rank, naming some of what differs, unless the models have the same parameters to train."""
+    mine = {
+        name: f"{list(parameter.shape)} {parameter.dtype}, {'trained' if parameter.requires_grad else 'frozen'}"
+        for name, parameter in model.named_parameters()
+    }
+    # Digests first: the names of all parameters, from all ranks, are only needed where something differs.
+    digest = hashlib.blake2b(repr(mine).encode(), digest_size=8).hexdigest()
+    if len({*comm.results_of_all(lambda: digest)}) == 1:
+        return
+    everyone = comm.results_of_all(lambda: mine)
+    names = sorted({name for theirs in everyone for name in differing_fields(everyone[0], theirs)})
+    refuse_differences(
+        f"parameters of the model, {len(names)} of which differ",
+        [{name: theirs.get(name, "not there") for name in names[:NUM_PARAMETERS_NAMED]} for theirs in everyone],
+    )
+    raise RanksDiffer("the ranks have the same parameters in another order. Give all ranks the same versions")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that decide about packs and steps."""
+    return {package.__name__: package.__version__ for package in (swift_vlpack, swift, transformers)}
+
+
+def options_of_run(args: Any, config: PackingConfig) -> dict[str, Any]:
+    """Return all options of packing and training, without those that may differ between machines.
+
+    A rank with other steps, batches or another loss would leave the others waiting for ever.
+    """
+    options = {**vars_of(args.training_args), **vars_of(args), **vars_of(config)}
+    compared = {name: content_of(value) for name, value in options.items() if _is_common(name)}
+    return {**compared, **{variable: os.environ.get(variable) for variable in (RESUME_DATA, RESUME_FILES)}}
+
+
+def vars_of(options: Any) -> dict[str, Any]:
+    """Return the values of a dataclass by field, without attributes that were set beside the fields."""
+    return {spec.name: getattr(options, spec.name, None) for spec in dataclasses.fields(options)}
+
+
+def _is_common(name: str) -> bool:
+    is_of_machine = name.startswith(OF_A_MACHINE) or name.endswith(OF_A_MACHINE_AT_THE_END)
+    return not is_of_machine and name not in COMPARED_BY_CONTENT
+
+
+def content_of(value: Any) -> Any:
+    """Return a value as plain data to compare; a file becomes its digest, because paths may differ between machines."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, str):
+        return _content_of_text(value)
+    if isinstance(value, Mapping):
+        return {str(key): content_of(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [content_of(inner) for inner in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(repr, value))
+    if dataclasses.is_dataclass(value):
+        return content_of(vars_of(value))
+    if isinstance(value, (bool, int, float, type(None))):
+        return value
+    # Other objects (a device, a class) count by type name, because their text may contain a memory address.
+    return str(value) if isinstance(value, torch.dtype) else type(value).__name__
+
+
+def _content_of_text(text: str) -> str:
+    if os.sep not in text:
+        return text
+    path = Path(text)
+    try:
+        # The content of folders is compared elsewhere: parameters, rows, states of checkpoints.
+        return "a folder" if path.is_dir() else f"a file of digest {digest_of_file(path)}" if path.is_file() else text
+    except OSError:  # too long for a path
+        return text
+
+
+def check_same_files(source: RowSource, comm: Comm) -> None:
+    """Stop on every rank, naming rows, if a file that a row names is missing on some ranks only, or differs in size.
+
+    Looks at 10,000 rows at most, and compares only sizes: reading every image is the cost that packing avoids.
+    """
+    if comm.num_ranks == 1:
+        return
+    indices = rows_with_digest(len(source.rows)).tolist()
+    mine = {index: _sizes_of_files(source.rows[index]) for index in indices}
+    digest = digest_of(repr(mine).encode())
+    if len({*comm.results_of_all(lambda: digest)}) == 1:
+        return
+    everyone = comm.results_of_all(lambda: mine)
+    differing = [index for index in indices if any(theirs.get(index) != everyone[0][index] for theirs in everyone)]
+    named = {index: f"{source.sample_id(index)} ({source.where(index)})" for index in differing[:NUM_ROWS_NAMED]}
+    refuse_differences(
+        f"files of source {source.name!r}, which {len(differing)} rows name",
+        [{named[index]: _said(theirs.get(index, {})) for index in named} for theirs in everyone],
+    )
+    # Ranks differ even if the few rows that are named happen to be equal.
+    raise RanksDiffer(f"the ranks do not have the same files of source {source.name!r}. Give all ranks the same files")
+
+
+def check_same_validation(rows: Any, comm: Comm) -> None:
+    """Stop on every rank unless all have the same validation rows; comparing plans does not cover them."""
+    if comm.num_ranks == 1:
+        return
+    refuse_differences("validation rows", comm.results_of_all(lambda: _validation(rows)))
+    if hasattr(rows, "__len__"):
+        check_same_files(RowSource(name="validation", rows=rows), comm)
+
+
+def _validation(rows: Any) -> dict[str, Any]:
+    if rows is None:
+        return {"rows": 0}
+    if hasattr(rows, "__len__"):
+        seen = [rows[index] for index in rows_with_digest(len(rows)).tolist()]
+        return {"rows": len(rows), "content": digest_of(*map(row_bytes, seen))}
+    return {"rows": "a stream", "content": digest_of(*map(row_bytes, islice(iter(rows), NUM_ROWS_OF_STREAM)))}
+
+
+def _sizes_of_files(row: Row) -> dict[str, int | None]:
+    """Return the size in bytes of every file that a row names, by name; None for a missing file."""
+    files = {name: real_file(name) for name in names_of_files(row) if is_name(name)}
+    return {name: None if file is None else file.state.st_size for name, file in files.items()}
+
+
+def _said(sizes: dict[str, int | None]) -> str:
+    return ", ".join(
+        f"{name} {'is missing' if size is None else f'has {size:,} bytes'}" for name, size in sizes.items()
+    )
