@@ -56,7 +56,7 @@ test-oldest-few:  ## Run the tenth of test-oldest that CI runs
 	  tests/host/test_padding.py tests/host/test_pretrain.py tests/host/test_evaluation.py tests/host/parts \
 	  tests/host/test_together.py tests/e2e/test_plan.py"
 
-lint: $(READY)  ## ruff check, ruff format --check, mypy strict on core, data and text
+lint: $(READY)  ## ruff check, ruff format --check, mypy strict (all but host)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
