@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 Result = TypeVar("Result")
+OfAll = Callable[[Callable[[], Any]], list[Any]]
+"""The type of `Comm.results_of_all`, for work that needs nothing else of the ranks."""
 
 
 class Comm(Protocol):

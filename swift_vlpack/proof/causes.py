@@ -78,7 +78,7 @@ class Evidence:
     """Result of the host's padded batch of two of the samples by the model's own attention: ALONE, ANOTHER or MIXED."""
     window: int | None = None
     rope_type: str = "default"
-    model_types: tuple[str, ...] = field(default=())
+    model_types: tuple[str, ...] = ()
     """Kinds of the model's layers, as its config names them."""
 
 

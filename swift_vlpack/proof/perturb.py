@@ -71,15 +71,6 @@ def twins(samples: Sequence[Encoded]) -> list[tuple[int, int]]:
     ]
 
 
-def few_of(num_samples: int, worst: int) -> tuple[int, ...]:
-    """Choose samples to change: all if they are few, else the neighbours of `worst` and both ends.
-
-    Not all of many, because each changed sample costs a forward of the sequence.
-    """
-    around = {0, 1, *range(worst - 2, worst + 3), num_samples - 2, num_samples - 1}
-    return tuple(at for at in range(num_samples) if num_samples <= len(around) or at in around)
-
-
 def _has_content(value: Any) -> bool:
     """Return whether a value holds floating-point numbers, as pixels and spectra do; grids, masks, positions do not."""
     if isinstance(value, (list, tuple)):
