@@ -1,4 +1,7 @@
-"""Choose the attention kernel for a model, its template and its packs."""
+"""Choose the attention kernel of a run: record what the model asks of attention, then let `choose_kernel` try kernels.
+
+`print(choose_attention(model, template, packs))` after `prepare_model` is what a trainer of one's own calls.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Change the content of samples and keep their form, so that the proof sees what depends on what.
+"""Replace the tokens or media of a sample and keep its lengths and shapes: what then moves depended on them.
 
 >>> replaced({"input_ids": [1, 7, 8, 9, 2]}, is_ordinary=lambda token: token > 2)["input_ids"]
 [1, 8, 9, 7, 2]
@@ -13,6 +13,7 @@ import torch
 
 from swift_vlpack.rows.samples import Encoded
 
+# Fields with one value for each token: no media, whatever their type.
 _NO_MEDIA = frozenset(("input_ids", "labels", "loss_scale", "position_ids", "attention_mask", "token_type_ids"))
 
 
@@ -81,4 +82,5 @@ def _has_content(value: Any) -> bool:
 def _other(value: Any, number: int) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_other(inner, number) for inner in value)
+    # Mirrored around `number` / 2: other values in the same shape and type, in about the same range.
     return number - value if isinstance(value, torch.Tensor) and value.is_floating_point() else value
