@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
+import torch
 from swift.arguments import PretrainArguments
+from swift.model import get_model_processor
 from swift.pipelines.train.sft import SwiftSft
 
 from swift_vlpack.config import is_planned
@@ -106,6 +108,20 @@ def run_of(argv: Sequence[str], *, num_ranks: int, command: str = "sft", kind: t
     with tempfile.TemporaryDirectory(prefix="vlpack-") as folder, counted_as(num_ranks):
         # ms-swift makes the output folder when it reads its arguments; this leaves none behind.
         yield kind([*_without(argv, kind.left_out), *kind.overridden, "--output_dir", folder], command)
+
+
+def with_model_shape(template: Any) -> Any:
+    """Give a template a model without weights, which some templates ask how positions are counted.
+
+    ms-swift would make one by itself, but it would guess the type of the model again, and it cannot for every folder.
+    """
+    if template.model_meta.is_multimodal and template.model is None and template.dummy_model is None:
+        info = template.model_info
+        # A model that cannot be made matters only if the template asks it; then ms-swift says what is wrong.
+        with suppress(Exception), torch.device("meta"):
+            made = get_model_processor(info.model_dir, model_type=info.model_type, return_dummy_model=True)
+            template.dummy_model = made[0]
+    return template
 
 
 def need_packing(args: Any) -> None:
