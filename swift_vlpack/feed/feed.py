@@ -75,7 +75,7 @@ class Feed(ABC):
     """The shape of `state()`, by which a saved state is checked."""
 
     def __init__(
-        self, packs: Packs, *, objective: Mapping[str, Any] | None = None, unpacked_batch_size: int | None = 1
+        self, packs: Packs, *, objective: Mapping[str, Any] | None = None, unpacked_batch_size: int = 1
     ) -> None:
         """`objective` has settings of training that are neither rows nor packing options; part of the fingerprint."""
         self.packs = packs

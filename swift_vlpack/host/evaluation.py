@@ -25,9 +25,9 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from swift_vlpack.attention.sequence_effects import check_rope
 from swift_vlpack.config import PackingConfig
-from swift_vlpack.feed.collate import layout
 from swift_vlpack.feed.packs import Packs
 from swift_vlpack.feed.planned import PlannedPackingDataset
+from swift_vlpack.feed.sequence import layout
 from swift_vlpack.feed.sequence_loss import num_targets
 from swift_vlpack.host.length_pass import with_all_lengths
 from swift_vlpack.host.losses import LossOfSample, is_mean, loss_of_sample
@@ -104,12 +104,12 @@ class EvaluatesRows(Seq2SeqTrainer):
         if not isinstance(dataloader.dataset, Packs):
             return super().evaluation_loop(dataloader, *args, **kwargs)
         self._losses_evaluated = {}
-        gather = self.gather_function
+        gather: Any = self.gather_function  # type: ignore[has-type]
         super().evaluation_loop(dataloader, *args, **kwargs)
         self.gather_function = gather  # the loop clears it at its end
-        rows = LossesOfRows(gathered(self._losses_evaluated, "the losses of an evaluation"))
+        rows: Any = LossesOfRows(gathered(self._losses_evaluated, "the losses of an evaluation"))
         # The trainer now distributes, repeats and cuts off batches exactly as it does for rows without packing.
-        batches = DataLoader(rows, self.args.eval_batch_size, drop_last=self.args.dataloader_drop_last)
+        batches: Any = DataLoader(rows, self.args.eval_batch_size, drop_last=self.args.dataloader_drop_last)
         return super().evaluation_loop(self.accelerator.prepare(batches), *args, **kwargs)
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -217,7 +217,7 @@ class LossPerSample:
             yield CausalLMOutput(loss=loss, logits=outputs.logits[:, tokens]), of_labels, scale
 
 
-class LossesOfRows(list[dict[str, float]]):
+class LossesOfRows(list[Any]):
     """The losses of a packed evaluation, one a row in the order of the rows, to be batched as rows are."""
 
     def __init__(self, losses_of_ranks: Sequence[dict[int, SampleLoss]]) -> None:

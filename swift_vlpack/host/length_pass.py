@@ -16,6 +16,7 @@ from swift.utils import get_logger, is_master
 import swift_vlpack
 from swift_vlpack.host import ranks
 from swift_vlpack.host.headers import pixel_free, reading_urls
+from swift_vlpack.host.same_on_ranks import check_equal
 from swift_vlpack.lengths.cache import LengthCache, fingerprint
 from swift_vlpack.lengths.cache_folder import UNREACHABLE_URLS, About, lengths_folder, lengths_path, write_about
 from swift_vlpack.lengths.context import dependencies_of, digest_of, is_of_length
@@ -114,7 +115,7 @@ def _check_same_rows(source: RowSource, settings: dict[str, str]) -> None:
     last = max(0, len(source.rows) - 1)
     spread = np.unique(np.linspace(0, last, NUM_ROWS_EQUAL_ON_RANKS).astype(np.int64)).tolist()
     rows = (row for index in spread for row in rows_at(source.rows, [index]))
-    ranks.check_equal(
+    check_equal(
         f"rows of source {source.name!r} and the settings that lengths depend on",
         {"rows": len(source.rows), "content": fingerprint(rows), **settings},
     )

@@ -99,7 +99,7 @@ def instead_of_proof(trainer: Any, act: Callable[..., None]) -> None:
     """Replace what this package does between the prepared model and step 1: attention, proof, a run's first notes."""
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, PackingCallback):
-            callback.on_train_begin = act
+            callback.on_train_begin = act  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from functools import reduce
 from importlib import import_module
+from typing import Any
 
 from swift_vlpack.errors import VLPackError
 
@@ -79,7 +80,7 @@ def check_seam() -> None:
 
 def _problem(module: str, name: str, wanted: frozenset[str]) -> str | None:
     try:
-        found = reduce(getattr, name.split("."), import_module(module))
+        found: Any = reduce(getattr, name.split("."), import_module(module))
     except (ImportError, AttributeError):
         return f"{module}.{name} is gone"
     if not wanted:

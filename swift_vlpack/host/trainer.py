@@ -26,7 +26,7 @@ from swift_vlpack.errors import ConfigError, StateMismatch
 from swift_vlpack.feed.collate import Batch, Collator
 from swift_vlpack.feed.feed import Feed
 from swift_vlpack.feed.sequence import layout
-from swift_vlpack.feed.sequence_loss import num_targets, weigh_samples
+from swift_vlpack.feed.sequence_loss import MeanOfStep, num_targets, weigh_samples
 from swift_vlpack.feed.waiting import waiting
 from swift_vlpack.files import sync_folder
 from swift_vlpack.host.checkpoint_files import recorded
@@ -34,7 +34,6 @@ from swift_vlpack.host.checkpoints import nothing_deleted, rotate, save_training
 from swift_vlpack.host.evaluation import EvaluatesRows
 from swift_vlpack.host.loader import PackLoader, collator_of
 from swift_vlpack.host.losses import (
-    MeanOfStep,
     refuse_experts_of_packs,
     shifts_smoothed_labels,
     warn_of_what_differs,
@@ -82,8 +81,9 @@ class PackingTrainer(EvaluatesRows):
         super().__init__(*args, **kwargs)
         refuse_experts_of_packs(self)
         warn_of_what_differs(self)
-        if self.label_smoother is not None:
-            self.label_smoother = MeanOfStep(self.label_smoother)
+        smoother: Any = self.label_smoother  # type: ignore[has-type]
+        if smoother is not None:
+            self.label_smoother = MeanOfStep(smoother)
         # ms-swift sets one worker for data without a length, because its workers would all read all rows.
         training_args.dataloader_num_workers = num_workers
 

@@ -6,6 +6,7 @@ import atexit
 import gc
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ class Ranks:
     def __init__(self, timeout: timedelta | None = None) -> None:
         """Make the group. A rank waits `timeout` for the slowest; without it, torch's half an hour."""
         # gloo, on the CPU: a vote over NCCL would wait in line behind the kernels of the step that it is to overlap.
-        self._group = dist.new_group(backend="gloo", timeout=timeout) if num_ranks() > 1 else None
+        self._group: Any = dist.new_group(backend="gloo", timeout=timeout) if num_ranks() > 1 else None
         self._on_its_way: dist.Work | None = None
         if self._group is not None:
             _voting.append(self)
@@ -38,7 +39,8 @@ class Ranks:
         if self._group is None:
             return lambda: mine
         votes = torch.tensor([int(mine)])
-        work = self._on_its_way = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        work: Any = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._on_its_way = work
 
         def outcome() -> Vote:
             with waiting("the vote on the next step"):

@@ -3,7 +3,7 @@
 While the code runs, `os.environ` has a class that notes the names that are read; afterwards it gets its own class back.
 
 >>> with noted_reads() as reads:
-...     exec('import os; language = os.environ.get("MY_LANGUAGE", "en")', {"__name__": "plugin"})
+...     language = os.environ.get("MY_LANGUAGE", "en")
 >>> reads.names
 {'MY_LANGUAGE'}
 """

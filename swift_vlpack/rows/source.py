@@ -29,6 +29,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.plan.parts import Part
 from swift_vlpack.rows.samples import SampleId
@@ -56,7 +59,7 @@ class RowSource:
     """Pixel limit of this source's images, in place of the template's."""
     seed: int | None = None
     """Seed of this source's draws, in place of the run's."""
-    row_numbers: Sequence[int] | None = None
+    row_numbers: Sequence[int] | NDArray[np.int64] | None = None
     """Number of each row in its file; None if all rows of the file are there."""
     is_numbered: bool = True
     """Whether `row_numbers` are of the file; otherwise a row's number is its place among the loaded rows."""
