@@ -204,20 +204,20 @@ def test_strict_stops_at_the_first_unreadable_row_and_names_it(small_folder, tmp
 
 def test_row_that_breaks_after_the_length_pass_is_left_out(small_folder, data, tmp_path, options, monkeypatch):
     """DATA-7 DATA-10: its pack goes on without it; a pack that loses all its rows trains without loss."""
-    from swift_vlpack.rows.encoder import RowEncoder
+    from swift_vlpack.rows.fusion import FusionCaptionDataset
+    from swift_vlpack.rows.samples import SampleError
 
     rows = [image_row([path], answer="x " * 40) for path in make(tmp_path / "good", GOOD).values()]
     dataset = write_jsonl(tmp_path / "rows.jsonl", [*rows, *[text_row(answer="y " * 50) for _ in range(3)]])
-    sample = RowEncoder.sample
+    encode = FusionCaptionDataset.encode
 
-    def breaking(encoder, row, sample_id, **kwargs):
+    def breaking(data, address):
+        row = data.sources[address.source].row(address.row_index)
         if row.get("images") and "photo" not in str(row["images"]):
-            from swift_vlpack.rows.samples import SampleError
+            raise SampleError(data.sample_id(address), "file_missing", "gone")
+        return encode(data, address)
 
-            raise SampleError(sample_id, "file_missing", "gone")
-        return sample(encoder, row, sample_id, **kwargs)
-
-    monkeypatch.setattr(RowEncoder, "sample", breaking)
+    monkeypatch.setattr(FusionCaptionDataset, "encode", breaking)  # which the length pass does not call
     options(packing_length=140, packing_strategy="greedy", packing_drop_last="false", packing_verify="false")
     result = train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path / "out", dataset=dataset, num_train_epochs=1))
     report = epoch_report(tmp_path / "out")

@@ -153,13 +153,19 @@ def of_a_run(name: str, flags: Sequence[str], folder: Path, *, num_ranks: int = 
 
     `own` are flags of the command itself.
     """
-    from swift_vlpack.host import run
+    from tests.cli.in_process import run_here
 
     path = folder / f"{name}.json"
+    left_out = ["--failures", folder / "left_out.jsonl"] if name == "plan" else []
+    given = [part for flag, value in own.items() for part in ([f"--{flag}"] if value is True else [f"--{flag}", value])]
+    stdout = os.dup(1)
     with path.open("w") as file:
-        settings = {"form": "json", "report": os.dup(file.fileno()), "num_ranks": num_ranks, "seed": 0, **own}
-        settings["failures"] = str(folder / "left_out.jsonl")
-        assert run(name, json.dumps(settings), "sft", *flags) == 0
+        try:
+            os.dup2(file.fileno(), 1)
+            assert run_here([name, *flags, "--num_ranks", num_ranks, *given, *left_out, "--json"]) == 0
+        finally:
+            os.dup2(stdout, 1)
+            os.close(stdout)
     report: dict[str, Any] = json.loads(path.read_text())
     return report
 
