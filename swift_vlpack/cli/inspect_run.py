@@ -11,9 +11,8 @@ from swift_vlpack.cli.inspect_planned import PlannedRun
 from swift_vlpack.cli.inspect_streamed import found_of_stream, found_on_record
 from swift_vlpack.cli.trained import TrainedRun
 from swift_vlpack.cli.wanted import Found, Wanted
-from swift_vlpack.config import is_planned
 from swift_vlpack.feed.streamed_feed import StreamedFeed
-from swift_vlpack.host.args import packing_config
+from swift_vlpack.host.args import packing_config, plans_ahead
 from swift_vlpack.host.launch import RunLaunch
 from swift_vlpack.host.pipeline import build_feed
 from swift_vlpack.host.run import Run, feed_of, run_of
@@ -37,12 +36,11 @@ def look_at(settings: Mapping[str, Any], launch: RunLaunch, out: TextIO) -> int:
 def look(run: Run, wanted: Wanted) -> Found:
     """Everything that was asked for, of a run that is to be started or of one that was trained."""
     trained = None if wanted.folder is None else TrainedRun(wanted.folder)
-    config = packing_config(run.args)
-    can_be_planned = is_planned(config, is_sized=not run.args.streaming)
+    can_be_planned = plans_ahead(run.args)
     if trained is not None and wanted.is_of_steps and (trained.kind == StreamedFeed.kind or not can_be_planned):
         return found_on_record(run, trained, wanted)
     if not can_be_planned:
-        feed, _ = build_feed(run.args, run.template, config)
+        feed, _ = build_feed(run.args, run.template, packing_config(run.args))
         return found_of_stream(run, feed, wanted)
     planned = feed_of(run)[0] if trained is None else trained.feed(run)
     return PlannedRun(run, planned, trained, with_thumbnails=wanted.html is not None).found(wanted)

@@ -76,7 +76,7 @@ class Feed(ABC):
     def __init__(
         self, packs: Packs, *, objective: Mapping[str, Any] | None = None, unpacked_batch_size: int | None = 1
     ) -> None:
-        """Feed from these packs. `objective` has the settings of training that are compared on resume (`fingerprint`)."""
+        """Feed from these packs. `objective` has the settings of training that go into the fingerprint."""
         self.packs = packs
         self.objective = dict(objective or {})
         self.unpacked_batch_size = unpacked_batch_size
@@ -127,7 +127,7 @@ class Feed(ABC):
         return None
 
     def preview(self, num_samples: int) -> Iterator[Encoded]:
-        """Yield the first samples that will be trained. Each is encoded when it is asked for; failing rows are skipped."""
+        """Yield the first samples that will be trained, encoded when they are asked for; skip rows that fail."""
         return self.packs.preview(num_samples)
 
     @abstractmethod
@@ -139,7 +139,7 @@ class Feed(ABC):
 
     @cached_property
     def saved_rows(self) -> RunRows:
-        """Return the rows in the form that checkpoints save; made on first use, because commands that plan need none."""
+        """Return the rows in the form that checkpoints save. Made on first use: commands that plan need none."""
         return RunRows(self.sources)
 
     # -- epochs -----------------------------------------------------------------------------------------------------

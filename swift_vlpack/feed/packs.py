@@ -62,7 +62,7 @@ class Packs:
         return sources
 
     def preview(self, num_samples: int) -> Iterator[Encoded]:
-        """Yield the first samples that will be trained. Each is encoded when it is asked for; failing rows are skipped."""
+        """Yield the first samples that will be trained, encoded when they are asked for; skip rows that fail."""
         raise NotImplementedError
 
 

@@ -171,7 +171,7 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         return self._plan if self._plan is not None and self._plan.epoch == self.epoch else None
 
     def preview(self, num_samples: int) -> Iterator[Encoded]:
-        """Yield the first samples of the epoch, each encoded when it is asked for; rows that fail are skipped."""
+        """Yield the first samples of the epoch, encoded when they are asked for; skip rows that fail."""
         epoch = self.epoch_plan
         tried = epoch.samples(epoch.packs.members[: num_samples + MOST_FAILURES_OF_PREVIEW].tolist())
         samples = (self.dataset.sample_or_error(Address(*where)) for where in tried)

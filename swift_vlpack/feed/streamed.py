@@ -80,7 +80,7 @@ class StreamedPackingDataset(Packs, IterableDataset[PackedSamples]):
         )
 
     def preview(self, num_samples: int) -> Iterator[Encoded]:
-        """Yield the first samples of epoch 0, each encoded when it is asked for; rows that fail are skipped.
+        """Yield the first samples of epoch 0, encoded when they are asked for; skip rows that fail.
 
         Not of the first pack: to fill it, a whole buffer would be read and thrown away before step 1.
         """
@@ -127,7 +127,7 @@ class ReaderProgress:
         self.num_trained += 1
         for state in record.progress:
             self.workers[state["worker"]] = state
-            # A dataloader asks its workers in turn, so this is the one that it asks next.
+            # The worker that a dataloader asks next, or the first after it that is not at its end.
             self.turn = (state["worker"] + 1) % self.num_workers
 
     def state(self) -> dict[str, Any]:

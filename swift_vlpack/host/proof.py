@@ -44,7 +44,7 @@ def prove_first_batch(trainer: Any, batches: Sequence[Batch], num_items: Any) ->
         with _unseen(trainer):
             loss, has_engine = partial(_loss, trainer, batch, num_items), trainer.is_deepspeed_enabled
             passes = Passes(unwrapped(model_of(trainer)), loss, _scale_of(trainer), has_engine=has_engine)
-            of = measure_in_training(
+            measured = measure_in_training(
                 passes, sequences[0], lambda work: results_of_all(work, "the first batch in training")
             )
     except CannotSee as error:  # raised on all ranks, because they have the same model
@@ -53,9 +53,10 @@ def prove_first_batch(trainer: Any, batches: Sequence[Batch], num_items: Any) ->
         error.add_note("This was the proof on the first batch, before step 1: packing_verify=false trains without it.")
         raise
     if trainer.model_info.is_moe_model and trainer.args.router_aux_loss_coef:
-        of = replace(of, not_looked_at=(*of.not_looked_at, "the loss that balances experts over the sequence"))
+        left = (*measured.not_looked_at, "the loss that balances experts over the sequence")
+        measured = replace(measured, not_looked_at=left)
     lines: list[str] = []
-    results_of_all(lambda: lines.append(prove_in_training(of)), "the first batch in training")
+    results_of_all(lambda: lines.append(prove_in_training(measured)), "the first batch in training")
     return lines[0]
 
 
@@ -70,7 +71,7 @@ def _checked_sequence(trainer: Any, batch: Batch) -> FirstSequence:
     assert record is not None
     workers = trainer.args.dataloader_num_workers
     samples = encoded_again(feed, record, rank=trainer.args.process_index, num_workers=workers)
-    if not record.sample_ids:  # of a rank that is dry, or of rows that cannot be read: a sequence without a target
+    if not record.sample_ids:  # a rank without a pack, or rows that cannot be read: a sequence without a target
         wrong = None
     elif isinstance(samples, str):
         wrong = wrong_without_samples(batch, record)
@@ -119,10 +120,10 @@ def _scale_of(trainer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def attention_of(trainer: Any) -> str:
-    """The name of the attention that the model has."""
+    """Return the name of the attention that the model has."""
     return attention.name_of(unwrapped(model_of(trainer)).config)
 
 
 def model_of(trainer: Any) -> Any:
-    """The model as it will train, in its wrappers."""
+    """Return the model as it will train, in its wrappers."""
     return getattr(trainer, "model_wrapped", None) or trainer.model
