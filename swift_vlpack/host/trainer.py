@@ -328,9 +328,8 @@ class PackingTrainer(EvaluatesRows):
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Save ms-swift's checkpoint, then the state of the data. Only then it is complete and an older one may go."""
-        self.events.note_steps(
-            self.state.global_step
-        )  # so that after a kill the lost steps are those after this checkpoint
+        # So that the steps lost in a kill are exactly those noted after the checkpoint.
+        self.events.note_steps(self.state.global_step)
         with self.events.paused():
             result = self._save_whole_checkpoint(*args, **kwargs)
         self.events.checkpoint(self.state.global_step, self._checkpoint)
