@@ -33,7 +33,7 @@ from swift_vlpack.words import INSTALL, did_you_mean
 EXIT_USAGE = 2
 COMMANDS = {
     "plan": "plan",
-    "inspect": "inspect_command",
+    "inspect": "inspect",
     "verify": "verify",
     "sft": "train",
     "pt": "train",

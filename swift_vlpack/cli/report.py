@@ -10,8 +10,8 @@ from pathlib import Path
 from swift_vlpack.cli.command import Command
 from swift_vlpack.host.path_checks import check_file
 from swift_vlpack.pages.page import write_page
+from swift_vlpack.pages.report import print_report
 from swift_vlpack.pages.report_page import report_page
-from swift_vlpack.pages.report_text import print_report
 from swift_vlpack.runlog.folder import find_run
 from swift_vlpack.runlog.report import run_report
 

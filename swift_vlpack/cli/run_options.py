@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from swift_vlpack.cli.in_run import is_in_run
 from swift_vlpack.config import option_names
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.runlog.folder import ARGS, STATE, checkpoints, find_run
@@ -26,11 +27,11 @@ OF_ROWS = (
     *("per_device_train_batch_size", "dataloader_num_workers", "tuner_type"),
     *("packing", "packing_length", "packing_strategy"),
 )
-"""ms-swift's options that decide rows, packs and steps; no other option changes them."""
+"""ms-swift's options that decide rows, packs and steps. All others may differ between training and looking back."""
 
 
 class RunOptions(NamedTuple):
-    """How a run was started, as far as its data goes."""
+    """The flags, variables and ranks that make the packs of a run again."""
 
     flags: list[str]
     variables: dict[str, str]
@@ -44,8 +45,8 @@ def run_named(given: Path) -> Path:
     try:
         run = find_run(given)
     except ConfigError:
-        return given  # which has arguments in its checkpoints alone, or none at all
-    if run.others:
+        return given  # its checkpoints may have arguments; if not, `run_options` says what is missing
+    if run.others and not is_in_run():  # a command about a run gets here twice
         print(f"the newest of {len(run.others) + 1} runs there: {run.path}", file=sys.stderr)
     return run.path
 
@@ -60,7 +61,7 @@ def run_options(folder: Path) -> RunOptions:
     start = segments[-1].start if segments else {}
     options = start["options"] if "options" in start else _options_of_checkpoints(folder)
     given = {name: args[name] for name in OF_ROWS if args.get(name) not in (None, [], {})}
-    if "fusion_config" in options:  # its sources take the place of the data that args.json names
+    if "fusion_config" in options:  # because its sources replace the data that args.json names
         given.pop("dataset", None)
     own = {name: value for name, value in options.items() if name in option_names() and value is not None}
     flags = [part for name, value in {**given, **own}.items() for part in _flag(name, value)]
@@ -69,6 +70,7 @@ def run_options(folder: Path) -> RunOptions:
 
 
 def _args_of(folder: Path) -> dict[str, Any]:
+    """Read ms-swift's arguments of the run, from the folder itself or from its newest complete checkpoint."""
     if not folder.is_dir():
         raise ConfigError(f"--run {folder}: no such directory; name the output_dir of a run")
     newest_first = reversed(checkpoints(folder))

@@ -1,17 +1,23 @@
-"""Rows of a stream by their numbers, read again without being encoded, and where they stand in local files.
+"""Find file and line of rows of a stream, by reading the stream again without encoding it.
 
-A stream knows no files: ms-swift shuffles and joins them before anybody counts. So a row is looked for by what is in
-it, and has a line if exactly one line of the files has all of its texts.
+A stream knows no files: ms-swift shuffles and joins them before rows are counted. So the stream is read again up to the
+rows that are wanted, and their texts are looked up in local files. A row has a line if exactly one line has all of its
+texts; any other row is described by the beginning of its text.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from swift_vlpack.host.pipeline import data_seed
+from swift_vlpack.host.run import Run
+from swift_vlpack.host.sources import load_stream
+from swift_vlpack.pages.values import StepShown, TrainedPack
 from swift_vlpack.plan.shares import Share
 from swift_vlpack.rows.media import names_of_files
 from swift_vlpack.rows.randomness import RandomStream
@@ -19,14 +25,44 @@ from swift_vlpack.rows.streams import StreamedRows
 
 _LINES = (".jsonl", ".json")
 _SHORTEST = 3
-"""Letters of a text that says something; shorter ones are everywhere."""
+"""Letters that a text needs to be looked up, because shorter ones are in nearly every line."""
 _PREVIEW = 60
+
+
+def with_places(steps: Sequence[StepShown], run: Run, num_shares: int | None) -> list[StepShown]:
+    """Add file and line to the samples of steps that a stream trained, shared by `num_shares` readers."""
+    if not run.args.streaming or num_shares is None:
+        return list(steps)
+    stream, _ = load_stream(run.args, run.template)
+    stream.seed = data_seed(run.args)
+    packs = [pack for step in steps for pack in step.packs]
+    places: dict[tuple[int, str], str] = {}
+    for epoch in {pack.epoch for pack in packs}:
+        names = {name for pack in packs if pack.epoch == epoch for name in pack.ids}
+        rows = rows_at(stream, epoch, {row_number(name) for name in names}, num_shares)
+        found = places_of(rows, local_files(run.args.dataset))
+        places |= {(epoch, name): found[row_number(name)] for name in names if row_number(name) in found}
+
+    def placed(pack: TrainedPack) -> TrainedPack:
+        known = zip(pack.ids, pack.where, strict=True)
+        return replace(pack, where=[places.get((pack.epoch, name), where) for name, where in known])
+
+    return [replace(step, packs=list(map(placed, step.packs))) for step in steps]
+
+
+def row_number(sample_id: str) -> int:
+    """Return the number of the row that a sample, or a part of one, is made of.
+
+    >>> row_number("stream:17"), row_number("stream:17/2")
+    (17, 17)
+    """
+    return int(sample_id.rpartition(":")[2].partition("/")[0])
 
 
 def rows_at(
     stream: StreamedRows, epoch: int, numbers: Collection[int], num_shares: int
 ) -> dict[int, Mapping[str, Any]]:
-    """The rows of these numbers, where the stream was read in so many shares."""
+    """Read rows of these numbers from a stream that `num_shares` readers shared."""
     found: dict[int, Mapping[str, Any]] = {}
     for share in {number % num_shares for number in numbers}:
         wanted = {number for number in numbers if number % num_shares == share}
@@ -38,7 +74,7 @@ def rows_at(
 
 
 def _read(stream: StreamedRows, epoch: int, share: Share) -> Iterator[Mapping[str, Any]]:
-    # What is drawn while rows are read, to shuffle them, is drawn as in the run.
+    # With the random numbers of the run, because ms-swift shuffles while it reads.
     reading = RandomStream(stream.seed, epoch, stream.name, *share)
     rows = stream.rows_of(epoch, share)
     while True:
@@ -50,7 +86,7 @@ def _read(stream: StreamedRows, epoch: int, share: Share) -> Iterator[Mapping[st
 
 
 def places_of(rows: Mapping[int, Mapping[str, Any]], files: Sequence[Path]) -> dict[int, str]:
-    """File and line of each row, or what is in it where that is not known for certain."""
+    """Return file and line of each row, or the beginning of its text if no line or several lines could be it."""
     texts = {number: _texts(row) for number, row in rows.items()}
     lines: dict[int, list[str]] = {number: [] for number in rows}
     for path in files:
@@ -66,23 +102,23 @@ def places_of(rows: Mapping[int, Mapping[str, Any]], files: Sequence[Path]) -> d
 
 
 def local_files(datasets: Iterable[str]) -> list[Path]:
-    """The files of lines among the data sets of a run."""
+    """Return the local files among the data sets of a run that have a row in each line."""
     paths = (Path(name.rpartition("#")[0] or name) for name in datasets)
     return [path.absolute() for path in paths if path.suffix in _LINES and path.is_file()]
 
 
 def preview(row: Mapping[str, Any]) -> str:
-    """A row in short: its files and the beginning of its text."""
+    """Describe a row by its files and the beginning of its text."""
     words = " ".join(" ".join(_contents(row)).split())
     short = words if len(words) <= _PREVIEW else f"{words[:_PREVIEW]}..."
     return ", ".join([*names_of_files(row), repr(short)])
 
 
 def _texts(row: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Each text of a row as JSON writes it, with letters beyond ASCII or without."""
+    """Return each text of a row in both forms in which JSON may write it: ASCII only, and as it is."""
     found = {text.strip() for text in chain(_contents(row), names_of_files(row))}
-    said = [text for text in found if len(text) >= _SHORTEST]
-    return [(json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]) for text in said]
+    telling = [text for text in found if len(text) >= _SHORTEST]
+    return [(json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]) for text in telling]
 
 
 def _contents(row: Mapping[str, Any]) -> Iterator[str]:

@@ -38,10 +38,11 @@ from swift_vlpack.feed.packs import Packs
 from swift_vlpack.feed.saved_rows import RunRows
 from swift_vlpack.plan.cuts import Cut
 from swift_vlpack.plan.epoch import EpochPlan
-from swift_vlpack.rows.samples import Encoded, LeftOut, PackRecord, SampleError
+from swift_vlpack.rows.samples import Encoded, LeftOut, PackedSamples, PackRecord, SampleError
 from swift_vlpack.rows.source import RowSource
 from swift_vlpack.runlog.counts import Counts
 
+Collate = Callable[[Sequence[PackedSamples]], Batch]
 MakeLoader = Callable[..., Any]
 """A function that makes a dataloader. It is given `feed` too, and its loader yields `feed.batches(loaded batches)`."""
 
@@ -129,6 +130,16 @@ class Feed(ABC):
     def preview(self, num_samples: int) -> Iterator[Encoded]:
         """Yield the first samples that will be trained, encoded when they are asked for; skip rows that fail."""
         return self.packs.preview(num_samples)
+
+    @abstractmethod
+    def batches_of(
+        self, numbers: Sequence[int], collate: Collate, *, plan: EpochPlan | None = None, num_workers: int = 0
+    ) -> Iterator[Batch]:
+        """Read packs to look at, by their numbers in ascending order, with nothing counted as trained.
+
+        Numbers are those of `plan`. Without one, packs that are made as rows come are read from the beginning, as
+        `num_workers` of the first rank make them; there may be fewer than asked for.
+        """
 
     @abstractmethod
     def samples_again(self, record: PackRecord, *, rank: int, num_workers: int) -> Iterator[Encoded | SampleError]:

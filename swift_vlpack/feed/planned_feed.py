@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from swift_vlpack.feed.agreement import Voting
+from swift_vlpack.feed.collate import Batch
 from swift_vlpack.feed.epoch_report import count_rows, left_out_by, left_out_warning
-from swift_vlpack.feed.feed import EpochStart, Feed, MakeLoader
+from swift_vlpack.feed.feed import Collate, EpochStart, Feed, MakeLoader
 from swift_vlpack.feed.planned import PlannedPackingDataset, address_of
 from swift_vlpack.feed.reader import PackReader
 from swift_vlpack.feed.saved_rows import NUM_PLANNED_COLUMNS, digest_of
@@ -42,6 +43,13 @@ class PlannedFeed(Feed):
     def plan_of(self, epoch: int, cuts: Sequence[Cut] = (), num_ranks: int | None = None) -> EpochPlan:
         """Plan an epoch as `num_ranks` ranks would share it after these cuts; the feed stays in its epoch."""
         return self.packs.plan_of(epoch, cuts, num_ranks)
+
+    def batches_of(
+        self, numbers: Sequence[int], collate: Collate, *, plan: EpochPlan | None = None, num_workers: int = 0
+    ) -> Iterator[Batch]:
+        """Encode these packs of a plan (default: that of the epoch) here, one when it is asked for."""
+        plan = self.epoch_plan if plan is None else plan
+        return (collate([self.packs[address_of(plan, number)]]) for number in numbers)
 
     def samples_again(self, record: PackRecord, *, rank: int, num_workers: int) -> Iterator[Encoded | SampleError]:
         """Encode the samples of a pack of this epoch a second time, in this process and with the same random draws."""

@@ -12,14 +12,16 @@ from itertools import islice
 from typing import Any, ClassVar
 
 import numpy as np
+from torch.utils.data import DataLoader
 
 from swift_vlpack.errors import DataError
 from swift_vlpack.feed.agreement import Voting, in_step
 from swift_vlpack.feed.collate import Batch, batch_of
-from swift_vlpack.feed.feed import CannotReadAgain, EpochStart, Feed, MakeLoader
+from swift_vlpack.feed.feed import CannotReadAgain, Collate, EpochStart, Feed, MakeLoader
 from swift_vlpack.feed.packs import packed_samples
 from swift_vlpack.feed.saved_rows import digest_of
 from swift_vlpack.feed.streamed import ReaderProgress, StreamedPackingDataset
+from swift_vlpack.plan.epoch import EpochPlan
 from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.plan.report import long_sequence_warning
 from swift_vlpack.plan.shares import share_of
@@ -58,6 +60,17 @@ class StreamedFeed(Feed):
         self.progress = ReaderProgress(num_workers)
         self._left_out_after: list[LeftOut] = []
         self._has_warned_of_length = False
+
+    def batches_of(
+        self, numbers: Sequence[int], collate: Collate, *, plan: EpochPlan | None = None, num_workers: int = 0
+    ) -> Iterator[Batch]:
+        """Read packs of the first rank from the beginning, and yield those of these numbers."""
+        # One worker reads what no worker reads, the whole share of the rank; more than one share it among them.
+        num_workers = num_workers if num_workers > 1 else 0
+        loader: Any = DataLoader(self.packs, batch_size=1, collate_fn=collate, num_workers=num_workers)
+        made: Iterator[Batch] = (batch for batch in loader if batch.record.sample_ids)
+        stop = max(numbers, default=-1) + 1
+        return (batch for number, batch in enumerate(islice(made, stop)) if number in numbers)
 
     def samples_again(self, record: PackRecord, *, rank: int, num_workers: int) -> Iterator[Encoded | SampleError]:
         """Encode the samples of a pack of this epoch a second time, from the shares of this rank's readers."""

@@ -1,6 +1,6 @@
 """Make a training run without training it: arguments, processor, template and data, by the methods of `swift sft`.
 
-For commands about a run. The environment of the run has to be in place before this module, and ms-swift, are imported.
+For commands about a run. The environment of the run has to be set before this module and ms-swift are imported.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
+import torch
 from swift.arguments import PretrainArguments
+from swift.model import get_model_processor
 from swift.pipelines.train.sft import SwiftSft
 
 from swift_vlpack.errors import ConfigError
@@ -25,7 +27,7 @@ from swift_vlpack.host.run_flags import given_options
 from swift_vlpack.host.sources import load_sources
 
 LEFT_OUT = ("ddp_backend", "deepspeed", "fsdp")
-"""Options of a run that decide nothing about packs, and need processes that a command does not start."""
+"""Options of a run that are left out: they change no pack, and need processes that a command does not start."""
 NO_TRACE = ("--report_to", "none", "--add_version", "false")
 
 
@@ -36,7 +38,7 @@ class Run(SwiftSft):
     overridden: tuple[str, ...] = (*NO_TRACE, "--use_cpu", "true")
     """Without `use_cpu` ms-swift refuses bfloat16 on a machine that has no GPU."""
     has_weights = False
-    """False, as in the length pass of training, which has no model either."""
+    """Whether the weights are loaded. Lengths and packs need none."""
 
     def __init__(self, argv: Sequence[str], command: str) -> None:
         if command == "pt":
@@ -51,7 +53,7 @@ class Run(SwiftSft):
 
 
 class TrainableRun(Run):
-    """A run with its weights, on its own device. `run()` is ms-swift's own, but for its data and its training."""
+    """A run with its weights, on its own device. `run()` is ms-swift's own, except for its data and its training."""
 
     left_out = (*LEFT_OUT, "resume_from_checkpoint")
     overridden = NO_TRACE
@@ -59,7 +61,7 @@ class TrainableRun(Run):
     at_training: Callable[[Any], None]
     """Called with the trainer where ms-swift would let it train and save."""
     make_data: Callable[[], list[Any]] | None = None
-    """Returns other data to train on, and to evaluate on."""
+    """If set, returns the data to train on and to evaluate on, in place of the run's own."""
 
     def train(self, trainer: Any) -> None:
         """Take the place of ms-swift's own method."""
@@ -74,7 +76,7 @@ class TrainableRun(Run):
 
 
 class _Prepared(Exception):
-    """The model is prepared, and not a step is to be taken."""
+    """Stops the trainer once its model is prepared, before the first step."""
 
 
 def prepare_to_train(trainer: Any, look: Callable[[], None]) -> None:
@@ -105,6 +107,20 @@ def run_of(argv: Sequence[str], *, num_ranks: int, command: str = "sft", kind: t
     with tempfile.TemporaryDirectory(prefix="vlpack-") as folder, counted_as(num_ranks):
         # ms-swift makes the output folder when it reads its arguments; this leaves none behind.
         yield kind([*_without(argv, kind.left_out), *kind.overridden, "--output_dir", folder], command)
+
+
+def with_model_shape(template: Any) -> Any:
+    """Give a template a model without weights, which some templates ask how positions are counted.
+
+    ms-swift would make one by itself, but it would guess the type of the model again, and it cannot for every folder.
+    """
+    if template.model_meta.is_multimodal and template.model is None and template.dummy_model is None:
+        info = template.model_info
+        # A model that cannot be made matters only if the template asks it; then ms-swift says what is wrong.
+        with suppress(Exception), torch.device("meta"):
+            made = get_model_processor(info.model_dir, model_type=info.model_type, return_dummy_model=True)
+            template.dummy_model = made[0]
+    return template
 
 
 def need_packing(args: Any) -> None:

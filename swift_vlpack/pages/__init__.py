@@ -1,1 +1,28 @@
-"""Show packs and runs to people, in a terminal and as HTML pages."""
+"""Show packs and runs to people: in a terminal, as JSON, and as HTML pages that need no network.
+
+Values come first: `values.py` says what a pack, a sample and a step look like when they are shown. `make_values.py`
+makes these values of the plan, the tensors and the rows of training. Then `terminal.py` or `browser.py` show them, and
+both make every text of a row safe (`safe_text.py`). Reports of a run (`report.py`, `report_page.py`, `charts.py`) are
+shown in the same two ways. `page.py` is the shell of all HTML.
+
+>>> from swift_vlpack.pages.terminal import pack_parts, printed
+>>> from swift_vlpack.pages.values import Member, PackShown, Piece, SequenceTensors
+>>> sample = Member(
+...     id="chat:7", where="chat.jsonl:8", source="chat", start=0, num_tokens=6, num_supervised=2, num_vision=0,
+...     positions={"token": (0, 5)}, pieces=[Piece("prompt", 4, "Who?"), Piece("supervised", 2, "Me.")],
+... )
+>>> tensors = SequenceTensors(
+...     input_ids=[5, 6, 7, 8, 1, 2], labels=[-100] * 4 + [1, 2], position_ids=[[0, 1, 2, 3, 4, 5]], cu_seqlens=[0, 6]
+... )
+>>> pack = PackShown(
+...     epoch=0, number=3, num_packs=9, rank=0, step=2, packing_length=8, members=[sample], sequence=tensors
+... )
+>>> pack.fill, pack.as_json()["num_supervised"]
+(0.75, 2)
+>>> lines = printed(pack_parts(pack, width=78), width=78, is_colourful=False).splitlines()
+>>> for line in lines[-4:-1]:
+...     print(line)
+A chat:7: tokens 0-5 of the sequence; positions: token 0-5
+  Who?
++ Me.
+"""

@@ -1,4 +1,4 @@
-"""The pack browser: one page with the packs that were looked at, their members, masks and images in small."""
+"""Write the pack browser: one page with packs, their samples, masks and small images, and filters over them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from swift_vlpack.pages.page import asset, data, page, subject, without_home
+from swift_vlpack.pages.page import asset, data, page, subject
+from swift_vlpack.pages.safe_text import visible, without_home
 from swift_vlpack.pages.terminal import step_headline
 from swift_vlpack.pages.values import KINDS, Member, PackShown, StepShown
-from swift_vlpack.pages.visible import visible
 
 _MB = 1e6
 
@@ -24,9 +24,10 @@ def browser(
     num_packs: int | None = None,
     model: str | None = None,
 ) -> tuple[str, str]:
-    """Make the page, and say in words what is on it.
+    """Make the page. Returns it, and in words how many packs it has.
 
-    Packs are taken until their data has `most_mb`, at least one. `model` and the sources are in the title.
+    Packs are taken until their data has `most_mb`, at least one: a page of 20 MB still opens on a phone. `model` and
+    the sources are in the title.
     """
     taken: list[dict[str, Any]] = []
     num_bytes, is_full = 0, False
@@ -107,7 +108,7 @@ def _step(step: StepShown) -> str:
 
 
 def _as_data(pack: PackShown) -> dict[str, Any]:
-    """What the script reads: nothing that it does not show."""
+    """Collect what `browser.js` shows of a pack, and no more, because every byte counts against `--html_mb`."""
     return {
         "epoch": pack.epoch,
         "number": pack.number,

@@ -24,7 +24,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from swift_vlpack.pages.visible import visible
+from swift_vlpack.pages.safe_text import visible
 
 WIDTH, HEIGHT = 420, 220
 """Units of a plot's drawing; the page scales it to its column."""

@@ -1,16 +1,16 @@
-"""The shell of every HTML page: one file that asks no network for anything, light and dark, quiet on paper.
+"""Write HTML pages: each is one file that needs no network, in light and dark, and prints well.
 
 >>> made = page("Packs", "<p>12 packs</p>")
 >>> made.count("<html"), "12 packs" in made
 (1, True)
 
-`page.css` names the colours; styles and SVG of a page use them as `var(--name)` and so are right in both themes.
+`page.css` names the colours. Styles and drawings of a page use them as `var(--name)`, so that one drawing is right in
+both themes.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable
 from functools import cache
 from html import escape
@@ -21,13 +21,16 @@ from typing import Any
 from swift_vlpack.errors import ConfigError
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-"""Whatever gets into a page, it loads nothing and sends nothing."""
+"""Whatever text gets into a page, the page loads nothing and sends nothing."""
 _MOST_NAMED = 3
-"""Sources in a title."""
+"""Sources that a title names."""
 
 
 def page(title: str, body: str, style: str = "", script: str = "") -> str:
-    """One whole page. `body`, `style` and `script` are trusted; texts from elsewhere go through `escape` or `data`."""
+    """Put a page together.
+
+    `body`, `style` and `script` are trusted; texts from elsewhere go through `escape` or `data` before they get there.
+    """
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -54,37 +57,27 @@ def page(title: str, body: str, style: str = "", script: str = "") -> str:
 
 
 def data(name: str, value: Any) -> str:
-    """A value as JSON in the page: `JSON.parse(document.getElementById(name).textContent)` reads it.
+    """Put a value into the page as JSON, which `JSON.parse(document.getElementById(name).textContent)` reads.
 
-    No text in it can end the element, whatever it says:
+    No text in the value can end the element:
 
     >>> data("rows", ["</script>"])
     '<script type="application/json" id="rows">["\\\\u003c/script\\\\u003e"]</script>'
     """
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    for letter in "<>&\u2028\u2029":  # inside strings only, where JSON allows them to be written so
+    for letter in "<>&\u2028\u2029":  # they occur in strings only, where JSON allows this escape
         text = text.replace(letter, f"\\u{ord(letter):04x}")
     return f'<script type="application/json" id="{escape(name)}">{text}</script>'
 
 
 @cache
 def asset(name: str) -> str:
-    """A file of this folder that goes into pages."""
+    """Read a file of this folder that goes into pages."""
     return (files("swift_vlpack.pages") / name).read_text(encoding="utf-8")
 
 
-def without_home(text: str) -> str:
-    """Write home folders as `~`, because pages are shared, and account names are no part of what they show.
-
-    >>> without_home("row 3 of /home/jane/data/a.jsonl, /Users/joe"), without_home("/data/home/x")
-    ('row 3 of ~/data/a.jsonl, ~', '/data/home/x')
-    """
-    own = re.escape(str(Path.home()))
-    return re.sub(rf"(?<![\w.~-])(?:{own}|/(?:home|Users)/[^/\s:,;)'\"]+)(?![\w.-])", "~", text)
-
-
 def subject(model: str | None, sources: Iterable[str]) -> str:
-    """Name model and data of a page's title, both in short; empty where neither is known.
+    """Name model and data for the title of a page, both in short; empty if neither is known.
 
     >>> subject("/models/tiny/", ["captions", "scans"]), subject("Qwen/Qwen3-VL", "abcdef"), subject(None, [])
     ('tiny on captions, scans', 'Qwen/Qwen3-VL on a, b, c and 3 more', '')
@@ -97,9 +90,9 @@ def subject(model: str | None, sources: Iterable[str]) -> str:
 
 
 def write_page(path: Path, text: str) -> None:
-    """Put a page where `--html` says."""
+    """Write a page to the file of `--html`. Raises `ConfigError` if that is not possible."""
     try:
-        # A name of a file may have half a character, which UTF-8 has not.
+        # A file name may have half a character (a lone surrogate), which UTF-8 cannot encode.
         path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise ConfigError(f"--html {path} cannot be written: {error}; name a file that can be") from error

@@ -1,4 +1,4 @@
-"""The report as one HTML file that asks no network for anything."""
+"""Write the report of a run as an HTML page: numbers first, then plots, then the lines and tables of `report.py`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from swift_vlpack.pages.page import page, subject, without_home
-from swift_vlpack.pages.sections import Report, Section, grouped, percent, sections, state
+from swift_vlpack.pages.page import page, subject
+from swift_vlpack.pages.report import Report, Section, grouped, percent, sections, state
+from swift_vlpack.pages.safe_text import without_home
 from swift_vlpack.words import INSTALL
 
 STYLE = """
@@ -31,7 +32,7 @@ dl.facts dd { margin: 0; overflow-wrap: anywhere; }
 
 
 def report_page(report: Report) -> str:
-    """Numbers first, then plots, then everything in tables; paths are those within the run's folder."""
+    """Make the page. Files are named from the run's folder on, because a page is read on other machines."""
     folder = Path(report["folder"]).resolve()
     name = subject(report["run"]["model"], report["sources"])
     report = _without_place(report, f"{folder.parent}/" if folder.parent.name else "")
@@ -41,7 +42,7 @@ def report_page(report: Report) -> str:
 
 
 def _without_place(value: Any, above: str) -> Any:
-    """Name files from the run's folder on, in every text: a page is read where the disk is another one."""
+    """Cut the path above the run's folder off every text of the report, and write home folders as `~`."""
     if isinstance(value, str):
         return without_home(value.replace(above, ""))
     if isinstance(value, Mapping):
@@ -72,7 +73,7 @@ def _plots(report: Report) -> str:
             f'<p class="muted">No plots: {escape(str(error.name))} is not installed; {escape(INSTALL)} brings it.</p>'
         )
     series = report["series"]
-    # All over the same steps: the loss may be logged more rarely.
+    # All plots cover the same steps, because the loss may be logged more rarely.
     steps: dict[str, Any] = {
         "span": [point["step"] for point in (*series[:1], *series[-1:])],
         "resumes": _resumes(series),
@@ -90,7 +91,7 @@ def _plots(report: Report) -> str:
     shares = [line("vision tokens", "vision_share")]
     if any(point["padding_saved"] for point in series):
         shares.insert(0, line("padding saved", "padding_saved"))
-    titled = " and ".join(one.name for one in shares).capitalize()  # padding that is nowhere saved is no line
+    titled = " and ".join(one.name for one in shares).capitalize()  # without any padding saved there is no such line
     plots = [
         line_chart("Fill of packs", [line("fill", "fill")], "share", **steps),
         line_chart("Tokens a second", [line("tokens a second", "tokens_per_second")], "rate", **steps),
@@ -121,7 +122,7 @@ def _shares(sources: Report) -> dict[str, list[float | None]]:
 
 
 def _segments(report: Report) -> list[dict[str, Any]]:
-    """The bars of the timeline: where each segment begins, how far it counts, and how far it went."""
+    """Find the bars of the timeline: where each segment begins, how far it counts, and how far it went."""
     segments: list[dict[str, Any]] = []
     for entry in report["timeline"]:
         if entry["event"] in ("start", "resume"):

@@ -1,32 +1,37 @@
-"""Packs and steps in a terminal, by rich: in colour where it has any, told apart by letters and marks anywhere."""
+"""Show packs, steps and epochs in a terminal, by rich.
+
+Colour comes on top: samples have letters and kinds of tokens have marks, so that a pipe or a file says the same.
+"""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from swift_vlpack.pages.safe_text import visible
 from swift_vlpack.pages.values import MASKED, PROMPT, SUPERVISED, VISION, Member, PackShown, Picture, StepShown
-from swift_vlpack.pages.visible import visible
 from swift_vlpack.words import counted
 
 STYLES = {PROMPT: "", SUPERVISED: "bold green", MASKED: "dim strike", VISION: "magenta"}
 MARKS = {PROMPT: " ", SUPERVISED: "+", MASKED: "-", VISION: "#"}
-"""In front of every line, for those who see no colour."""
+"""Stand in front of every line, because colour is not there for everyone."""
 _SAMPLES = ("cyan", "yellow", "green", "magenta", "blue", "red")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 WIDEST_BAR = 100
+_WIDEST_FILL_BAR = 40
 _NUM_NAMED = 4
-"""Images of a sample that the table lists; a document may have hundreds."""
+"""Images of a sample that the table lists, because a document may have hundreds."""
 
 
 def printed(parts: Iterable[RenderableType], *, width: int, is_colourful: bool) -> str:
-    """What is to be written to a terminal of that width, or, without colour, to a file."""
+    """Lay out parts for a terminal of this width, or, without colour, for a file."""
     file = io.StringIO()
     console = Console(
         file=file, width=width, force_terminal=is_colourful, no_color=not is_colourful, highlight=False, markup=False,
@@ -37,15 +42,36 @@ def printed(parts: Iterable[RenderableType], *, width: int, is_colourful: bool) 
     return file.getvalue()
 
 
+def overview_parts(overview: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """Show an epoch at a glance (`overview_of`): how full its packs are, and which are worth a look."""
+    yield Text(
+        f"epoch {overview['epoch']}: {overview['num_packs']} packs of {overview['packing_length']} tokens for "
+        f"{counted(overview['num_ranks'], 'rank')}, {overview['num_samples']} samples, "
+        f"fill {overview['mean_fill']:.1%} mean",
+        "bold",
+    )
+    most = max(overview["fills"].values(), default=1)
+    for label, count in overview["fills"].items():
+        bar = "#" * max(1, round(_WIDEST_FILL_BAR * count / most))
+        yield Text(f"{label:>10} full {count:>8}  ").append(bar, "cyan")
+    for name, source in overview["sources"].items():
+        yield Text(visible(f"{name}: {source['samples']} samples, {source['tokens']} tokens"), "dim")
+    yield Text(
+        f"longest pack {overview['longest']}, emptiest pack {overview['emptiest']}, rows in no pack "
+        f"{overview['num_left_out']}\n",
+        "dim",
+    )
+
+
 def pack_parts(pack: PackShown, width: int) -> Iterator[RenderableType]:
-    """A pack: headline, bar, members, what was left out, and its text."""
+    """Show a pack: headline, bar, members, samples that were left out, and text."""
     yield Text(headline(pack), "bold")
     yield from _bar(pack, min(WIDEST_BAR, width - 2))
     yield _members(pack)
     for one in pack.left_out:
         yield Text(visible(f"left out: {one['id']}: {one['reason']}: {one['error']}"), "yellow")
     yield Text(
-        f"boundaries (cu_seqlens): {', '.join(map(str, pack.row.cu_seqlens if pack.row else ()))}\n"
+        f"boundaries (cu_seqlens): {', '.join(map(str, pack.sequence.cu_seqlens if pack.sequence else ()))}\n"
         f"{MARKS[SUPERVISED]} supervised   {MARKS[MASKED]} masked (of an answer, not trained)   "
         f"{MARKS[VISION]} vision   no mark: prompt",
         "dim",
@@ -56,7 +82,7 @@ def pack_parts(pack: PackShown, width: int) -> Iterator[RenderableType]:
 
 
 def headline(pack: PackShown) -> str:
-    """Where the pack is, and how full."""
+    """Say where in the run a pack is, and how full."""
     of = "" if pack.num_packs is None else f" of {pack.num_packs} (numbered from 0)"
     step = "" if pack.step is None else f", trained in step {pack.step}"
     return (
@@ -67,12 +93,14 @@ def headline(pack: PackShown) -> str:
 
 
 def letter(at: int) -> str:
-    """What a sample is called in bar and table."""
+    """Return the letter that stands for a sample in bar, table and text."""
     return _LETTERS[at % len(_LETTERS)]
 
 
 def bar_widths(lengths: Sequence[int], capacity: int, width: int) -> list[int]:
-    """Cells of each sample, to scale; the sums are rounded and not the parts, so that none of it adds up to more.
+    """Divide the cells of a bar among samples, to scale.
+
+    Ends are rounded and not lengths, so that the cells never add up to more than the width.
 
     >>> bar_widths([50, 25], 100, 8), bar_widths([300], 100, 8)
     ([4, 2], [8])
@@ -85,7 +113,6 @@ def bar_widths(lengths: Sequence[int], capacity: int, width: int) -> list[int]:
 
 
 def _bar(pack: PackShown, width: int) -> Iterator[Text]:
-
     widths = bar_widths([member.num_tokens for member in pack.members], pack.packing_length, width)
     bar = Text("[")
     for at, cells in enumerate(widths):
@@ -95,7 +122,6 @@ def _bar(pack: PackShown, width: int) -> Iterator[Text]:
 
 
 def _members(pack: PackShown) -> RenderableType:
-
     table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1))
     for name in ("", "id"):
         table.add_column(name)
@@ -117,37 +143,37 @@ def _members(pack: PackShown) -> RenderableType:
 
 
 def pictures_text(pictures: Sequence[Picture]) -> str:
-    """The images of a sample, those of a document in short.
+    """Write the images of a sample, only the first few of a document.
 
     >>> pictures_text([Picture("image", 391, 640, 480), Picture("video", None)])
     '640x480 = 391, video'
     """
 
-    def said(one: Picture) -> str:
-        size = one.kind if one.width is None else f"{one.width}x{one.height}"
-        return size if one.num_tokens is None else f"{size} = {one.num_tokens}"
+    def short(picture: Picture) -> str:
+        size = picture.kind if picture.width is None else f"{picture.width}x{picture.height}"
+        return size if picture.num_tokens is None else f"{size} = {picture.num_tokens}"
 
     more = len(pictures) - _NUM_NAMED
-    return ", ".join(map(said, pictures[:_NUM_NAMED])) + (f", and {more} more" if more > 0 else "")
+    return ", ".join(map(short, pictures[:_NUM_NAMED])) + (f", and {more} more" if more > 0 else "")
 
 
-def member_parts(member: Member, width: int, name: str = "", colour: str = "") -> Iterator[Text]:
-    """A sample: where it is in the row, then its text."""
+def member_parts(member: Member, width: int, name: str, colour: str) -> Iterator[Text]:
+    """Show a sample: where it is in the sequence, then its text."""
     positions = ", ".join(f"{axis} {low}-{high}" for axis, (low, high) in member.positions.items())
     last = member.start + member.num_tokens - 1
     yield Text(
-        visible(f"\n{name} {member.id}: tokens {member.start}-{last} of the row; positions: {positions}").lstrip(" "),
-        f"bold {colour}".strip(),
+        visible(f"\n{name} {member.id}: tokens {member.start}-{last} of the sequence; positions: {positions}"),
+        f"bold {colour}",
     )
     yield from piece_lines(member, width)
 
 
 def piece_lines(member: Member, width: int) -> Iterator[Text]:
-    """The text of a sample, a mark before every line, those that the width broke too."""
+    """Write the text of a sample, with a mark before every line, also where the width breaks a line."""
     console = Console(width=width, file=io.StringIO())
     for piece in member.pieces:
         lines = visible(piece.text).split("\n")
-        # A newline at the end of a piece is its last token, and no line of its own.
+        # A newline at the end of a piece is its last token, and begins no line.
         shown = [f"{line}⏎" for line in lines[:-1]] + lines[-1:] * bool(lines[-1])
         for line in shown or [""]:
             for part in Text(line).wrap(console, max(1, width - 2)):
@@ -155,7 +181,7 @@ def piece_lines(member: Member, width: int) -> Iterator[Text]:
 
 
 def example_parts(member: Member, width: int) -> Iterator[RenderableType]:
-    """A document with its counts, then its text."""
+    """Show a sample by itself: its counts, then its text."""
     text = "".join(piece.text for piece in member.pieces)
     counts = f"{member.num_tokens} tokens, {member.num_supervised} supervised, {len(text)} characters"
     rate = f"{len(text.split())} words, {len(text) / max(1, member.num_tokens):.2f} characters a token"
@@ -164,7 +190,7 @@ def example_parts(member: Member, width: int) -> Iterator[RenderableType]:
 
 
 def step_parts(step: StepShown) -> Iterator[RenderableType]:
-    """A step: its packs by rank, and the loss beside them."""
+    """Show a step: its packs by rank, and the loss beside them."""
     yield Text(step_headline(step), "bold")
     for note in step.notes:
         yield Text(visible(note), "yellow")
@@ -185,7 +211,7 @@ def step_parts(step: StepShown) -> Iterator[RenderableType]:
 
 
 def step_headline(step: StepShown) -> str:
-    """The step, and what the log says of it."""
+    """Say what the log says of a step, and what it trained."""
     loss = "no loss in the log"
     if step.loss is not None and step.loss_of is not None:
         first, last = step.loss_of

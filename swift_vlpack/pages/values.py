@@ -1,4 +1,8 @@
-"""What is shown of a pack and of a step, as plain values: whoever has tensors makes these, whoever shows reads them."""
+"""Hold what is shown of packs and steps as plain values, without a tensor and without a colour.
+
+`make_values.py` makes them of what training has; `terminal.py` and `browser.py` show them, and `as_json` writes them
+for other programs. Names of fields are keys of that JSON, so they stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 PROMPT, SUPERVISED, MASKED, VISION = KINDS = ("prompt", "supervised", "masked", "vision")
-"""What a token is: of what was asked, of the answer and trained, of the answer and not trained, or of an image."""
+"""Kinds of tokens: of the prompt, of an answer and trained, of an answer and not trained, of an image or a video."""
 
 
 class Piece(NamedTuple):
-    """Tokens of one kind that follow one another, as text."""
+    """Consecutive tokens of one kind, as text."""
 
     kind: str
     num_tokens: int
@@ -23,13 +27,13 @@ class Picture(NamedTuple):
 
     kind: str
     num_tokens: int | None
-    """None where it is not known which tokens are its own."""
+    """None if it is not known which tokens of the sample belong to it."""
     width: int | None = None
-    """Of the file, in pixels; None where that cannot be read here."""
+    """Pixels of the file; None if its size cannot be read here."""
     height: int | None = None
     name: str = ""
     thumbnail: str | None = None
-    """A data URI."""
+    """A small copy as a data URI."""
 
     def __str__(self) -> str:
         size = "" if self.width is None else f" {self.width}x{self.height}"
@@ -42,90 +46,92 @@ class Member:
 
     id: str
     where: str
+    """File and line, or as much of that as is known."""
     source: str
     start: int
-    """Its first token in the row."""
+    """Index of its first token in the sequence."""
     num_tokens: int
     num_supervised: int
     num_vision: int
     positions: Mapping[str, tuple[int, int]]
-    """Lowest and highest of each row of positions."""
+    """Lowest and highest position on each axis."""
     pictures: Sequence[Picture] = ()
     pieces: Sequence[Piece] = ()
 
     @property
     def share_of_vision(self) -> float:
-        """Vision tokens among its tokens."""
+        """Return the share of vision tokens among its tokens."""
         return self.num_vision / max(1, self.num_tokens)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the sample for other programs, without thumbnails."""
+        pictures = [{**picture._asdict(), "thumbnail": None} for picture in self.pictures]
+        for picture in pictures:
+            del picture["thumbnail"]  # a copy of the image for pages only
+        pieces = [piece._asdict() for piece in self.pieces]
+        share = round(self.share_of_vision, 4)
+        return {**asdict(self), "pictures": pictures, "pieces": pieces, "share_of_vision": share}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """The tensors that the trainer gets, as lists."""
+class SequenceTensors:
+    """The tensors of a packed sequence, as the trainer gets them, in lists."""
 
     input_ids: list[int]
     labels: list[int]
     position_ids: list[list[int]]
     cu_seqlens: list[int]
+    """Where samples begin, and padding after them if there is any; the last number is the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackShown:
-    """A pack with all that is in it."""
+    """A pack with everything in it."""
 
     epoch: int
     number: int
     num_packs: int | None
-    """Of the epoch; None where nobody knows."""
+    """Packs of the epoch; None if packs are made as rows come."""
     rank: int
     step: int | None
-    """The optimizer step that trains it."""
+    """The optimizer step that trains the pack."""
     packing_length: int
     members: Sequence[Member]
     left_out: Sequence[Mapping[str, str]] = ()
-    row: Row | None = None
+    sequence: SequenceTensors | None = None
 
     @property
     def num_tokens(self) -> int:
-        """Of all samples."""
+        """Return the tokens of all samples."""
         return sum(member.num_tokens for member in self.members)
 
     @property
     def fill(self) -> float:
-        """Share of the capacity; above 1 where a sample too long for it has the row to itself."""
+        """Return the share of the capacity in use; above 1 for a sample too long for it, which is packed by itself."""
         return self.num_tokens / self.packing_length
 
     @property
     def num_supervised(self) -> int:
-        """Tokens with a label."""
+        """Return the tokens with a label."""
         return sum(member.num_supervised for member in self.members)
 
     @property
     def num_vision(self) -> int:
-        """Tokens that stand for images and videos."""
+        """Return the tokens that stand for images and videos."""
         return sum(member.num_vision for member in self.members)
 
     def as_json(self) -> dict[str, Any]:
-        """For machines."""
-        counts = {"num_tokens": self.num_tokens, "fill": round(self.fill, 4), "num_supervised": self.num_supervised}
+        """Return the pack for other programs."""
         made = asdict(self)
-        made["members"] = [member_json(member) for member in self.members]
+        made["row"] = made.pop("sequence")  # the key that programs read since before the word was settled
+        made["members"] = [member.as_json() for member in self.members]
+        counts = {"num_tokens": self.num_tokens, "fill": round(self.fill, 4), "num_supervised": self.num_supervised}
         return {**made, **counts, "num_vision": self.num_vision}
 
 
-def member_json(member: Member) -> dict[str, Any]:
-    """A sample for machines."""
-    pictures = [{**one._asdict(), "thumbnail": None} for one in member.pictures]
-    for one in pictures:
-        del one["thumbnail"]  # which is for pages
-    pieces = [piece._asdict() for piece in member.pieces]
-    share = round(member.share_of_vision, 4)
-    return {**asdict(member), "pictures": pictures, "pieces": pieces, "share_of_vision": share}
-
-
 @dataclass(frozen=True, kw_only=True)
-class Trained:
-    """One pack of an optimizer step, without its content."""
+class TrainedPack:
+    """A pack of an optimizer step: which samples it has, without their content."""
 
     rank: int
     epoch: int
@@ -137,24 +143,24 @@ class Trained:
 
 @dataclass(frozen=True, kw_only=True)
 class StepShown:
-    """What an optimizer step trained, and what the log says of it."""
+    """An optimizer step: the packs it trained, and what the log says of it."""
 
     step: int
-    packs: Sequence[Trained]
+    packs: Sequence[TrainedPack]
     known_from: str
-    """Whether it was computed again or recorded."""
+    """In words, whether the packs were computed again or recorded."""
     loss: float | None = None
     loss_of: tuple[int, int] | None = None
-    """The steps whose mean the loss is."""
+    """First and last step of those whose mean is the loss."""
     loss_before: float | None = None
-    """The loss that was logged before it, of a jump."""
+    """The loss logged before this one; given for a jump of the loss."""
     notes: Sequence[str] = ()
 
     @property
     def num_samples(self) -> int:
-        """Of all packs."""
+        """Return the samples of all packs."""
         return sum(len(pack.ids) for pack in self.packs)
 
     def as_json(self) -> dict[str, Any]:
-        """For machines."""
+        """Return the step for other programs."""
         return {**asdict(self), "num_samples": self.num_samples}

@@ -39,7 +39,7 @@ from swift_vlpack.reasons import Reason
 Assignment = Callable[[NDArray[np.int32], int], tuple[NDArray[np.int32], int]]
 """Takes lengths and capacity; returns the pack of every item, and the number of packs."""
 
-_MS_SWIFT_WINDOW = 1000  # samples, as in ms-swift's own PackingDataset
+_MS_SWIFT_BUFFER = 1000  # samples, as in ms-swift's own PackingDataset
 # Beyond it single packs no longer count, and `exact` is ahead anyway: specs/PLAN.md, PLAN-10.
 _MAX_ITEMS_AS_MS_SWIFT = 20_000
 _CHUNK = 1 << 16  # items turned into Python objects at a time, so that memory stays flat
@@ -124,17 +124,17 @@ def _packed_in_buffers(inputs: dict[str, Any], label: Label | None) -> Plan:
 
 
 def _as_ms_swift(lengths: NDArray[np.int32], capacity: int) -> tuple[NDArray[np.int32], int]:
-    """Pack as ms-swift itself does, in windows of 1,000, so that `exact` never needs more packs than that."""
+    """Pack as ms-swift itself does, in buffers of 1,000, so that `exact` never needs more packs than that."""
     pack_of = np.empty(len(lengths), dtype=np.int32)
     num_packs, left = 0, np.empty(0, dtype=np.int64)
-    for start in range(0, len(lengths), _MS_SWIFT_WINDOW):
-        window = np.concatenate((left, np.arange(start, min(start + _MS_SWIFT_WINDOW, len(lengths)))))
-        packs = constant_volume(lengths[window].tolist(), capacity)
-        is_last = start + _MS_SWIFT_WINDOW >= len(lengths)
-        # ms-swift carries the last pack of a window into the next one; the last window keeps all packs.
-        left = window[[] if is_last else packs.pop()]
+    for start in range(0, len(lengths), _MS_SWIFT_BUFFER):
+        buffer = np.concatenate((left, np.arange(start, min(start + _MS_SWIFT_BUFFER, len(lengths)))))
+        packs = constant_volume(lengths[buffer].tolist(), capacity)
+        is_last = start + _MS_SWIFT_BUFFER >= len(lengths)
+        # ms-swift carries the last pack of a buffer into the next one; the last buffer keeps all packs.
+        left = buffer[[] if is_last else packs.pop()]
         for pack in packs:
-            pack_of[window[pack]] = num_packs
+            pack_of[buffer[pack]] = num_packs
             num_packs += 1
     return pack_of, num_packs
 

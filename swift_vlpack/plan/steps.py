@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from swift_vlpack.plan.shuffle import permutation
 
-STEPS_PER_WINDOW = 64
+STEPS_MATCHED = 64
 """Costs are matched among the packs of this many steps.
 
 More steps match better: with giants among the samples, ranks wait for 10 % of the time with 16 and for 2 % with 64
@@ -66,20 +66,20 @@ def balance_of(costs: NDArray[Any], sample_costs: NDArray[Any], num_ranks: int) 
 
 
 def balanced_order(costs: NDArray[Any], num_ranks: int, *name: object) -> NDArray[np.int64]:
-    """Reorder packs among `STEPS_PER_WINDOW` steps, so that the packs of a step cost about the same.
+    """Reorder packs among `STEPS_MATCHED` steps, so that the packs of a step cost about the same.
 
     Sorting these packs by cost and cutting them into steps minimises the sum of the steps' slowest ranks. Then the
     steps are shuffled, and the ranks inside each step, so that no rank always has the dearest pack.
     """
     order = np.arange(len(costs), dtype=np.int64)
-    window = STEPS_PER_WINDOW * num_ranks
-    for number, start in enumerate(range(0, len(costs), window)):
-        inside = order[start : start + window]
+    num_packs = STEPS_MATCHED * num_ranks
+    for number, start in enumerate(range(0, len(costs), num_packs)):
+        inside = order[start : start + num_packs]
         # Dearest first or cheapest first makes no difference: what counts is that equal packs become neighbours.
         by_cost = inside[np.argsort(-costs[inside], kind="stable")].reshape(-1, num_ranks)
         steps = by_cost[permutation(len(by_cost), *name, "steps", number)]
         keys = permutation(steps.size, *name, "ranks", number).reshape(steps.shape)
-        order[start : start + window] = np.take_along_axis(steps, np.argsort(keys, axis=1), axis=1).ravel()
+        order[start : start + num_packs] = np.take_along_axis(steps, np.argsort(keys, axis=1), axis=1).ravel()
     return order
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from swift_vlpack.cli.inspect_run import as_json, look, told
+from swift_vlpack.cli.inspect import write_packs_page
+from swift_vlpack.cli.inspect_run import InspectRequest, look
 from swift_vlpack.cli.run_options import run_options
-from swift_vlpack.cli.wanted import Wanted
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.host.launch import run_launch
 from swift_vlpack.host.run import run_of
@@ -107,7 +107,7 @@ def looking(argv, num_ranks=1, folder=None, environ=()):
     with restored_environment():
         os.environ.update(environ)
         with run_of(argv, num_ranks=num_ranks) as run:
-            yield lambda **settings: as_json(look(run, Wanted.of({"folder": folder, **settings})))
+            yield lambda **flags: look(run, InspectRequest.of({"run": folder, **flags})).as_json()
 
 
 @contextmanager
@@ -115,7 +115,7 @@ def looking_back(output):
     """The same of a run that was trained, from what it left."""
     found = run_options(output)
     launch = run_launch(found.flags, {**os.environ, **found.variables}, num_ranks=found.num_ranks)
-    with looking(launch.flags, launch.num_ranks, str(output), launch.environ) as seen:
+    with looking(launch.flags, launch.num_ranks, output, launch.environ) as seen:
         yield seen
 
 
@@ -152,7 +152,7 @@ def test_steps_of_a_run_lead_to_the_packs_that_were_trained(run, data):
             seen(step=999)
 
 
-def test_jumps_of_the_loss_lead_to_the_packs_behind_them(run, tmp_path):
+def test_jumps_of_the_loss_lead_to_their_packs(run, tmp_path):
     """SEE-4: the largest first, each with the loss before it."""
     output = Path(shutil.copytree(run[0], tmp_path / "run", ignore=shutil.ignore_patterns("*.safetensors", "*.pt")))
     lines = [json.loads(line) for line in (output / "logging.jsonl").read_text().splitlines()]
@@ -263,14 +263,14 @@ def test_choices_of_packs(small_folder, data, tmp_path):
 @needs_chromium
 def test_page_of_a_run_has_thumbnails_and_hostile_captions_as_text(small_folder, data, tmp_path):
     """SEE-6 SEE-8"""
-    wanted = Wanted.of({"html": str(tmp_path / "packs.html")})
+    request = InspectRequest.of({"html": tmp_path / "packs.html"})
     with restored_environment():
         os.environ.update(OPTIONS)
         with run_of(flags(small_folder, tmp_path, data), num_ranks=1) as run:
-            (said,) = told(look(run, wanted), wanted, {})
-    page = wanted.html.read_text()
+            said = write_packs_page(look(run, request), request)
+    page = request.html.read_text()
     numbers = {pack["number"] for pack in json.loads(Elements(page).inside["data"])["packs"]}
-    assert said == f"{wanted.html}: {len(numbers)} packs\n"
+    assert said == f"{request.html}: {len(numbers)} packs\n"
     find = "document.getElementById('find').value = 'onerror'; filters.dispatchEvent(new Event('input'));"
     shown = opened(page, tmp_path, find)
     assert f"1 of {len(numbers)} packs" in shown.text

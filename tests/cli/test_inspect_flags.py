@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from swift_vlpack.cli import inspect_command, main
+from swift_vlpack.cli import inspect, main
 from swift_vlpack.cli.in_run import command_and_flags
 from swift_vlpack.cli.run_options import run_options
 from swift_vlpack.errors import ConfigError
@@ -31,10 +31,10 @@ def became(monkeypatch):
 
     def in_run(args):
         command, flags = command_and_flags(args)
-        found.update(num_ranks=args.num_ranks, command=command, flags=flags, settings=args.settings)
+        found.update(num_ranks=args.num_ranks, command=command, flags=flags, args=args)
         raise KeyboardInterrupt  # which the command line takes for its end
 
-    monkeypatch.setattr(inspect_command, "in_run", in_run)
+    monkeypatch.setattr(inspect, "in_run", in_run)
     return found
 
 
@@ -88,13 +88,13 @@ def test_flags_of_the_command_and_those_of_the_run_are_told_apart(folder, became
     """SEE-2"""
     main(["inspect", "pt", "--model", "/m", "--dataset", "d", "--pack", "3", "--epoch", "1", "--seed", "5"])
     assert (became["command"], became["flags"]) == ("pt", ["--model", "/m", "--dataset", "d", "--seed", "5"])
-    assert (became["settings"]["pack"], became["settings"]["epoch"]) == (3, 1)
+    assert (became["args"].pack, became["args"].epoch) == (3, 1)
     main(["inspect", "--config", "c.yaml", "--random", "2", "--seed", "5"])
     assert became["flags"] == ["c.yaml"], "a seed of the choice is none of the run"
-    assert (became["settings"]["random"], became["settings"]["seed"]) == (2, 5)
+    assert (became["args"].random, became["args"].seed) == (2, 5)
     main(["inspect", "--run", str(folder), "--loss-spikes", "--model", "/moved"])
-    assert became["settings"]["loss_spikes"] == 5
-    assert became["settings"]["folder"] == str(folder)
+    assert became["args"].loss_spikes == 5
+    assert became["args"].run == folder
     assert became["flags"][-2:] == ["--model", "/moved"], "behind the run's own, so that it wins"
     assert became["num_ranks"] == 2
 
@@ -106,10 +106,10 @@ def test_newest_version_in_the_output_dir_is_the_run(folder, became, tmp_path_fa
         shutil.copytree(folder, outer / version)
         (outer / version / "vlpack").mkdir()
     main(["inspect", "--run", str(outer), "--step", "3"])
-    assert became["settings"]["folder"] == str(outer / "v10-20260102-000000")
+    assert became["args"].run == outer / "v10-20260102-000000"
     assert f"the newest of 2 runs there: {outer / 'v10-20260102-000000'}" in capsys.readouterr().err
     main(["inspect", "--run", str(outer / "v2-20260101-000000"), "--step", "3"])
-    assert became["settings"]["folder"] == str(outer / "v2-20260101-000000")
+    assert became["args"].run == outer / "v2-20260101-000000"
     assert main(["inspect", "--run", str(folder), "--loss-spikes", "--html", str(outer / "p.html")]) == 2
     assert "give --step N of one of them" in capsys.readouterr().err
 
@@ -144,14 +144,13 @@ def test_nothing_to_inspect_is_said(capsys):
     assert "nothing to inspect: give --config CONFIG.yaml" in capsys.readouterr().err
 
 
-def test_colour_is_for_terminals_without_no_color(monkeypatch, became):
+def test_colour_is_for_terminals_without_no_color(monkeypatch):
     """SEE-2"""
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    argv = ["inspect", "--model", "/m", "--dataset", "d"]
-    main(argv)
-    assert became["settings"]["is_colourful"]
+    _, is_colourful = inspect._terminal()
+    assert is_colourful
     monkeypatch.setenv("NO_COLOR", "1")
-    main(argv)
-    assert not became["settings"]["is_colourful"]
+    _, is_colourful = inspect._terminal()
+    assert not is_colourful

@@ -61,7 +61,7 @@ def test_first_packs_of_a_stream_are_those_that_are_trained(small_folder, run, d
 
 
 def check_lines(places, data, labels, tokenizer):
-    """That the answers of these lines are those that were trained, one behind the other."""
+    """That the answers of these lines are those that were trained, in the same order."""
     lines = data_lines(data)
     answers = [lines[int(place.removeprefix(f"{data}:")) - 1]["messages"][-1]["content"] for place in places]
     trained = tokenizer.decode([label for label in labels if label != -100])

@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from swift_vlpack.cli.inspect_streamed import _number
-from swift_vlpack.cli.stream_rows import local_files, places_of, rows_at
-from swift_vlpack.cli.trained import TrainedRun, _place
+from swift_vlpack.cli.stream_rows import local_files, places_of, row_number, rows_at
+from swift_vlpack.cli.trained_run import TrainedRun, _place
 from swift_vlpack.plan.shares import Share
 from swift_vlpack.rows.streams import StreamedRows
 from swift_vlpack.runlog.events import EventLog
@@ -67,7 +66,7 @@ def test_line_is_named_where_one_line_alone_has_the_row(tmp_path):
 
 def test_part_of_a_row_stands_where_its_row_does():
     """SEE-5"""
-    assert [_number(name) for name in ("stream:17", "stream:17/2")] == [17, 17]
+    assert [row_number(name) for name in ("stream:17", "stream:17/2")] == [17, 17]
     origins = {"a": "/data/a.txt"}
     places = [_place(name, origins) for name in ("a:3", "a:3/1", "a:loaded-3/1", "stream:3/1")]
     assert places == ["/data/a.txt row 4", "/data/a.txt row 4", "/data/a.txt loaded row 4", "row 4 of the stream"]

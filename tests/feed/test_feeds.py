@@ -143,7 +143,7 @@ def test_digest_covers_the_order_that_saved_numbers_count_in(monkeypatch):
     feed = planned_feed(fused(800), Template(), CONFIG, num_ranks=2)
     saved = {**feed.state(), "cuts": [[2, len(feed), 20]]}
     planned_feed(fused(800), Template(), CONFIG, num_ranks=2).restore(saved, None)
-    monkeypatch.setattr(steps, "STEPS_PER_WINDOW", 16)
+    monkeypatch.setattr(steps, "STEPS_MATCHED", 16)
     with pytest.raises(StateMismatch, match=r"now give another plan of epoch 0 .* is another version"):
         planned_feed(fused(800), Template(), CONFIG, num_ranks=2).restore(saved, None)
 
@@ -215,6 +215,25 @@ def test_samples_of_a_pack_are_encoded_again_from_its_record(kind):
         again = {one["sample_id"]: one for one in feed.samples_again(pack.record, rank=0, num_workers=0)}
         assert [again[one["sample_id"]]["input_ids"] for one in pack] == [one["input_ids"] for one in pack]
     assert len(packs) > 5
+
+
+@pytest.mark.parametrize("kind", ["plan", "buffer"])
+def test_packs_to_look_at_are_those_that_are_trained_and_change_nothing(kind):
+    """SEE-1"""
+    make = {"plan": lambda: planned_feed(fused(), Template(), CONFIG),
+            "buffer": lambda: streamed_feed(StreamedRows(rows(), Template()), Template(), CONFIG)}[kind]  # fmt: skip
+    feed, trained = make(), make()
+    packs = [pack for [pack] in loader_over(trained, collate_fn=list)] if kind == "plan" else list(trained.packs)
+    state = json.dumps([feed.state(), feed.rank_state()])
+    numbers = [1, 4, 5]
+    expected = [
+        pack.record for at, pack in enumerate(packs) if (pack.record.number if kind == "plan" else at) in numbers
+    ]
+    assert [batch.record for batch in feed.batches_of(numbers, lambda batch: batch[0])] == expected
+    assert list(feed.batches_of([], lambda batch: batch[0])) == []
+    assert json.dumps([feed.state(), feed.rank_state()]) == state
+    if kind == "buffer":
+        assert list(feed.batches_of([999], lambda batch: batch[0])) == [], "there may be fewer than asked for"
 
 
 def test_error_of_the_thread_reaches_the_trainer(monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 
 from swift_vlpack.pages.browser import browser
 from swift_vlpack.pages.page import asset
-from swift_vlpack.pages.values import Picture, StepShown, Trained
+from swift_vlpack.pages.values import Picture, StepShown, TrainedPack
 from tests.browser import CHROMIUM, needs_chromium
 from tests.pages.test_page import Elements, contrast
 from tests.pages.test_terminal import member, pack
@@ -85,7 +85,7 @@ def content(page):
 def test_page_without_a_pack_says_so():
     """SEE-8"""
     step = StepShown(
-        step=3, packs=[Trained(rank=0, epoch=0, number=1, ids=[NASTY], where=[NASTY])], known_from="record"
+        step=3, packs=[TrainedPack(rank=0, epoch=0, number=1, ids=[NASTY], where=[NASTY])], known_from="record"
     )
     page, said = made([], steps=[step])
     assert said == "0 packs"
@@ -101,7 +101,7 @@ def test_page_names_model_and_data_and_no_home():
     assert Elements(page).inside["title"].strip() == "Packs: tiny on photos"
     assert "jane" not in page
     assert page.count("~/data/a.jsonl:2") == page.count("~/pictures/a.jpg'") == 1
-    trained = Trained(rank=0, epoch=0, number=1, ids=["chat:1"], where=["/home/jane/data/a.jsonl:2"])
+    trained = TrainedPack(rank=0, epoch=0, number=1, ids=["chat:1"], where=["/home/jane/data/a.jsonl:2"])
     page, _ = made([], steps=[StepShown(step=3, packs=[trained], known_from="record", notes=[f"see {HOME}"])])
     assert Elements(page).inside["title"].strip() == "Packs of step 3: chat"
     assert "jane" not in page

@@ -9,8 +9,8 @@ import matplotlib as mpl
 import pytest
 
 from swift_vlpack.pages.charts import HEIGHT, Line, bar_chart, histogram, line_chart, segments_chart
+from swift_vlpack.pages.report import sparkline
 from swift_vlpack.pages.report_page import report_page
-from swift_vlpack.pages.report_text import sparkline
 from swift_vlpack.runlog.folder import RunFolder
 from swift_vlpack.runlog.report import run_report
 from tests.runlog.test_segments import train

@@ -9,8 +9,8 @@ import pytest
 
 from swift_vlpack import json_lines
 from swift_vlpack.cli import main
+from swift_vlpack.pages.report import print_report
 from swift_vlpack.pages.report_page import report_page
-from swift_vlpack.pages.report_text import print_report
 from swift_vlpack.runlog.events import EventLog, read_events
 from tests.pages.test_page import Elements
 from tests.runlog.test_counts import steps_event

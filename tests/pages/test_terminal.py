@@ -4,9 +4,16 @@ import re
 
 import pytest
 
-from swift_vlpack.pages.overview import overview_parts
-from swift_vlpack.pages.terminal import MARKS, bar_widths, example_parts, pack_parts, printed, step_parts
-from swift_vlpack.pages.values import KINDS, Member, PackShown, Picture, Piece, Row, StepShown, Trained
+from swift_vlpack.pages.terminal import (
+    MARKS,
+    bar_widths,
+    example_parts,
+    overview_parts,
+    pack_parts,
+    printed,
+    step_parts,
+)
+from swift_vlpack.pages.values import KINDS, Member, PackShown, Picture, Piece, SequenceTensors, StepShown, TrainedPack
 
 HOSTILE = "caption \x1b[2J\x07 \u202eabc\x9b31m"
 
@@ -29,11 +36,11 @@ def pack(*members, number=7, capacity=100):
     ends = [0]
     for one in members:
         ends.append(ends[-1] + one.num_tokens)
-    row = Row(input_ids=[], labels=[], position_ids=[], cu_seqlens=ends)
+    sequence = SequenceTensors(input_ids=[], labels=[], position_ids=[], cu_seqlens=ends)
     left_out = [{"id": "photos:9", "reason": "file_missing", "error": HOSTILE}]
     return PackShown(
         epoch=1, number=number, num_packs=12, rank=0, step=4, packing_length=capacity, members=members,
-        left_out=left_out, row=row,
+        left_out=left_out, sequence=sequence,
     )  # fmt: skip
 
 
@@ -44,14 +51,14 @@ def plain(shown, width=80, is_colourful=False):
 def test_every_kind_of_token_has_a_mark_of_its_own_on_every_line():
     """SEE-2: also where the width breaks a line."""
     long = "word " * 40
-    lines = plain(pack(member(text=long.strip())), width=60).splitlines()
+    lines = plain(pack(member(text=long.strip())), width=66).splitlines()
     start = next(at for at, line in enumerate(lines) if line.startswith("A photos:3"))
     marked = [(line[:2], line[2:]) for line in lines[start + 1 :] if line]
     assert {mark.strip() for mark, _ in marked} == {mark.strip() for mark in MARKS.values()}
     answer = [text for mark, text in marked if mark == "+ "]
     assert " ".join(" ".join(answer).split()) == long.strip()
     assert len(answer) > 3
-    assert max(map(len, lines)) <= 60
+    assert max(map(len, lines)) <= 66
 
 
 def test_bar_is_to_scale_and_says_which_sample_is_which():
@@ -76,7 +83,9 @@ def test_cells_of_a_bar_never_add_up_to_more_than_its_width(seed):
 
 def test_nothing_in_a_row_moves_the_cursor_or_turns_writing_around():
     """SEE-6"""
-    step = StepShown(step=3, packs=[Trained(rank=0, epoch=0, number=1, ids=[HOSTILE], where=[HOSTILE])], known_from="x")
+    step = StepShown(
+        step=3, packs=[TrainedPack(rank=0, epoch=0, number=1, ids=[HOSTILE], where=[HOSTILE])], known_from="x"
+    )
     texts = [
         plain(pack(member(name=HOSTILE, text=HOSTILE))),
         printed(step_parts(step), width=80, is_colourful=False),
@@ -98,8 +107,10 @@ def test_colour_only_where_there_is_a_terminal():
 def test_step_says_loss_ranks_and_where_its_rows_are():
     """SEE-3"""
     packs = [
-        Trained(rank=0, epoch=0, number=4, ids=["a:1", "a:2"], where=["/d/a.jsonl:2", "/d/a.jsonl:3"], lengths=[5, 6]),
-        Trained(rank=1, epoch=0, number=5, ids=[]),
+        TrainedPack(
+            rank=0, epoch=0, number=4, ids=["a:1", "a:2"], where=["/d/a.jsonl:2", "/d/a.jsonl:3"], lengths=[5, 6]
+        ),
+        TrainedPack(rank=1, epoch=0, number=5, ids=[]),
     ]
     step = StepShown(
         step=3, packs=packs, known_from="packs as recorded", loss=2.5, loss_of=(1, 3), loss_before=1.0, notes=["a note"]

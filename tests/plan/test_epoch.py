@@ -3,7 +3,7 @@ import pytest
 
 from swift_vlpack import Packer, PackingConfig, plan
 from swift_vlpack.errors import DataError, PlanError
-from swift_vlpack.plan.steps import STEPS_PER_WINDOW, CostModel
+from swift_vlpack.plan.steps import STEPS_MATCHED, CostModel
 from tests.cases import cases
 from tests.contract import run
 
@@ -242,7 +242,7 @@ def test_balance_matches_costs_but_keeps_the_order_random():
     assert 0.4 < rises < 0.6, "steps are sorted by cost"
     first_rank = steps[:, 0].mean()
     assert first_rank == pytest.approx(steps.mean(), rel=0.01), "one rank always has the dear packs"
-    window = 8 * STEPS_PER_WINDOW
+    window = 8 * STEPS_MATCHED
     before, after = (set(map(tuple, packs[:window])) for packs in (list(made), list(aligned)))
     assert len(before & after) > 0.9 * window, "packs leave their window"
 

@@ -1,34 +1,43 @@
-"""A report in parts that a terminal and a page show alike: labelled lines, and tables."""
+"""Show the report of a run (`runlog/report.py`): put it into words, and print it.
+
+`sections` puts every number into labelled lines and tables. A terminal prints them as they are; `report_page.py` adds
+plots. rich is imported where it prints only, because `vlpack --help` imports this module.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from io import StringIO
+from itertools import pairwise
+from typing import IO, Any
 
 from swift_vlpack.words import by_reason, counted
 
 _MOST_ROWS = 60
-"""Of the timeline; a long run has hundreds of checkpoints."""
+"""Lines of the timeline that are shown, because a long run has hundreds of checkpoints."""
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_MOST_BLOCKS = 60
+_WIDTH_OF_NO_TERMINAL = 120
 Report = dict[str, Any]
 Line = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One part: lines of a label and what is said, then a table."""
+    """One part of a report: labelled lines, then a table."""
 
     title: str
     lines: Sequence[Line] = ()
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
     num_texts: int = 1
-    """The first columns of the table are texts, the others numbers."""
+    """So many first columns of the table are texts; the others are numbers, aligned to the right."""
 
 
 def sections(report: Report) -> list[Section]:
-    """The whole report."""
+    """Put a report into words, part by part."""
     return [
         Section("Run", tuple(_run(report))),
         Section("Trained", tuple(_trained(report))),
@@ -59,7 +68,7 @@ def _run(report: Report) -> Iterator[Line]:
 
 
 def state(report: Report) -> str:
-    """Where the run is."""
+    """Say how far the run is, and whether it has ended."""
     run = report["run"]
     of = f" of {run['num_steps']}" if run["num_steps"] else ""
     where = f"step {run['step']}{of}"
@@ -76,7 +85,7 @@ def _trained(report: Report) -> Iterator[Line]:
     yield "packs", f"{packs}, {samples}, {grouped(trained['num_tokens'])} tokens, {trained['num_images']} images"
     yield "fill", f"{percent(trained['fill_mean'])} mean, {trained['samples_per_pack']} samples a pack"
     if trained["num_padding"]:
-        yield "padding", f"{grouped(trained['num_padding'])} tokens behind the samples of packs (packing_pad_to)"
+        yield "padding", f"{grouped(trained['num_padding'])} tokens after the samples of packs (packing_pad_to)"
     yield "single-long", f"{counted(trained['num_single_long'], 'sample')} too large for a pack, alone in a sequence"
     if trained["vision_share"] is not None:
         yield "vision", f"{percent(trained['vision_share'])} of the tokens"
@@ -170,18 +179,21 @@ def _timeline(timeline: Sequence[Report]) -> Section:
     return Section("Timeline", (), ("when (UTC)", "what", "step"), rows, num_texts=2)
 
 
+# -- numbers in words -------------------------------------------------------------------------------------------------
+
+
 def percent(part: float | None) -> str:
-    """A share."""
+    """Write a share; a dash if it is not known."""
     return "-" if part is None else f"{part:.1%}"
 
 
 def grouped(number: float) -> str:
-    """A large number."""
+    """Write a large number with separators."""
     return f"{number:,.0f}"
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person says them.
+    """Write seconds as a person says them.
 
     >>> duration(42.3), duration(600), duration(7800)
     ('42.3 s', '10 min', '2 h 10 min')
@@ -193,9 +205,84 @@ def duration(seconds: float) -> str:
 
 
 def clock(when: str) -> str:
-    """The time of a note, to the second."""
+    """Write the time of an event, to the second."""
     return datetime.fromisoformat(when).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def _or_dash(value: float | None) -> str:
     return "-" if value is None else f"{value:g}"
+
+
+# -- in a terminal ----------------------------------------------------------------------------------------------------
+
+
+def print_report(report: Report, file: IO[str]) -> None:
+    """Print a report: in colour on a terminal, plain in a file or a pipe."""
+    from rich.console import Console
+
+    if file.isatty():
+        _print(Console(file=file, highlight=False, markup=False), report)
+        return
+    plain = StringIO()
+    _print(Console(file=plain, highlight=False, markup=False, width=_WIDTH_OF_NO_TERMINAL, color_system=None), report)
+    # Because rich fills every line up to its width, which a diff of two reports would show.
+    file.write("".join(f"{line.rstrip()}\n" for line in plain.getvalue().splitlines()))
+
+
+def _print(console: Any, report: Report) -> None:
+    for section in sections(report):
+        console.print(section.title, style="bold")
+        _print_lines(console, section)
+        if section.title == "Trained":
+            _print_curves(console, report["series"])
+        if section.rows:
+            console.print(_table(section))
+        console.print()
+
+
+def _print_lines(console: Any, section: Section) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(min_width=12, style="cyan")
+    grid.add_column(overflow="fold")
+    for label, text in section.lines:
+        grid.add_row(Text(f"  {label}"), Text(text))
+    if section.lines:
+        console.print(grid)
+
+
+def _print_curves(console: Any, series: Sequence[Report]) -> None:
+    """Draw how some numbers developed: a block for each logged step, or for several."""
+    for name, key in (("fill", "fill"), ("tokens/s", "tokens_per_second"), ("loss", "loss")):
+        values = [point[key] for point in series if point[key] is not None]
+        if len(values) > 1:
+            curve = sparkline(values)
+            console.print(f"  {name:<10} {curve}  {min(values):,.4g} to {max(values):,.4g}", style="dim")
+
+
+def sparkline(values: Sequence[float], most: int = _MOST_BLOCKS) -> str:
+    """Draw values as blocks of eight heights, the least value lowest; of too many values, means of neighbours.
+
+    >>> sparkline([0, 1, 2, 7]), sparkline([1, 1, 7, 7], most=2), sparkline([3, 3])
+    ('▁▂▃█', '▁█', '▁▁')
+    """
+    num = min(most, len(values))
+    cuts = [round(at * len(values) / num) for at in range(num + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
+    low, span = min(means), max(means) - min(means)
+    return "".join(_BLOCKS[round((mean - low) / span * 7) if span else 0] for mean in means)
+
+
+def _table(section: Section) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for at, name in enumerate(section.columns):
+        table.add_column(name, justify="left" if at < section.num_texts else "right", overflow="fold")
+    for row in section.rows:
+        table.add_row(*map(Text, row))
+    return table

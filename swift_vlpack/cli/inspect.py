@@ -1,4 +1,9 @@
-"""`vlpack inspect`: look at packs, steps and rows, of a run to be started or of one that was trained."""
+"""`vlpack inspect`: look at packs, steps and rows of a run that is to be started, or of one that was trained.
+
+`inspect_run.py` finds what the flags ask for, `inspect_packs.py` reads packs as training would. `--run` names a trained
+run: `run_options.py` reads its flags, `trained_run.py` its log and checkpoints. A saved data set of blocks of documents
+needs neither a run nor a model.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +14,26 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from swift_vlpack.cli.command import Command, PassThrough, add_packing_flags, add_run_flags
 from swift_vlpack.cli.in_run import in_run
 from swift_vlpack.cli.run_options import run_named, run_options
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.host.path_checks import check_file
+from swift_vlpack.json_lines import with_numbers
+from swift_vlpack.pages.page import write_page
+
+if TYPE_CHECKING:
+    from swift_vlpack.cli.inspect_run import InspectRequest, InspectResult
 
 _WIDTH_OF_FILES = 120
 _NUM_SPIKES = 5
 _NUM_EXAMPLES = 5
-_OF_PACKS = ("pack", "step", "sample", "longest", "emptiest", "random", "examples", "loss_spikes")
+_WHAT = ("pack", "step", "sample", "longest", "emptiest", "random", "examples", "loss_spikes")
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -78,26 +90,61 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _inspect(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     if _is_of_blocks(args):
         return _inspect_blocks(args)
     if args.run is not None and args.config is None:
         _find_run(args)
     _check(args)
-    args.settings = {name: _plain(getattr(args, name)) for name in (*_OF_PACKS, "epoch", "html", "html_mb")}
-    args.settings |= {"folder": _plain(args.run), "seed": args.seed or 0, "form": "json" if args.json else "text"}
-    args.settings |= _terminal()
-    is_of_run = args.config is None and args.run is None  # whose flags are those of ms-swift, a seed too
-    if args.seed is not None and (is_of_run or args.random is None):
+    is_run_flag = args.config is None and args.run is None  # then --seed is one of ms-swift's flags, as --model is
+    if args.seed is not None and (is_run_flag or args.random is None):
         args.flags = [*args.flags, "--seed", str(args.seed)]
-    with in_run(args) as (run, out):
-        from swift_vlpack.cli.inspect_run import look_at
+    width, is_colourful = _terminal()  # before stdout is the report's alone
+    with in_run(args) as (launch, out):
+        from swift_vlpack.cli.inspect_run import InspectRequest, look
+        from swift_vlpack.host.run import run_of
 
-        return look_at(args.settings, run, out)
+        request = InspectRequest.of(vars(args))
+        with run_of(launch.flags, num_ranks=launch.num_ranks, command=launch.command) as run:
+            result = look(run, request)
+            if request.html is not None:
+                out.write(write_packs_page(result, request, run.args.model))
+            elif args.json:
+                out.write(json.dumps(with_numbers(result.as_json()), allow_nan=False) + "\n")
+            else:
+                for text in inspect_text(result, width, is_colourful=is_colourful):
+                    out.write(text)
+                    out.flush()  # the next pack may take a while to be read
+    return 0
+
+
+def write_packs_page(result: InspectResult, request: InspectRequest, model: str | None = None) -> str:
+    """Write the page of `--html`. Returns the line that says what is on it."""
+    from swift_vlpack.pages.browser import browser
+
+    assert request.html is not None
+    page, said = browser(
+        result.packs, result.overview, result.steps, most_mb=request.html_mb, num_packs=result.num_packs, model=model
+    )
+    write_page(request.html, page)
+    return f"{request.html}: {said}\n"
+
+
+def inspect_text(result: InspectResult, width: int, *, is_colourful: bool) -> Iterator[str]:
+    """Yield the text for a terminal, part by part."""
+    from swift_vlpack.pages.terminal import example_parts, overview_parts, pack_parts, printed, step_parts
+
+    parts = chain(
+        [] if result.overview is None else [overview_parts(result.overview)],
+        map(step_parts, result.steps),
+        (pack_parts(pack, width) for pack in result.packs),
+        (example_parts(member, width) for member in result.examples),
+    )
+    return (printed(part, width=width, is_colourful=is_colourful) for part in parts)
 
 
 def _find_run(args: argparse.Namespace) -> None:
-    """Take the flags of the run from where the run left them; flags that are given here come after them and win."""
+    """Take the flags of a trained run from its output directory. Flags that are given here come after them and win."""
     args.run = run_named(args.run)
     found = run_options(args.run)
     for name, value in found.variables.items():
@@ -109,7 +156,7 @@ def _find_run(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    given = [f"--{name.replace('loss_spikes', 'loss-spikes')}" for name in _OF_PACKS if _is_given(getattr(args, name))]
+    given = [f"--{name.replace('loss_spikes', 'loss-spikes')}" for name in _WHAT if _is_given(getattr(args, name))]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} are different things to look at; give one of them")
     if args.loss_spikes is not None and args.run is None:
@@ -133,17 +180,11 @@ def _is_given(value: Any) -> bool:
     return value is not None and value is not False
 
 
-def _plain(value: Any) -> Any:
-    return str(value.absolute()) if isinstance(value, Path) else value
-
-
-def _terminal() -> dict[str, Any]:
-    """How wide it is, and whether it has colours: https://no-color.org."""
+def _terminal() -> tuple[int, bool]:
+    """Return the width of the terminal, and whether it shows colours (https://no-color.org)."""
     is_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-    return {
-        "width": shutil.get_terminal_size().columns if is_terminal else _WIDTH_OF_FILES,
-        "is_colourful": is_terminal and not os.environ.get("NO_COLOR"),
-    }
+    width = shutil.get_terminal_size().columns if is_terminal else _WIDTH_OF_FILES
+    return width, is_terminal and not os.environ.get("NO_COLOR")
 
 
 def _is_of_blocks(args: argparse.Namespace) -> bool:
@@ -156,6 +197,7 @@ def _is_of_blocks(args: argparse.Namespace) -> bool:
 
 
 def _inspect_blocks(args: argparse.Namespace) -> int:
+    """Show a saved data set of blocks: the report of `swift_vlpack.text`, and the first blocks as text."""
     from swift_vlpack.text.report import block_report, examples_of, saved_blocks, text_of_examples
     from swift_vlpack.text.tokenizer import tokenizer_named
 
@@ -163,7 +205,7 @@ def _inspect_blocks(args: argparse.Namespace) -> int:
     dataset, unknown = args.flags[at + 1 : at + 2], [*args.flags[:at], *args.flags[at + 2 :]]
     if unknown or not dataset:
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}" if unknown else "--dataset needs a folder")
-    others = [f"--{name.replace('_', '-')}" for name in (*_OF_PACKS, "html") if _is_given(getattr(args, name))]
+    others = [f"--{name.replace('_', '-')}" for name in (*_WHAT, "html") if _is_given(getattr(args, name))]
     if set(others) - {"--examples"}:
         raise ConfigError(f"{', '.join(others)}: of a run; a data set of blocks is shown with --examples and --json")
     num_examples = _NUM_EXAMPLES if args.examples is None else args.examples
@@ -172,7 +214,7 @@ def _inspect_blocks(args: argparse.Namespace) -> int:
     blocks = saved_blocks(Path(dataset[0]))
     examples = examples_of(blocks, num_examples, None if args.tokenizer is None else tokenizer_named(args.tokenizer))
     if args.json:
-        with contextlib.redirect_stdout(io.StringIO()):  # the report prints its text, too
+        with contextlib.redirect_stdout(io.StringIO()):  # block_report prints its text, too
             report = block_report(blocks)
         print(json.dumps({"report": report, "examples": examples}))
         return 0
@@ -197,6 +239,6 @@ INSPECT = Command(
         "What is shown are the tensors that training gets; no weights are loaded and no GPU is used."
     ),
     add_flags=_add_flags,
-    run=_inspect,
+    run=_run,
     takes_run_flags=True,
 )

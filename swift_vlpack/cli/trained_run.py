@@ -16,13 +16,12 @@ from typing import Any
 from swift_vlpack.errors import StateMismatch
 from swift_vlpack.feed.planned_feed import PlannedFeed
 from swift_vlpack.feed.saved_rows import RunRows, SavedSource
-from swift_vlpack.feed.streamed_feed import StreamedFeed
 from swift_vlpack.host.args import packing_config
 from swift_vlpack.host.pipeline import fused, measured_rows, planned_feed
 from swift_vlpack.host.run import Run
 from swift_vlpack.host.sources import load_sources
 from swift_vlpack.host.state import load_rows, read_state, refused
-from swift_vlpack.pages.values import Trained
+from swift_vlpack.pages.values import TrainedPack
 from swift_vlpack.plan.cuts import cuts_from, num_consumed
 from swift_vlpack.rows.source import place
 from swift_vlpack.runlog.events import FILE, FOLDER
@@ -39,16 +38,16 @@ class TrainedRun:
     """The output directory of a run, or one checkpoint of it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.segments = segments_of(folder)
-        self.checkpoints = [one for one in checkpoints(folder) if one.is_complete]
+        self.folder = folder.absolute()  # as the run log names folders of segments
+        self.segments = segments_of(self.folder)
+        self.checkpoints = [one for one in checkpoints(self.folder) if one.is_complete]
 
     @property
-    def kind(self) -> str:
-        """Return the kind of the run's feed. Without a run log, recorded packs mean that rows were streamed."""
+    def was_planned(self) -> bool:
+        """Return whether packs were planned. Without a run log, recorded packs mean that they were not."""
         if self.segments:
-            return str(self.segments[-1].start["mode"])
-        return StreamedFeed.kind if recorded_ranks(self.folder) else PlannedFeed.kind
+            return bool(self.segments[-1].start["mode"] == PlannedFeed.kind)
+        return not recorded_ranks(self.folder)
 
     @cached_property
     def losses(self) -> list[Loss]:
@@ -57,7 +56,7 @@ class TrainedRun:
 
     @property
     def num_shares(self) -> int | None:
-        """Return in how many shares a stream was read, which is ranks times workers; None if that is not known."""
+        """Return among how many readers (ranks times workers) a stream was shared; None if that is not known."""
         if not self.segments:
             return None
         start = self.segments[-1].start
@@ -66,28 +65,30 @@ class TrainedRun:
     # -- planned ----------------------------------------------------------------------------------------------------
 
     def spans(self) -> list[EpochSpan]:
-        """Return where epochs began and went on: from the run log, else from the checkpoints."""
+        """Return where epochs began and went on: from the run log, without one from the checkpoints."""
         if self.segments:
             planned = (segment for segment in self.segments if segment.start["mode"] == PlannedFeed.kind)
             return [span for segment in planned for span in segment.spans()]
         return self._spans_of_checkpoints()
 
     def _spans_of_checkpoints(self) -> list[EpochSpan]:
-        """Return spans as if the run had the layout of a checkpoint up to it, and that of the last one after it."""
-        begins, layouts = [EpochSpan(0, 0, 1, 1)], []
+        """Return spans, assuming that the run had the ranks and the accumulation of each checkpoint up to it.
+
+        After the last checkpoint it has those of the last one.
+        """
+        spans = [EpochSpan(0, 0, 1, 1)]  # ranks and accumulation are filled in from the checkpoint at the end of it
         for checkpoint in self.checkpoints:
             _, state = read_state(checkpoint.path, PlannedFeed.kind)
             cuts = cuts_from(state["cuts"])
-            begins.append(EpochSpan(checkpoint.step, state["epoch"], 1, 1, cuts))
-            layouts.append({"num_ranks": cuts[-1].num_ranks, "accumulation": _accumulation(checkpoint.path)})
-        if not layouts:
-            return []
-        return [one._replace(**layout) for one, layout in zip(begins, [*layouts, layouts[-1]], strict=True)]
+            num_ranks, accumulation = cuts[-1].num_ranks, _accumulation(checkpoint.path)
+            spans[-1] = spans[-1]._replace(num_ranks=num_ranks, accumulation=accumulation)
+            spans.append(EpochSpan(checkpoint.step, state["epoch"], num_ranks, accumulation, cuts))
+        return spans if self.checkpoints else []
 
     def check_spans(self, plan_of: PlanOf) -> None:
-        """Check that what follows from each checkpoint is what the next one says, if there is nothing else to go by.
+        """Check the assumption about checkpoints, if there is no run log: each has to lead to the next.
 
-        Raises `StateMismatch` if not: the run was resumed in another layout between two checkpoints.
+        Raises `StateMismatch` if the run was resumed on other ranks or with another accumulation between two of them.
         """
         if self.segments:
             return
@@ -101,10 +102,10 @@ class TrainedRun:
                 )
 
     def feed(self, run: Run) -> PlannedFeed:
-        """Build the feed of the run over its rows as they were planned; a checkpoint spares the length pass."""
+        """Build the feed of the run, over rows with the sizes that were planned; a checkpoint has these sizes."""
         config = packing_config(run.args)
         sources, _ = load_sources(run.args, config)
-        if not self.checkpoints:  # killed before the first one: sizes have to be measured again
+        if not self.checkpoints:  # the run was killed before the first one, so sizes have to be measured again
             return planned_feed(measured_rows(sources, run.template, run.args, config), run.template, run.args, config)
         path = self.checkpoints[-1].path
         _, state = read_state(path, PlannedFeed.kind)
@@ -114,13 +115,13 @@ class TrainedRun:
 
     # -- recorded ---------------------------------------------------------------------------------------------------
 
-    def recorded_step(self, step: int) -> list[Trained]:
+    def recorded_step(self, step: int) -> list[TrainedPack]:
         """Return the packs of a step as every rank recorded them."""
         origins = self.segments[-1].start.get("origins", {}) if self.segments else {}
-        # The last segment that began before the step, because it trained the step again if another one had.
+        # Take the last segment that began before the step: if another one trained the step too, this one did it again.
         folder = next((one.folder for one in reversed(self.segments) if one.start["step"] < step), self.folder)
         return [
-            Trained(
+            TrainedPack(
                 rank=rank,
                 epoch=line["epoch"],
                 number=line["pack"],
@@ -132,7 +133,7 @@ class TrainedRun:
         ]
 
     def recorded_steps(self) -> tuple[int, int] | None:
-        """Return the first and the last step on record."""
+        """Return the first and the last recorded step; None without a record."""
         folders = {self.folder, *(segment.folder for segment in self.segments)}
         files = [pack_file(folder, rank) for folder in folders for rank in recorded_ranks(folder)]
         steps = [line["step"] for file in files for line in read_packs(file)]
@@ -140,9 +141,9 @@ class TrainedRun:
 
 
 def _place(name: str, origins: dict[str, str]) -> str:
-    """Return file and line of a sample id, or the row of a stream that has no file."""
+    """Return file and line of a sample id; of a stream, which knows no files, the number of the row."""
     source, _, row = name.rpartition(":")
-    row, _, _ = row.partition("/")  # after the slash is the part, where a row was cut
+    row, _, _ = row.partition("/")  # of a row that was cut, the number of the part follows the slash
     number = row.removeprefix("loaded-")
     if not number.isdecimal():
         return f"row {row} of the stream"
@@ -159,6 +160,7 @@ def _accumulation(checkpoint: Path) -> int:
 
 
 def _as_planned(rows: RunRows, saved: list[SavedSource], path: Path) -> Sequence[Any]:
+    """Give rows the saved sizes. Raises `StateMismatch` if sources or rows are not those of the saved run."""
     changed = rows.compared(saved)
     if changed is None:
         names = ", ".join(source.name for source in saved)

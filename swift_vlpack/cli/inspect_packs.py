@@ -1,0 +1,195 @@
+"""Look at packs of a run as training would get them: choose them, read them, make them readable.
+
+`PackFilter` says which packs of an epoch are meant, `PackViewer` shows them. Packs come from the run's own feed and
+collator, so what is shown are the tensors of training.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swift_vlpack.errors import ConfigError
+from swift_vlpack.feed.epoch_report import left_out_by
+from swift_vlpack.feed.feed import Feed
+from swift_vlpack.feed.planned import address_of
+from swift_vlpack.host.loader import collator_of
+from swift_vlpack.host.run import Run, with_model_shape
+from swift_vlpack.pages.make_values import Place, SampleLookup, member_of, pack_shown
+from swift_vlpack.pages.values import Member, PackShown
+from swift_vlpack.plan.epoch import EpochPlan
+from swift_vlpack.rows.families import MediaTokens, placeholder_ids
+from swift_vlpack.rows.fusion import FusionCaptionDataset
+from swift_vlpack.rows.samples import Address, SampleId
+from swift_vlpack.rows.source import place
+from swift_vlpack.words import counted
+
+EVERY_ANSWER = "default"
+"""ms-swift's loss_scale that trains every answer, whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackFilter:
+    """Choose packs of an epoch; at most one of the fields is set, without any all packs are meant."""
+
+    pack: int | None = None
+    sample: str | None = None
+    longest: bool = False
+    emptiest: bool = False
+    random: int | None = None
+    seed: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether nothing was chosen."""
+        return self.pack is None and not self.needs_plan
+
+    @property
+    def needs_plan(self) -> bool:
+        """Return whether packs are chosen by what only a plan knows ahead of time."""
+        return self.sample is not None or self.longest or self.emptiest or self.random is not None
+
+    def numbers(self, plan: EpochPlan, dataset: FusionCaptionDataset) -> list[int]:
+        """Return the numbers of the chosen packs, in the order of the epoch."""
+        if self.pack is not None:
+            if self.pack >= len(plan):
+                raise ConfigError(
+                    f"--pack {self.pack}: epoch {plan.epoch} has {counted(len(plan), 'pack')}; name one from 0 to "
+                    f"{len(plan) - 1}"
+                )
+            return [self.pack]
+        if self.sample is not None:
+            return _packs_of_sample(plan, dataset, self.sample)
+        tokens = plan.packs.num_tokens_per_pack
+        if self.longest:
+            return [int(tokens.argmax())]
+        if self.emptiest:  # of packs with a sample: one without only completes a step and shows nothing
+            return [int(np.where(tokens > 0, tokens, np.iinfo(np.int64).max).argmin())]
+        if self.random is not None:
+            return sorted(random.Random(self.seed).sample(range(len(plan)), min(self.random, len(plan))))
+        return list(range(len(plan)))
+
+
+def _packs_of_sample(plan: EpochPlan, dataset: FusionCaptionDataset, name: str) -> list[int]:
+    """Return the packs that have a row, which is named as in every report: `source:row`."""
+    positions = _positions_of(plan, dataset, name)
+    places = np.flatnonzero(np.isin(plan.packs.members, positions))
+    packs: list[int] = np.unique(np.searchsorted(plan.packs.offsets, places, side="right") - 1).tolist()
+    if packs:
+        return packs
+    left_out = [one for one in left_out_by(plan, dataset) if str(one.sample_id) == name]
+    reasons = "; ".join(f"{one.reason}{f': {one.detail}' if one.detail else ''}" for one in left_out)
+    raise ConfigError(f"--sample {name}: in no pack of epoch {plan.epoch}: {reasons or 'the epoch did not draw it'}")
+
+
+def _positions_of(plan: EpochPlan, dataset: FusionCaptionDataset, name: str) -> NDArray[np.intp]:
+    """Return where the schedule of the epoch has a row, or its parts."""
+    source, _, _ = name.rpartition(":")
+    names = [one.name for one in dataset.sources]
+    if source not in names:
+        raise ConfigError(
+            f"--sample {name}: no source is called {source or name!r}; there are {', '.join(names)}, and a sample is "
+            f"named as {names[0]}:0"
+        )
+    number = names.index(source)
+    rows = range(len(dataset.sources[number].rows))
+    # A row is named by its number in the file, and the loader may have shuffled the rows.
+    index = next((at for at in rows if str(dataset.sample_id(Address(number, at))) == name), None)
+    if index is None:
+        raise ConfigError(
+            f"--sample {name}: {source} has {counted(len(rows), 'row')} to train on, and none of this number; those "
+            "held out for validation or deleted by the loader are not among them"
+        )
+    return np.flatnonzero((plan.schedule.source == number) & (plan.schedule.row == index))
+
+
+class PackViewer:
+    """Show packs and samples of a run. Each is read when it is asked for."""
+
+    def __init__(self, run: Run, feed: Feed, *, with_thumbnails: bool = False) -> None:
+        self.feed = feed
+        self._args = run.args
+        self._template = with_model_shape(run.template)
+        self._with_thumbnails = with_thumbnails
+        self._answering = cache(lambda source: _training_every_answer(feed.dataset.encoders[source].template))
+
+    def packs(
+        self, numbers: Sequence[int], place_of: Callable[[int], Place], plan: EpochPlan | None = None
+    ) -> Iterator[PackShown]:
+        """Show packs of a plan; without a plan, of those that the readers of the first rank make from the beginning."""
+        collator = collator_of(self._args, self._template, self.feed.seed)
+        num_workers = self._args.training_args.dataloader_num_workers
+        batches = self.feed.batches_of(numbers, collator, plan=plan, num_workers=num_workers)
+        for number, batch in zip(numbers, batches, strict=False):  # there may be fewer than asked for
+            lookup = self._lookup(() if plan is None else address_of(plan, number).samples)
+            yield pack_shown(batch, place_of(number), lookup, self.feed.config.packing_length)
+
+    def sample_at(self, address: Address) -> Member:
+        """Show a sample of a plan by itself."""
+        sample = self.feed.dataset.encode(address)
+        return member_of(sample["sample_id"], sample["input_ids"], sample["labels"], self._lookup([address]))
+
+    def first_samples(self, num_samples: int) -> Iterator[Member]:
+        """Show the first samples that are trained, each by itself."""
+        lookup = self._lookup(())
+        for sample in self.feed.preview(num_samples):
+            yield member_of(sample["sample_id"], sample["input_ids"], sample["labels"], lookup)
+
+    def where(self, sample_id: SampleId) -> str:
+        """Return file and line of a sample, or which row of a stream it is."""
+        origin = self._origins.get(sample_id.source)
+        if origin is None:
+            return f"row {sample_id.row + 1} of the stream"
+        return place(origin, sample_id.row, is_loaded=sample_id.is_loaded)
+
+    @cached_property
+    def _origins(self) -> dict[str, str]:
+        return {source.name: source.origin or source.name for source in self.feed.sources}
+
+    def _lookup(self, addresses: Iterable[Address]) -> SampleLookup:
+        """Look up samples; rows and answers of those at these addresses only, because a stream has no others."""
+        at = {self.feed.dataset.sample_id(address): address for address in addresses}
+        return SampleLookup(
+            decode=lambda ids: str(self._template.tokenizer.decode(ids, skip_special_tokens=False)),
+            placeholders=self._placeholders,
+            row_of=lambda sample_id: self._row(at[sample_id]) if sample_id in at else None,
+            answer_of=lambda sample_id: self._answer(at[sample_id]) if sample_id in at else None,
+            where_of=self.where,
+            with_thumbnails=self._with_thumbnails,
+        )
+
+    @cached_property
+    def _placeholders(self) -> frozenset[int]:
+        """Return the tokens that stand for what the vision tower gives."""
+        template = self._template
+        return frozenset((*placeholder_ids(template), *MediaTokens.of(template).placeholders.values()))
+
+    def _row(self, address: Address) -> Mapping[str, Any]:
+        return self.feed.sources[address.source].row(address.row_index)
+
+    def _answer(self, address: Address) -> Sequence[int] | None:
+        """Return the labels of a sample if every answer of its row were trained; None if that cannot be encoded."""
+        row = dict(self._row(address))
+        messages = row.get("messages") or ()
+        row["messages"] = [{name: value for name, value in message.items() if name != "loss"} for message in messages]
+        try:
+            made = self._answering(address.source).encode(row)
+        except Exception:  # whatever training can encode and this cannot, only the marks of masked tokens are lost
+            return None
+        labels: Sequence[int] | None = made.get("labels") if isinstance(made, dict) else None
+        span = address.span
+        return labels if span is None or labels is None else labels[span.start : span.stop]
+
+
+def _training_every_answer(template: Any) -> Any:
+    """Copy a template, so that the copy trains every answer: then what is masked of one can be told from a prompt."""
+    own = copy.copy(template)
+    own._loss_scale, own._loss_scale_cache = EVERY_ANSWER, {}
+    return own

@@ -1,0 +1,299 @@
+"""Make the values that are shown: of the plan of an epoch, of the tensors of a pack, of the row of a sample.
+
+Tensors are those of training itself: `pack_shown` takes a batch of the trainer's collator. `SampleLookup` adds what
+tensors do not say: text, file and line, images.
+
+>>> kinds_of([1, 9, 9, 2, 3], [-100, -100, -100, 2, 3], placeholders={9})
+['prompt', 'vision', 'vision', 'supervised', 'supervised']
+>>> pieces_of([1, 9, 9, 2, 3], kinds_of([1, 9, 9, 2, 3], [-100, -100, -100, 2, 3], {9}), [Picture("image", None)], str)
+... # doctest: +NORMALIZE_WHITESPACE
+[Piece(kind='prompt', num_tokens=1, text='[1]'), Piece(kind='vision', num_tokens=2, text='[image = 2 tokens]'),
+ Piece(kind='supervised', num_tokens=2, text='[2, 3]')]
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+
+from swift_vlpack.feed.collate import Batch
+from swift_vlpack.pages.values import (
+    MASKED,
+    PROMPT,
+    SUPERVISED,
+    VISION,
+    Member,
+    PackShown,
+    Picture,
+    Piece,
+    SequenceTensors,
+)
+from swift_vlpack.plan.epoch import EpochPlan
+from swift_vlpack.rows.contents import NO_LABEL
+from swift_vlpack.rows.media import is_name, media, real_file
+from swift_vlpack.rows.samples import SampleId
+
+THUMBNAIL = 128
+"""Pixels of the longer side of a small copy: some 4 KB as JPEG, so that 20 MB of a page hold thousands of them."""
+_QUALITY = 70
+_AXES = ("time", "height", "width")
+_TENTHS = 10
+
+# -- an epoch ---------------------------------------------------------------------------------------------------------
+
+
+def overview_of(plan: EpochPlan) -> dict[str, Any]:
+    """Summarize an epoch: how full its packs are, where their samples are from, and which packs are worth a look."""
+    packs, tokens = plan.packs, plan.packs.num_tokens_per_pack
+    has_samples = tokens > 0  # a pack without a sample only completes a step
+    fills = tokens[has_samples] / packs.config.packing_length
+    tenths = np.minimum((fills * _TENTHS).astype(int), _TENTHS)
+    counts = np.bincount(tenths, minlength=_TENTHS + 1)
+    labels = [f"{10 * tenth}-{10 * tenth + 9}%" for tenth in range(_TENTHS)] + ["100%"]
+    sources = plan.schedule.source[packs.members]
+    return {
+        "epoch": plan.epoch,
+        "num_ranks": plan.num_ranks,
+        "num_packs": len(plan),
+        "packing_length": packs.config.packing_length,
+        "num_samples": len(packs.members),
+        "num_tokens": int(tokens.sum()),
+        "mean_fill": round(packs.mean_fill, 4),
+        "fills": {label: int(count) for label, count in zip(labels, counts, strict=True) if count},
+        "sources": {
+            name: {
+                "samples": int((sources == number).sum()),
+                "tokens": int(plan.lengths[packs.members][sources == number].sum()),
+            }
+            for number, name in enumerate(plan.schedule.names)
+        },
+        "longest": int(tokens.argmax()),
+        "emptiest": int(np.flatnonzero(has_samples)[fills.argmin()]),
+        "num_left_out": len(plan.schedule) - len(packs.members),
+    }
+
+
+# -- a pack and its samples -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleLookup:
+    """Look up what the tensors of a sample do not say."""
+
+    decode: Callable[[list[int]], str]
+    placeholders: frozenset[int]
+    """Tokens that stand for what the vision tower gives."""
+    row_of: Callable[[SampleId], Mapping[str, Any] | None]
+    """Returns the row of data that a sample was made of; None if it cannot be read again."""
+    answer_of: Callable[[SampleId], Sequence[int] | None]
+    """Returns the labels of a sample if every answer were trained; None if that is not known."""
+    where_of: Callable[[SampleId], str]
+    with_thumbnails: bool = False
+
+
+class Place(NamedTuple):
+    """Where in a run a pack is trained."""
+
+    num_packs: int | None = None
+    rank: int = 0
+    step: int | None = None
+
+
+def pack_shown(batch: Batch, place: Place, lookup: SampleLookup, packing_length: int) -> PackShown:
+    """Show a pack; its tensors are those of the batch."""
+    record = batch.record
+    assert record is not None
+    sequence = tensors_of(batch)
+    positions = _positions(batch)
+    members = [
+        member_of(
+            sample_id,
+            sequence.input_ids[start:stop],
+            sequence.labels[start:stop],
+            lookup,
+            start=start,
+            positions=positions,
+        )
+        # Not strict, because padding after the samples has boundaries and no sample.
+        for sample_id, (start, stop) in zip(record.sample_ids, pairwise(sequence.cu_seqlens), strict=False)
+    ]
+    return PackShown(
+        epoch=record.epoch,
+        number=record.number,
+        num_packs=place.num_packs,
+        rank=place.rank,
+        step=place.step,
+        packing_length=packing_length,
+        members=members,
+        left_out=[{"id": str(one.sample_id), "reason": one.reason, "error": one.detail} for one in record.left_out],
+        sequence=sequence,
+    )
+
+
+def tensors_of(batch: Batch) -> SequenceTensors:
+    """Copy the tensors of a batch into lists."""
+    positions = batch["position_ids"]
+    return SequenceTensors(
+        input_ids=batch["input_ids"][0].tolist(),
+        labels=batch["labels"][0].tolist(),
+        position_ids=positions.reshape(-1, positions.shape[-1]).tolist(),
+        cu_seqlens=batch["cu_seq_lens_q"].tolist(),
+    )
+
+
+def member_of(
+    sample_id: SampleId,
+    ids: Sequence[int],
+    labels: Sequence[int],
+    lookup: SampleLookup,
+    *,
+    start: int = 0,
+    positions: Mapping[str, list[int]] = MappingProxyType({}),
+) -> Member:
+    """Show a sample, which begins at `start` of a sequence with these `positions`."""
+    answer = lookup.answer_of(sample_id)
+    is_same_encoding = answer is not None and len(answer) == len(ids)
+    kinds = kinds_of(ids, labels, lookup.placeholders, answer if is_same_encoding else None)
+    row = lookup.row_of(sample_id)
+    nums = [stop - first for kind, first, stop in _runs(kinds) if kind == VISION]
+    pictures = [] if row is None else pictures_of(row, nums, with_thumbnails=lookup.with_thumbnails)
+    inside = slice(start, start + len(ids))
+    return Member(
+        id=str(sample_id),
+        where=lookup.where_of(sample_id),
+        source=sample_id.source,
+        start=start,
+        num_tokens=len(ids),
+        num_supervised=sum(label != NO_LABEL for label in labels),
+        num_vision=kinds.count(VISION),
+        positions={name: (min(numbers[inside]), max(numbers[inside])) for name, numbers in positions.items()},
+        pictures=pictures,
+        pieces=pieces_of(ids, kinds, pictures, lookup.decode),
+    )
+
+
+def _positions(batch: Batch) -> dict[str, list[int]]:
+    """Name the rows of `position_ids`: one counts tokens; three are time, height and width; four are all of them."""
+    positions: torch.Tensor = batch["position_ids"]
+    rows: list[list[int]] = positions.reshape(-1, positions.shape[-1]).tolist()
+    names = ("token",) if len(rows) == 1 else _AXES if len(rows) == len(_AXES) else ("token", *_AXES)
+    named = dict(zip(names, rows, strict=True))
+    text = batch.get("text_position_ids")
+    return named if text is None else {"token": text.reshape(-1).tolist(), **named}
+
+
+# -- the tokens of a sample -------------------------------------------------------------------------------------------
+
+
+def kinds_of(
+    ids: Sequence[int], labels: Sequence[int], placeholders: Collection[int], answer: Sequence[int] | None = None
+) -> list[str]:
+    """Tell the kind of each token.
+
+    `answer` has the labels of the sample if every answer were trained: a token with a label there and none in `labels`
+    is masked. Without it such a token counts as prompt.
+
+    >>> kinds_of([1, 9, 2, 3, 4], [-100, -100, -100, 3, -100], {9}, answer=[-100, -100, 2, 3, -100])
+    ['prompt', 'vision', 'masked', 'supervised', 'prompt']
+    """
+
+    def kind(token: int, label: int, in_answer: int) -> str:
+        if token in placeholders:
+            return VISION
+        if label != NO_LABEL:
+            return SUPERVISED
+        return PROMPT if in_answer == NO_LABEL else MASKED
+
+    return [kind(*each) for each in zip(ids, labels, labels if answer is None else answer, strict=True)]
+
+
+def pieces_of(
+    ids: Sequence[int], kinds: Sequence[str], pictures: Sequence[Picture], decode: Callable[[list[int]], str]
+) -> list[Piece]:
+    """Write a sample as text, each image as `[image 640x480 = 391 tokens]`."""
+    runs = list(_runs(kinds))
+    is_one_each = sum(kind == VISION for kind, _, _ in runs) == len(pictures)
+    left = iter(pictures)
+    made = []
+    for kind, start, stop in runs:
+        if kind != VISION:
+            made.append(Piece(kind, stop - start, decode(list(ids[start:stop]))))
+            continue
+        picture = next(left)._replace(num_tokens=stop - start) if is_one_each else Picture("vision", stop - start)
+        made.append(Piece(VISION, stop - start, f"[{picture}]"))
+    return made
+
+
+def _runs(kinds: Sequence[str]) -> Iterator[tuple[str, int, int]]:
+    """Yield kind, start and stop of every run of tokens of one kind."""
+    at = 0
+    for kind, group in groupby(kinds):
+        num_tokens = sum(1 for _ in group)
+        yield kind, at, at + num_tokens
+        at += num_tokens
+
+
+# -- images of a row --------------------------------------------------------------------------------------------------
+
+
+def pictures_of(row: Mapping[str, Any], num_tokens: Sequence[int], *, with_thumbnails: bool = False) -> list[Picture]:
+    """List the images and videos of a row in order.
+
+    `num_tokens` are the lengths of the runs of vision tokens. They are given to the images if there is one run for
+    each; otherwise it is not known which tokens are whose.
+    """
+    named = [medium for medium in media(row) if medium.kind in ("image", "video", "tag")]
+    nums = list(num_tokens) if len(num_tokens) == len(named) else [None] * len(named)
+    return [
+        _picture("video" if medium.kind == "video" else "image", medium.value, num, with_thumbnails)
+        for medium, num in zip(named, nums, strict=True)
+    ]
+
+
+def _picture(kind: str, value: Any, num_tokens: int | None, with_thumbnails: bool) -> Picture:
+    name = value if isinstance(value, str) and (is_name(value) or value.startswith("http")) else ""
+    picture = Picture(kind, num_tokens, name=name)
+    # A video has no header that Pillow reads; an image of the network is not fetched only to be looked at.
+    file = None if kind == "video" else _file(value)
+    if file is None:
+        return picture
+    with suppress(Exception), Image.open(file) as image:  # a broken file has no size, whatever Pillow raises for it
+        picture = picture._replace(width=image.width, height=image.height)
+        if with_thumbnails:
+            picture = picture._replace(thumbnail=_thumbnail(image))
+    return picture
+
+
+def _file(value: Any) -> str | io.BytesIO | None:
+    """Return what Pillow can open of an image's value: bytes, a file on disk, or base64."""
+    if isinstance(value, bytes):
+        return io.BytesIO(value)
+    if not isinstance(value, str):
+        return None
+    if found := real_file(value):
+        return found.path
+    with suppress(ValueError, binascii.Error):
+        return io.BytesIO(base64.b64decode(value.partition("base64,")[2] or value))
+    return None
+
+
+def _thumbnail(image: Image.Image) -> str:
+    image.draft("RGB", (2 * THUMBNAIL, 2 * THUMBNAIL))  # a large JPEG is decoded at a fraction of its size
+    image.thumbnail((THUMBNAIL, THUMBNAIL))
+    small = Image.new("RGB", image.size, "white")
+    rgba = image.convert("RGBA")
+    small.paste(rgba, mask=rgba.getchannel("A"))
+    file = io.BytesIO()
+    small.save(file, "JPEG", quality=_QUALITY)
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
