@@ -36,7 +36,7 @@ from swift_vlpack.lengths.source_code import (
 )
 from swift_vlpack.rows.media import image_urls
 from swift_vlpack.rows.source import Row, RowSource, with_system
-from swift_vlpack.rows.watch import Waits, watched
+from swift_vlpack.rows.watch import ReadStuck, watched
 
 _NUM_ROWS_LOOKED_AT, _NUM_ROWS_OBSERVED = 64, 8
 """Look at 64 rows spread over a source, and observe the first row of each kind, 8 at most.
@@ -111,7 +111,7 @@ def observe(source: RowSource, encoders: Encoders) -> tuple[Observed, Reads]:
     with noted_reads() as reads:
         for row in _some_rows(source):
             # Errors are ignored here, because the row is measured in a moment and reported then.
-            with suppress(Exception, Waits):
+            with suppress(Exception, ReadStuck):
                 watched(_profiled(codes, _encoding(source, encoders, row)), lambda: "")
     own = [(code, names) for code, names in codes.values() if _is_own(code, names)]
     modules = frozenset(str(names.get("__name__")) for _, names in own) & frozenset(loaded)

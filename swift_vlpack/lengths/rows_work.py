@@ -26,7 +26,7 @@ from swift_vlpack.rows.samples import SampleError
 from swift_vlpack.rows.sizes import RowSize
 from swift_vlpack.rows.source import Row
 from swift_vlpack.rows.urls import Urls
-from swift_vlpack.rows.watch import Waits, watched
+from swift_vlpack.rows.watch import ReadStuck, watched
 from swift_vlpack.words import counted
 
 _PIXELS_OF_PATCH = 14 * 14  # the smallest patch of any family, so that the cost of a video is never underestimated
@@ -89,7 +89,7 @@ class RowsWork:
                 try:
                     result = watched(partial(self._do, task), lambda: self._position)
                     return replace(result, reads=reads) if isinstance(result, Chunk) else result
-                except Waits as error:  # noqa: PERF203 - once in a while
+                except ReadStuck as error:  # noqa: PERF203 - once in a while
                     self._gave_up[error.where] = str(error)
 
     def distrust_headers(self) -> None:
