@@ -1,13 +1,13 @@
-"""Every reason why a row is trained in no pack: the word that is counted, and all that is known of it.
+"""Every reason for which a row is trained in no pack: the word that is counted, what it means, and what to do.
 
 >>> Reason.OVERSIZE == "oversize", about("oversize").kind.value
 (True, 'decided by the packer')
 >>> is_failure("file_missing"), is_failure("oversize")
 (True, False)
 
-A reason is declared here, once. Lists, reports, log lines, numbers in files and docs/reasons.md follow from the
-declaration. To add one: declare it, give it where it is found (`Reason.X`), run `make docs-tables`.
-`tests/test_reasons.py` names what is missing of an incomplete one.
+A reason is declared here once. Lists, reports, log lines, codes in files and docs/reasons.md follow from the
+declaration. To add a reason, declare it, use it where it is found (`Reason.X`), and run `make docs-tables`;
+`tests/test_reasons.py` says what an incomplete declaration lacks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """When a row is left out."""
+    """The stage at which a row is left out."""
 
     PACKER = "decided by the packer"
     ENCODING = "found when the row is encoded"
@@ -31,49 +31,49 @@ class Kind(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class About:
-    """What is known of a reason."""
+    """The declaration of a reason."""
 
     kind: Kind
     meaning: str
-    """The sentence for people."""
+    """What happened, for people."""
     remedy: str = ""
-    """What to do about many of them; empty if the rows themselves have to be mended or removed."""
+    """What to do if many rows have this reason; empty if the rows themselves have to be mended or removed."""
     retried: str = ""
     """When a row that could not be encoded is tried again; for `Kind.ENCODING`."""
     code: int | None = None
-    """The number in files of lengths; for `Kind.ENCODING`. Files outlive versions, so it never changes."""
+    """The code in files of lengths; for `Kind.ENCODING`. It never changes, because files outlive versions."""
     part_code: int | None = None
-    """The number in files of parts, for what `plan/parts.py` gives. It never changes either."""
+    """The code in files of parts, for the reasons that `plan/parts.py` gives. It never changes either."""
     is_failure: bool = False
-    """Whether the row was to be trained and could not be; many of them stop a run."""
+    """The row should have been trained and could not be; many such rows stop a run."""
     is_passing: bool = False
-    """Whether to retry at every start, because nothing on disk tells whether the cause is gone."""
+    """Retry at every start, because nothing on disk tells whether the cause is gone."""
     is_of_pixels: bool = False
-    """Whether a row with good headers can fail for it."""
+    """A row whose image headers are good can fail for this reason."""
     is_of_row: bool = False
-    """Whether only the row or the options can cause and cure it, and no file."""
+    """The row or the options cause it, never a file."""
     is_of_content: bool = False
-    """Whether it follows from the row, its files and the template alone, so that nothing else can cure it."""
+    """The row, its files and the template alone cause it, so that nothing else (a new codec, say) can cure it."""
 
 
 def _unreadable(code: int, meaning: str, retried: str, remedy: str = "", **flags: bool) -> About:
-    """Describe a row that cannot be encoded."""
+    """Declare a reason why a row cannot be encoded; `flags` are those of `About`."""
     flags = {"is_failure": True, "is_of_pixels": True, **flags}
     return About(kind=Kind.ENCODING, code=code, meaning=meaning, retried=retried, remedy=remedy, **flags)
 
 
 _ALLOW = "set packing_allow_single_long to true"
 _WHEN_READ = "when what can be read changes"
-_WHEN_CHANGED = f"when it changes, or {_WHEN_READ.removeprefix('when ').removesuffix(' changes')}"
+_WHEN_CHANGED = "when it changes, or what can be read does"
 
 
 class Reason(str, Enum):
-    """The word that is counted, the same one in every report, list and log; `about` has the rest."""
+    """The word that is counted, the same in every report, list and log; `about` is its declaration."""
 
     about: About
 
     def __new__(cls, word: str, about: About) -> Reason:
-        """Make the word, with what is known of it."""
+        """Make a member that is its word, so that `Reason.OVERSIZE == "oversize"`."""
         made = str.__new__(cls, word)
         made._value_ = word
         made.about = about
@@ -193,7 +193,7 @@ class Reason(str, Enum):
         "encode_failed",
         _unreadable(
             1,
-            "anything else that the template raised; the log has it",
+            "the template raised any other error; the log has it",
             f"{_WHEN_READ}; at every start after an error of memory",
         ),
     )
@@ -203,7 +203,7 @@ class Reason(str, Enum):
             2,
             "longer than `max_length` under truncation_strategy `delete`",
             "no",
-            "raise max_length, or cut them off with truncation_strategy left or right",
+            "raise max_length, or truncate with truncation_strategy left or right",
             is_failure=False,
             is_of_pixels=False,
             is_of_row=True,
@@ -218,11 +218,11 @@ class Reason(str, Enum):
     FILE_EMPTY = ("file_empty", _unreadable(5, "the file has no bytes", "when it changes"))
     IMAGE_UNREADABLE = (
         "image_unreadable",
-        _unreadable(6, "no image, a format that Pillow does not know, or broken", _WHEN_CHANGED),
+        _unreadable(6, "not an image, in a format that Pillow does not know, or broken", _WHEN_CHANGED),
     )
     IMAGE_TOO_LARGE = (
         "image_too_large",
-        _unreadable(7, "Pillow takes it for a decompression bomb", "when it changes, or the limit"),
+        _unreadable(7, "Pillow takes it for a decompression bomb", "when it or Pillow's limit changes"),
     )
     ASPECT_RATIO = (
         "aspect_ratio",
@@ -243,12 +243,12 @@ class Reason(str, Enum):
             is_passing=True,
         ),
     )
-    VIDEO_UNREADABLE = ("video_unreadable", _unreadable(12, "no video, or broken", _WHEN_CHANGED))
+    VIDEO_UNREADABLE = ("video_unreadable", _unreadable(12, "not a video, or broken", _WHEN_CHANGED))
     FILE_UNREADABLE = (
         "file_unreadable",
         _unreadable(
             13,
-            "a FIFO, a socket, a device (they are not opened), no permission, an error of the disk",
+            "a FIFO, socket or device (these are not opened), no permission, or a disk error",
             "at every start",
             is_passing=True,
         ),
@@ -258,7 +258,7 @@ class Reason(str, Enum):
         _unreadable(
             14,
             "nothing could be read for 60 seconds, as from a network mount that is gone; "
-            "half of it after each such row, at least 2",
+            "each such row halves the limit, down to 2 seconds",
             "at every start",
             is_passing=True,
         ),
@@ -267,7 +267,7 @@ class Reason(str, Enum):
         "url_unreachable",
         _unreadable(
             15,
-            "an image behind a URL that was refused, did not answer within 10 s (`SWIFT_TIMEOUT`), or is not there",
+            "an image whose URL refused, did not answer within 10 s (`SWIFT_TIMEOUT`), or does not exist",
             "60 minutes later",
             is_passing=True,
         ),
@@ -275,23 +275,23 @@ class Reason(str, Enum):
 
 
 def about(word: str) -> About:
-    """Return what is known of a reason, by its word. Raises `ValueError` for a word that is no reason."""
-    return Reason(word).about  # type: ignore[call-arg]  # mypy takes this for the making of a member
+    """Return the declaration of a reason, by its word. Raises `ValueError` for an unknown word."""
+    return Reason(word).about  # type: ignore[call-arg]  # mypy takes the lookup for a constructor
 
 
 def is_failure(word: str) -> bool:
-    """Tell whether a row with this reason was to be trained and could not be; not so if its length is the reason."""
+    """Tell whether a row with this reason should have been trained and could not be. Length is no such reason."""
     return about(word).is_failure
 
 
 _BY_CODE = {reason.about.code: reason.value for reason in Reason if reason.about.code is not None}
 REASONS = ("", *(_BY_CODE[code] for code in sorted(_BY_CODE)))
-"""What an encoding finds, each at the place of its `code`; at 0 that nothing is wrong."""
+"""The reasons why a row cannot be encoded, by their `code`; code 0 means that nothing is wrong."""
 _BY_PART_CODE = {reason.about.part_code: reason for reason in Reason if reason.about.part_code is not None}
 
 
 def part_code_of(reason: Reason | None) -> int:
-    """Return the number in files of parts; 0 for a part that is packed.
+    """Return the code of a reason in files of parts; 0 for None, a part that is packed.
 
     >>> part_code_of(Reason.TRUNCATED), part_code_of(None)
     (2, 0)
@@ -304,19 +304,19 @@ def part_code_of(reason: Reason | None) -> int:
 
 
 def of_part_code(code: int) -> Reason | None:
-    """Return the reason of a number in files of parts; None for a part that is packed."""
+    """Return the reason for a code in files of parts; None for 0, a part that is packed."""
     return _BY_PART_CODE[code] if code else None
 
 
-# -- what to do about rows that are left out, if they are too many to be an accident -----------------------------------
+# -- warn of many rows that are left out ------------------------------------------------------------------------------
 
 MAX_SHARE_LEFT_OUT = 0.01
-"""An epoch that leaves out more of its rows warns."""
+"""Warn of an epoch that leaves out a larger share of its rows."""
 NO_REMEDY = "; mend or remove the rows that cannot be read, the log names them"
 
 
 def warning_of_left_out(num_dropped: Mapping[str, int], *, num_of: int, what: str = "rows") -> str | None:
-    """Return a warning with the remedy for each reason; None if next to nothing is left out.
+    """Return a warning with the remedy for each reason; None if at most `MAX_SHARE_LEFT_OUT` is left out.
 
     >>> warning_of_left_out({"too_long": 10}, num_of=2000)
     >>> warning_of_left_out({"too_short": 40}, num_of=2000)
@@ -337,7 +337,7 @@ def warning_of_left_out(num_dropped: Mapping[str, int], *, num_of: int, what: st
 
 
 def kept_by(num_dropped: Mapping[str, int]) -> str:
-    """Name the option that keeps the remainder of an epoch, if one is left out.
+    """Return a hint that names the option to keep an underfilled last pack; empty if none was left out.
 
     >>> kept_by({"underfilled": 2}), kept_by({"oversize": 1})
     ('; packing_drop_last=false keeps the underfilled', '')

@@ -1,6 +1,6 @@
-"""Check that rows have the sizes they were planned with when they are encoded for training: a part of `vlpack verify`.
+"""Compare the planned sizes of some rows with what encoding gives: a part of `vlpack verify`.
 
-Rows of every kind are encoded, the same ones each time, and the largest and smallest of each kind.
+Drawn rows of every kind, and the largest and smallest of each kind, are encoded; the same rows every time.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from swift_vlpack.rows.samples import Address, SampleError
 from swift_vlpack.rows.sizes import LengthIndex, RowSize
 
 NUM_ROWS_OF_A_KIND = 16
-"""Rows of each kind (text, one image, several images, video) to encode in every source. The smallest and the largest of
-each kind are added, because the limits of a template bite there."""
+"""Rows of each kind (text, one image, several images, video) to encode in every source. The smallest and largest of
+each kind are added, because the limits of a template take effect there."""
 
 
 class Differing(NamedTuple):
-    """A row whose size in training is not the planned one."""
+    """A row whose encoded size is not the planned one."""
 
     row: str
-    """Its file and line."""
+    """The file and line of the row."""
     planned: RowSize
     encoded: RowSize
 
     def __str__(self) -> str:
         both = zip(RowSize._fields, self.planned, self.encoded, strict=True)
         return f"{self.row}: " + ", ".join(
-            f"{name} {there} where {planned} were planned" for name, planned, there in both if there != planned
+            f"{name} {encoded} where {planned} were planned" for name, planned, encoded in both if encoded != planned
         )
 
 
 @dataclass(frozen=True, slots=True)
 class SourceLengths:
-    """The result for one source."""
+    """The result for one source, a line of the table of `vlpack verify`."""
 
     source: str
     num_rows: int
@@ -57,8 +57,8 @@ class SourceLengths:
     def check(self) -> str:
         """Return the result in a word.
 
-        `equal` or `differing`; `fallback` if all are equal, but the length pass had to encode every row; `as read` for
-        a stream, which is not planned.
+        `equal` or `differing`; `fallback` if all are equal, but the length pass had to encode every row in full;
+        `as read` for a stream, which has no planned sizes.
         """
         if not self.is_planned:
             return "as read"

@@ -1,13 +1,14 @@
 """Remember the sizes of a source's rows from run to run.
 
-A row is looked up by a key: a digest of everything that its size depends on (`context.py`), of its content, and of the
-state of every file that it names. A change therefore never leads to a wrong size, only to a cache miss, and nothing
-ever has to be deleted. Rows may be appended or come in another order. If a key is saved twice, the later size counts.
+A row is looked up by its key: a digest of the context (all that its size depends on beside the row, `context.py`), of
+its content, and of the state of every file that it names. So a change never leads to a wrong size, only to a cache
+miss, and nothing ever has to be deleted. Rows may be appended or reordered. If a key is saved twice, the later size
+counts.
 
-The sizes are in a `.lengths` file (`length_file.py`). Three files beside it have the same name: `.failures` has the
-errors of rows that cannot be encoded, `.parts` the parts of rows that are cut, and `.notes` the sizes that training
-found to be wrong, for the next run. Keys of failures also depend on the retry key (`failures.py`), so a failed row is
-tried again when a missing codec was installed, say.
+Sizes are in a `.lengths` file (`length_file.py`). Three files next to it have the same name: `.failures` has the errors
+of rows that cannot be encoded, `.parts` the parts of rows that are cut, and `.notes` the sizes that training found to
+be wrong, for the next run. Keys of failures also depend on the retry key (`failures.py`), so a failed row is tried
+again when a missing codec was installed, for example.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from swift_vlpack.rows.source import row_bytes
 _PERMANENT = [code for code, reason in enumerate(REASONS) if not reason or about(reason).is_of_content]
 """Codes of results that no retry changes: sizes, and failures that come from the content of the row itself."""
 _NO_RETRY_KEY = bytes(KEY.itemsize)
-_NUM_FOLDERS = 4096  # for which a pass remembers the real path
+_NUM_FOLDERS = 4096  # folders whose real paths are kept in memory
 
 
 class KnownSizes:
@@ -75,7 +76,8 @@ class KnownSizes:
 
     def _places(self, keys: Keys) -> NDArray[np.int64]:
         """Find the latest record of each key; -1 without one."""
-        # Two keys that share 64 of their 128 bits are not to be expected; the one found first is a cache miss then.
+        # Only the last of the keys with the same high half is found. Should two keys ever share it (64 random bits),
+        # the other one is a cache miss.
         at = np.searchsorted(self._high, keys["high"], side="right") - 1
         return np.where((at >= 0) & (self.records["key"][np.maximum(at, 0)] == keys), at, -1)
 
@@ -125,7 +127,7 @@ class LengthCache:
             return
         records = np.zeros(int(has_key.sum()), KEYED_SIZE)
         records["key"], records["size"] = keys[has_key], sizes[has_key]
-        # Only failures have the retry key in theirs, so that a new codec does not measure good rows again.
+        # Mix the retry key into keys of failures only, so that good rows are not measured again after a new codec.
         is_retried = ~np.isin(records["size"]["reason"], _PERMANENT)
         records["key"][is_retried] = _mixed(records["key"][is_retried], self._retry_key)
         self._file.append(records)
@@ -175,9 +177,9 @@ class LengthCache:
     def remember(
         self, row: Mapping[str, Any], size: tuple[int, int, int, int], aspect: float, parts: Sequence[Part] = ()
     ) -> None:
-        """Note the true size of a row that was planned with another one.
+        """Note the true size of a row that was planned with a wrong one.
 
-        Notes are for the next run. A run that is resumed must plan with the old sizes, or its packs would change.
+        Notes are for the next new run. A resumed run must plan with the old sizes, or its packs would change.
         """
         key, stamp = self.key_and_stamp(row)
         keys = np.array([key], KEY)
@@ -205,18 +207,18 @@ class LengthCache:
     # -- keys ---------------------------------------------------------------------------------------------------------
 
     def key(self, row: Mapping[str, Any]) -> Keys:
-        """Return the key of a row; `NO_KEY` if its content cannot be digested, so that nothing is saved of it.
+        """Return the key of a row; `NO_KEY` if its content cannot be digested, so that its size is never saved.
 
-        A key has 128 bits, so that no two of a million rows have the same one by chance.
+        A key has 128 bits, so that no two of a million rows have the same key by chance.
         """
         return self.key_and_stamp(row)[0]
 
     def key_and_stamp(self, row: Mapping[str, Any]) -> tuple[Keys, int]:
         """Return the key of a row, and the stamp of its files.
 
-        The stamp changes with everything that is done to a file, also if its content is replaced and its size and time
-        stay. But it changes with mode and links, too. So it is not in the key: a row whose stamp changed is measured
-        again from its header, and the other rows stay known.
+        The stamp is a digest of the files' change times (ctime). These reveal a file whose content was replaced while
+        its size and time were kept, but they also change with its mode and links. So the stamp is not in the key: a row
+        whose stamp changed is measured again from its header, and the other rows stay known.
         """
         try:
             content = row_bytes(row, as_encoded=True)
@@ -234,9 +236,9 @@ class LengthCache:
         return np.array([self.key(row) for row in rows], KEY)
 
     def _state(self, file: RealFile | None) -> tuple[Any, ...] | None:
-        """Return the real path of a file, its size and its time; None if the text names no file.
+        """Return the real path, kind, size and time of a file; None for None.
 
-        The real path, because another folder may have a file of the same name, size and time.
+        The real path is included because another folder may have a file of the same name, size and time.
         """
         if file is None:
             return None
@@ -255,7 +257,7 @@ class LengthCache:
 
 
 def fingerprint(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Digest the content of rows without the state of files, which may be copies on another machine."""
+    """Return a digest of the content of rows, without the state of files, which may be copies on another machine."""
     digest = hashlib.blake2b(digest_size=8)
     for row in rows:
         with suppress(TypeError, ValueError):

@@ -1,9 +1,9 @@
-"""The folder of remembered lengths: where it is, which files it has for each source, and which of them may go.
+"""Find, list and remove the files of cached lengths.
 
-For every source and context (template and settings) there are files named SOURCE-DIGEST: `.lengths`, `.failures`,
+For every source and context (template and settings) the folder has files named SOURCE-DIGEST: `.lengths`, `.failures`,
 `.CUTTING.parts` and `.notes` (`cache.py`), `.about`, which says what they belong to, and `.damaged-PID`, a file that
 was set aside. Sources share CONTEXT.trust (`trust.py`), CONTEXT.observed (`observed.py`) and unreachable.urls.
-A file is ours by its name and by what it begins with; anything else in the folder is neither listed nor removed.
+A file is ours if both its name and its first bytes say so; other files in the folder are neither listed nor removed.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def lengths_folder(given: str | None, environ: Mapping[str, str]) -> Path:
 
 
 def lengths_path(folder: Path, source: str, context: str) -> Path:
-    """Return the file of the sizes of a source.
+    """Return the path of a source's `.lengths` file.
 
-    The context is in the name, so that sizes found under other settings are kept beside these.
+    The context is part of the name, so that sizes under other settings are kept in files of their own.
     """
     name = re.sub(r"[^\w.-]+", "_", source)[-60:]
     digest = hashlib.blake2b(f"{source}\n{context}".encode(), digest_size=6).hexdigest()
@@ -52,7 +52,7 @@ def lengths_path(folder: Path, source: str, context: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What the lengths of a file belong to."""
+    """The source and model that a file of lengths belongs to, as saved in the `.about` file."""
 
     source: str
     origin: str | None
@@ -65,32 +65,32 @@ class About:
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """The files of one source under one context."""
+    """The cached files of one source under one context, with their totals."""
 
     files: tuple[Path, ...]
     num_bytes: int
     num_rows: int
     used: float
-    """When it was last used, in seconds since 1970."""
+    """When they were last used, in seconds since 1970."""
     name: str
-    """The name of the source as far as file names have it."""
+    """The name of the source as it is in the file names: shortened, with other characters replaced."""
     about: About | None
     """None if the `.about` file is missing or damaged."""
 
     @property
     def source(self) -> str:
-        """The name of the source, whole if it is known."""
+        """The full name of the source if it is known, otherwise the one in the file names."""
         return self.about.source if self.about else self.name
 
 
 def write_about(lengths: Path, about: About) -> None:
-    """Write beside a file of lengths what it belongs to; the time of this file is when it was last used."""
+    """Write the `.about` file of a file of lengths. Its modification time says when the lengths were last used."""
     with suppress(OSError):  # the file of lengths, in the same folder, reports it
         write_json(lengths.with_suffix(_ABOUT), asdict(about))
 
 
 def remembered_in(folder: Path) -> list[Remembered]:
-    """List what is remembered in a folder, the latest used first."""
+    """List the cached files in a folder by source and context, the last used first."""
     stems: dict[str, list[Path]] = {}
     for path in _files(folder):
         if (match := _OF_SOURCE.fullmatch(path.name)) and _is_ours(path, match["kind"]):
@@ -106,7 +106,7 @@ def shared_files(folder: Path) -> list[Path]:
 
 
 def removed(files: Sequence[Path]) -> int:
-    """Remove files. Returns the number of bytes that are free now."""
+    """Remove files. Returns the number of bytes that this freed."""
     num_bytes = 0
     for path in files:
         with suppress(FileNotFoundError):  # another process removed it

@@ -1,7 +1,7 @@
-"""Find everything but the row that a length depends on; its digest, the context, is part of every key of the cache.
+"""Collect everything but the row that a length depends on. Its digest, the *context*, is part of every cache key.
 
-A key that covers too much only costs cache misses; a key that covers too little gives wrong lengths. So what a template
-depends on is found, not listed: its attributes, the state of its processor and of the processor's parts, the vision
+A key that covers too much only costs cache misses; a key that covers too little gives wrong lengths. So we list no
+settings that count but take what is there: the template's attributes, the state of its processor and parts, the vision
 settings of the model's config, the constants of qwen_vl_utils, the environment variables that the template's source
 names, and that source itself, with the plugins that may have patched it.
 """
@@ -68,7 +68,7 @@ _LOADING = ("swift.template.vision_utils", "qwen_vl_utils.vision_process")  # th
 
 
 def context_of(template: Any, plugins: Iterable[str] = ()) -> str:
-    """Return the digest, 32 hexadecimal digits; `plugins` are the files of `--external_plugins`."""
+    """Return the context, 32 hexadecimal digits. `plugins` are the files of `--external_plugins`."""
     return digest_of(dependencies_of(template, plugins), 16)
 
 
@@ -114,11 +114,11 @@ def _parts_of(processor: Any) -> dict[str, Any]:
 
 def _state_of(part: Any) -> dict[str, Any]:
     """Return the plain attributes of a processor or tokenizer, and what `to_dict` adds to them."""
-    told = part.to_dict() if hasattr(part, "to_dict") else {}
+    listed = part.to_dict() if hasattr(part, "to_dict") else {}
     # Filter by name first, because looking through the vocabulary of a tokenizer takes long.
     own = {name: value for name, value in vars(part).items() if not _NOT_OF_PART.fullmatch(name)}
     own = {name: value for name, value in own.items() if is_plain(value) or isinstance(value, np.generic)}
-    return {name: value for name, value in {**told, **own}.items() if not _NOT_OF_PART.fullmatch(name)}
+    return {name: value for name, value in {**listed, **own}.items() if not _NOT_OF_PART.fullmatch(name)}
 
 
 def _state_of_config(config: Any) -> dict[str, Any]:
@@ -148,24 +148,24 @@ def _without(folder: str | None, value: Any) -> Any:
 
 
 def _agent_template(template: Any) -> list[Any]:
-    """Return the agent template if one is chosen, because without one ms-swift's property raises."""
+    """Return the agent template in a list; an empty list if none is chosen, because ms-swift's property raises then."""
     return [template.agent_template] if template._agent_template is not None else []
 
 
 def variables_read_by(template_class: type, files: Iterable[str] = ()) -> set[str]:
-    """Return the variables that the source of the template, the user's own files or ms-swift's loading code name."""
+    """Return the environment variables named in the source of the template, the user's files, or the media loaders."""
     own = [file for file in files if not is_installed(file)]
     found = set()
     for file in {*source_files(template_class), *own, *_files_of(*_LOADING)}:
         text = Path(file).read_text(encoding="utf-8", errors="replace")
         # In upper case, because that is how ms-swift looks names up.
         found |= {name.upper() for name in _VARIABLE.findall(text)}
-    # Because a name in the source of a template or a plugin is meant: LANG may choose its prompt.
+    # Variables of the machine stay: if a template or plugin names LANG, its prompt may depend on it.
     return {name for name in found if not _NOT_OF_LENGTH.fullmatch(name) and not is_of_ranks(name)}
 
 
 def is_of_length(name: str) -> bool:
-    """Tell whether the value of a variable that was seen being read may change a length."""
+    """Tell whether a length may depend on a variable that was read while rows were encoded."""
     return not _NOT_OF_LENGTH.fullmatch(name) and not is_of_launchers(name)
 
 

@@ -1,6 +1,6 @@
-"""Record which environment variables some code reads, in whatever way it does: `os.getenv`, an alias, `in`, a default.
+"""Record which environment variables some code reads, in whatever way: `os.getenv`, an alias, `in`, a default.
 
-While the code runs, `os.environ` has a class that notes the names that are read; afterwards it gets its own class back.
+While the code runs, `os.environ` has a class that records the names that are read; then it gets its own class back.
 
 >>> with noted_reads() as reads:
 ...     language = os.environ.get("MY_LANGUAGE", "en")
@@ -31,7 +31,7 @@ _OF_THE_MACHINE = re.compile(
     r"|\w*LOG_?LEVEL|HOSTNAME|HOME|USER|LOGNAME|PATH|PWD|TMPDIR|TMP|TEMP|TERM|COLUMNS|LINES|LANG|LC_\w+|XDG_\w+"
     r"|HF_(HOME|TOKEN|ENDPOINT|ASSETS_CACHE|(HUB|DATASETS|XET)_\w+)|MODELSCOPE_\w+"
 )
-"""Variables of logs and the machine, which libraries read beside their work: they differ from start to start."""
+"""Variables about logs and the machine. They differ from start to start, and libraries read them for other purposes."""
 _READERS_OF_THEIR_OWN = frozenset(
     ("swift_vlpack", "tqdm", "accelerate", "huggingface_hub", "modelscope", "requests", "urllib3", "torch.distributed",
      "swift.utils.logger", "swift.utils.env", "transformers.utils.logging", "datasets.utils.logging")
@@ -77,7 +77,7 @@ def noted_reads() -> Iterator[Reads]:
 
 
 def _forget() -> None:
-    """Give a forked process its own lock and the plain environment; what its parent notes is not for it."""
+    """Give a forked process its own lock and the plain environment, so that it does not record for its parent."""
     global _lock
     _lock = threading.Lock()
     _open.clear()
@@ -131,13 +131,13 @@ def _note(name: Any) -> None:
 
 @cache
 def is_of_launchers(name: str) -> bool:
-    """Tell variables that say where and how a process runs from those that may say what it makes of a row."""
+    """Tell whether a variable says where and how a process runs, so that no length depends on it."""
     return is_of_ranks(name) or _OF_THE_MACHINE.fullmatch(name) is not None
 
 
 @cache
 def is_of_ranks(name: str) -> bool:
-    """Tell variables that launchers set to another value for each rank or start."""
+    """Tell whether launchers give a variable another value for each rank or start."""
     return _OF_RANKS.fullmatch(name) is not None
 
 

@@ -1,7 +1,8 @@
-"""Rows that cannot be encoded: name them in the log, and retry them when something changed that may cure them.
+"""Log the rows that cannot be encoded, and decide when to retry them.
 
-The `retry_key` is part of the key of a saved failure. It changes when Pillow knows another format, a limit is lifted,
-or a codec or package is installed. None of it changes the length of a good row, so good rows are not measured again.
+The `retry_key` is part of the key of a saved failure, so a failed row is retried when the retry key changes: when
+Pillow knows another format, a limit is lifted, or a codec or package is installed. It is not part of the key of good
+rows, whose lengths do not depend on these.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from swift_vlpack.words import by_reason, counted
 logger = logging.getLogger(__name__)
 
 NUM_FAILURES_NAMED = 20
-"""Failing rows that the log names. It counts all of them, and `left_out.jsonl` lists all."""
+"""Failing rows of a source that the log names. It counts all of them, and `left_out.jsonl` lists all."""
 NUM_WITH_TAGS_NAMED = 5
+"""Rows with surplus tags that the log names."""
 
 
 def retry_key() -> bytes:
-    """Digest what may make a row readable that could not be read, though neither the row nor its files changed."""
+    """Return a digest of everything that may cure a failed row though neither the row nor its files changed."""
     state = [
         sorted(_readers()),
         sorted(_limits()),
@@ -48,7 +50,7 @@ def retry_key() -> bytes:
 def _readers() -> Iterator[tuple[str, ...]]:
     """Yield image formats that other packages registered with Pillow.
 
-    Pillow's own are skipped: they are registered when they are first needed, and its version stands for them.
+    Pillow's own formats are skipped: they are registered only when first needed, and its version covers them.
     """
     for name, (opener, _) in Image.OPEN.items():
         module = getattr(opener, "__module__", None) or ""
@@ -73,13 +75,13 @@ def _limits() -> Iterator[tuple[str, str]]:
 
 
 def _codecs() -> Iterator[str]:
-    """Yield what Pillow was built with, because its version does not tell."""
+    """Yield the libraries that Pillow was built with, because its version does not tell."""
     yield from (name for name in features.modules if name != "tkinter" and features.check_module(name))
     yield from (name for name in features.codecs if features.check_codec(name))
 
 
 def _installed() -> Iterator[str]:
-    """Yield every installed package with its version, by the name of its record."""
+    """Yield the record of every installed package, whose name has the version: `pillow-11.0.0.dist-info`."""
     for folder in sys.path:
         with suppress(OSError):
             yield from (name for name in os.listdir(folder or ".") if name.endswith((".dist-info", ".egg-info")))
@@ -105,8 +107,8 @@ def log_failures(source: RowSource, sizes: LengthIndex, unreachable_urls: Path) 
     if counts[Reason.URL_UNREACHABLE]:
         logger.warning(
             "source %s: %s left out, because an image behind a URL could not be fetched. Each URL was tried once, and "
-            "a host no more after it failed %d times in a row; SWIFT_TIMEOUT gives them more seconds. Runs that start "
-            "%d minutes later try them again, and so does the next one if %s is deleted",
+            "no URL of a host after it failed %d times in a row; SWIFT_TIMEOUT sets how many seconds to wait. Runs "
+            "that start %d minutes later try again, and so does the next run if %s is deleted",
             source.name, counted(counts[Reason.URL_UNREACHABLE], "row"), NUM_FAILURES, SECONDS_REMEMBERED // 60,
             unreachable_urls,
         )  # fmt: skip
@@ -118,8 +120,8 @@ def log_surplus_tags(source: RowSource, sizes: LengthIndex) -> None:
         first = [str(source.sample_id(index)) for index in sizes.surplus_tags[:NUM_WITH_TAGS_NAMED]]
         logger.warning(
             "source %s: %d of %d rows have more tags (<image>) in their texts than media (images): %s. ms-swift puts "
-            "media in place of the first tags and trains the others as these words; so does this run. Give every tag "
-            "its medium, or take it out of the text",
+            "media in place of the first tags and trains the other tags as plain words; so does this run. Give every "
+            "tag its medium, or remove it from the text",
             source.name, len(sizes.surplus_tags), len(sizes),
             ", ".join(first) + (", ..." if len(sizes.surplus_tags) > len(first) else ""),
         )  # fmt: skip

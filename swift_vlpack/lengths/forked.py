@@ -1,7 +1,7 @@
-"""Do tasks in processes that are forked with everything they need, so that only tasks and results are pickled.
+"""Run tasks in forked processes. They inherit everything they need, so that only tasks and results are pickled.
 
-The pools of the standard library do not fit: `multiprocessing.Pool` waits for ever for a worker that was killed, and
-`ProcessPoolExecutor` cannot end busy workers at once before Python 3.14, as a pass that finds a difference has to.
+The pools of the standard library do not fit: `multiprocessing.Pool` waits for ever for a worker that was killed. And
+before Python 3.14 `ProcessPoolExecutor` cannot kill busy workers, as a length pass must when it finds a difference.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from swift_vlpack.errors import VLPackError
 
 _NUM_AHEAD = 2
 """Tasks that wait in a process besides the one it works on, so that it is never idle; few, so that all end together."""
-_SECONDS_BETWEEN_LOOKS = 2.0  # of a worker, at whether the process that forked it still lives
+_SECONDS_BETWEEN_LOOKS = 2.0  # how often a worker checks that its parent process is alive
 
 Work = Callable[[Any], Any]
 
@@ -34,7 +34,7 @@ Work = Callable[[Any], Any]
 def results(work: Work, tasks: deque[Any], num_processes: int) -> Iterator[Any]:
     """Yield the result of each task, in order. The caller may add tasks while it takes results.
 
-    Fewer than two processes means this process.
+    With `num_processes` below 2 the tasks run in this process.
 
     >>> list(results(lambda task: 2 * task, deque([1, 2, 3]), num_processes=1))
     [2, 4, 6]
@@ -69,7 +69,7 @@ class _Worker:
         self.pipe, its_end = context.Pipe()
         self.process: ForkProcess = context.Process(target=_serve, args=(work, its_end, os.getpid()))
         self.process.start()
-        # Closed here, so that the pipe ends when the worker dies: while this process holds the end open, it would not.
+        # Close the worker's end here: while this process held it open, the pipe would not end when the worker dies.
         its_end.close()
         self.numbers: deque[int] = deque()
 
@@ -77,7 +77,7 @@ class _Worker:
         self.numbers.append(number)
         try:
             self.pipe.send(task)
-        except OSError as error:  # the process is gone
+        except OSError as error:  # the worker is gone
             raise _killed() from error
 
     def take(self) -> tuple[int, _Answer]:
@@ -89,7 +89,7 @@ class _Worker:
 
 
 class _Crew:
-    """Processes that share tasks; each is given the next one as soon as it has room."""
+    """Worker processes that share tasks. Each gets the next task as soon as it has room."""
 
     def __init__(self, workers: list[_Worker]) -> None:
         self._workers = workers
@@ -104,19 +104,19 @@ class _Crew:
             while num_yielded not in waiting:
                 waiting.update(self._take())
                 num_given += self._give(tasks, num_given, num_given - num_yielded)
-            # Errors wait for their turn, too, so that the results before them are not lost.
+            # Raise an error only when it is its turn, so that the results before it are not lost.
             yield waiting.pop(num_yielded).get()
             num_yielded += 1
 
     def _give(self, tasks: deque[Any], number: int, num_open: int) -> int:
-        """Give out tasks, numbered from `number` on. Returns how many.
+        """Give tasks to workers, numbered from `number` on. Returns how many were given.
 
-        At most so many are open that results do not pile up behind one slow task.
+        The number of open tasks is limited, so that results do not pile up behind one slow task.
         """
         most = 2 * (1 + _NUM_AHEAD) * len(self._workers) - num_open
         start = number
         while tasks and number - start < most:
-            # To the least busy one: tasks take from milliseconds to seconds, so that with turns some would be idle.
+            # To the least busy worker: tasks take milliseconds to seconds, so taking turns would leave some idle.
             worker = min(self._workers, key=lambda worker: len(worker.numbers))
             if len(worker.numbers) > _NUM_AHEAD:
                 break
@@ -127,13 +127,13 @@ class _Crew:
     def _take(self) -> list[tuple[int, _Answer]]:
         """Wait for at least one result."""
         busy = [worker for worker in self._workers if worker.numbers]
-        # Wait for the sentinels, too: workers forked later hold a pipe open, so that it does not end with its process.
+        # Wait for the processes, too: workers forked later hold the pipe open, so it does not end with its worker.
         ready = wait([end for worker in busy for end in (worker.pipe, worker.process.sentinel)])
         taken = []
         for worker in busy:
             if worker.pipe in ready:
                 taken.append(worker.take())
-            # A dead process may have sent results before; they are taken first.
+            # A dead worker may have sent results before; take these first.
             elif worker.process.sentinel in ready and not worker.pipe.poll():
                 raise _killed()
         return taken
@@ -141,7 +141,7 @@ class _Crew:
 
 @contextmanager
 def _crew(work: Work, num_processes: int) -> Iterator[_Crew]:
-    """Start processes, and kill them at the end whatever they do: nobody needs the results of an interrupted pass."""
+    """Start workers, and kill them when the block ends, because the results of an interrupted pass are not needed."""
     workers: list[_Worker] = []
     try:
         workers.extend(_Worker(work) for _ in range(num_processes))
@@ -158,8 +158,8 @@ def _crew(work: Work, num_processes: int) -> Iterator[_Crew]:
 
 def _killed() -> VLPackError:
     return VLPackError(
-        "a process of the length pass was killed, perhaps for want of memory. What was measured is remembered: "
-        "start again, with a lower dataset_num_proc if it happens again"
+        "a process of the length pass was killed, perhaps because memory ran out. The lengths measured so far are "
+        "saved: start again, with a lower dataset_num_proc if it happens again"
     )
 
 
@@ -167,11 +167,11 @@ def _killed() -> VLPackError:
 
 
 def _serve(work: Work, pipe: Connection, parent: int) -> None:
-    """Do tasks one after the other, until this process is killed or the one that forked it is gone."""
+    """Do tasks one after the other, until this process is killed or its parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent process, which kills this one
     # The processes share the cores already; more threads in each would only compete for them.
     torch.set_num_threads(1)
-    # A daemon, because it waits for an end that may never come.
+    # A daemon thread, because it runs as long as the parent lives.
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     while True:
         task = pipe.recv()
@@ -184,7 +184,7 @@ def _serve(work: Work, pipe: Connection, parent: int) -> None:
 
 
 def _picklable(error: BaseException) -> BaseException:
-    """Return the error; if it cannot be pickled and read back, one with the same text."""
+    """Return the error or, if it cannot be pickled and read back, a `RuntimeError` with the same text."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -193,6 +193,7 @@ def _picklable(error: BaseException) -> BaseException:
 
 
 def _end_with(parent: int) -> None:
+    """End this process once its parent is gone."""
     while os.getppid() == parent:
         time.sleep(_SECONDS_BETWEEN_LOOKS)
     # `sys.exit` would only end this thread.

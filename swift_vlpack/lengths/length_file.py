@@ -1,8 +1,9 @@
-"""Keep the sizes of rows in a file that processes append to while they measure, and that survives a kill at any moment.
+"""Save the sizes of rows in a file that many processes append to, and that survives a kill at any moment.
 
-The file is a magic line and then blocks: a header (mark, number of records, checksum of these, checksum of itself) and
-fixed-size records. A block that a killed process left unfinished at the end is cut off; any other damage sets the file
-aside and starts a new one. A million keys are read in 0.13 s; from sqlite it took 26.7 s.
+The file is a magic line and then blocks. A block is a header (mark, number of records, checksum of the records,
+checksum of the header) and fixed-size records. A block that a killed process left unfinished at the end is cut off;
+after any other damage the file is set aside and a new one started. A million keys are read in 0.13 s; from sqlite it
+took 26.7 s.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 logger = logging.getLogger(__name__)
 
 MAGIC = b"vlpack lengths 3\n"
-_BLOCK = struct.Struct("<4sIII")  # mark, number of records, checksum of the records, checksum of all this
+_BLOCK = struct.Struct("<4sIII")  # mark, number of records, checksum of the records, checksum of these three
 _MARK = b"rows"
 
 SIZE = np.dtype(
@@ -32,9 +33,9 @@ SIZE = np.dtype(
         ("patches", "<u4"),
         ("supervised", "<u4"),  # tokens with a label
         ("aspect", "<f4"),  # longer side over shorter, of the most extreme image or video
-        ("reason", "u1"),  # why it cannot be encoded: the code of a reason in `reasons.py`
+        ("reason", "u1"),  # why the row cannot be encoded: the code of a reason in `reasons.py`; 0 if it can
         ("proof", "u1"),  # how the size was found, see below
-        ("stamp", "<u4"),  # digest of the change times of its files (`cache.key_and_stamp`); 0 without files
+        ("stamp", "<u4"),  # digest of the change times of the row's files (`cache.key_and_stamp`); 0 without files
     ]
 )
 """The record of one row."""
@@ -48,7 +49,7 @@ VOUCHED = 4  # from image headers, and rows of its kinds agreed in another sourc
 KEY = np.dtype([("high", "<u8"), ("low", "<u8")])
 KEYED_SIZE = np.dtype([("key", KEY), ("size", SIZE)])
 NO_KEY = np.zeros((), KEY)
-"""The key of a row that cannot be told from others, so that nothing is saved of it."""
+"""The key of a row whose content cannot be digested, so that its size is never saved."""
 
 Sizes = NDArray[np.void]
 Keys = NDArray[np.void]
@@ -57,20 +58,20 @@ Records = NDArray[np.void]
 
 
 class LengthFile:
-    """One file of records. If it cannot be read or written, there is one warning and the run goes on without it."""
+    """One file of records. If it cannot be read or written, it warns once and the run continues without it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.is_usable = True
-        self._end = 0  # end of the blocks that this process has seen to be whole
-        self._inode = 0  # the file they were seen in; another process may set it aside
+        self._end = 0  # end of the blocks that this process has checked
+        self._inode = 0  # the file in which it checked them; another process may set that file aside
 
     def load(self) -> Records:
         """Read all records in the order in which they were appended."""
         nothing = np.zeros(0, KEYED_SIZE)
         if not self.is_usable:
             return nothing
-        # From the start, whatever was seen before, because another file may be there now.
+        # From the start, even after an earlier read, because another file may be there now.
         self._end = 0
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,19 +92,19 @@ class LengthFile:
         block = records.tobytes()
         try:
             with _locked(self.path) as file:
-                self._read_on(file)  # another process may have been killed while it wrote
+                self._read_on(file)  # cut off the unfinished block of a process that was killed while it wrote
                 _write(file, (b"" if self._end else MAGIC) + _header(len(records), block) + block)
                 self._end = os.fstat(file).st_size
         except OSError as error:
             self._give_up(error)
 
     def _read_on(self, file: int) -> tuple[Records, bool]:
-        """Read the records after those that were seen. Returns them, and whether the file is damaged after them.
+        """Read the records after those read before. Returns them, and whether the file is damaged after them.
 
         Cuts off a block that a killed process left unfinished.
         """
         state = os.fstat(file)
-        # If another file has the name now, or this one was cut, start from its beginning.
+        # If another file has the name now, or this one became shorter, start from its beginning.
         if state.st_ino != self._inode or state.st_size < self._end:
             self._inode, self._end = state.st_ino, 0
         content = _read(file, self._end, state.st_size)
@@ -115,7 +116,7 @@ class LengthFile:
         return records, bool(rest) and not _is_unfinished(rest)
 
     def _set_aside(self) -> None:
-        # With the process in its name, so that two processes that find damage do not overwrite each other's file.
+        # With the process id in the name, so that two processes that find damage do not overwrite each other's file.
         aside = self.path.with_suffix(f".damaged-{os.getpid()}")
         os.replace(self.path, aside)
         logger.warning(
@@ -127,18 +128,18 @@ class LengthFile:
     def _give_up(self, error: OSError) -> None:
         self.is_usable = False
         logger.warning(
-            "cache of lengths %s cannot be used (%s); lengths are measured and not remembered. "
-            "packing_cache_dir names another directory", self.path, error.strerror or error,
+            "cache of lengths %s cannot be used (%s); lengths are measured and not saved. "
+            "Set packing_cache_dir to another folder", self.path, error.strerror or error,
         )  # fmt: skip
 
 
 def read_records(path: Path) -> Records:
-    """Read the whole records of a file, and leave the file as it is, whatever is wrong with it."""
+    """Read the records of a file up to the first damage. Never changes the file."""
     return _parsed(path.read_bytes(), is_start=True)[0]
 
 
 def _parsed(content: bytes, *, is_start: bool) -> tuple[Records, int]:
-    """Parse blocks up to the first that is not whole. Returns their records, and where that block starts."""
+    """Parse blocks up to the first that is damaged or unfinished. Returns their records, and where they end."""
     if is_start and not content.startswith(MAGIC):
         return np.zeros(0, KEYED_SIZE), 0
     at, blocks = len(MAGIC) if is_start else 0, []
@@ -156,10 +157,10 @@ def _parsed(content: bytes, *, is_start: bool) -> tuple[Records, int]:
 
 
 def _is_unfinished(rest: bytes) -> bool:
-    """Tell whether this is the beginning of a block, or of the magic line, as a killed process leaves it."""
+    """Tell whether the rest of a file is only the beginning of a block or magic line, as a killed process leaves it."""
     if MAGIC.startswith(rest[: len(MAGIC)]):
         return len(rest) <= len(MAGIC)
-    # A part of a header has no checksum yet: compare its first bytes.
+    # An incomplete header has no checksum yet, so compare its first bytes.
     if len(rest) < _BLOCK.size:
         return _MARK.startswith(rest[: len(_MARK)])
     num_records = _BLOCK.unpack_from(rest)[1]
@@ -173,7 +174,7 @@ def _header(num_records: int, block: bytes) -> bytes:
 
 
 def _is_header(head: bytes) -> bool:
-    """Check a header by its own checksum, which tells a damaged number from records that were not all written."""
+    """Check a header by its own checksum, so that a damaged number of records is not taken for an unfinished block."""
     return head.startswith(_MARK) and bool(_BLOCK.unpack(head)[3] == zlib.crc32(head[:-4]))
 
 
@@ -207,7 +208,7 @@ def _is_at(path: Path, file: int) -> bool:
 
 
 def _read(file: int, start: int, end: int) -> bytes:
-    """Read the bytes between two places; one call of the system reads 2 GB at most."""
+    """Read the bytes between two places. In a loop, because one system call reads 2 GB at most."""
     parts = []
     while start < end and (part := os.pread(file, end - start, start)):
         parts.append(part)

@@ -1,4 +1,4 @@
-"""Measure every row of a source: from the cache, from image headers where these prove exact, else by encoding it.
+"""Measure every row of a source: from the cache, from image headers if these prove right, else by encoding it in full.
 
 >>> from pathlib import Path
 >>> from tempfile import TemporaryDirectory
@@ -6,7 +6,7 @@
 >>> from swift_vlpack.lengths import cache, trust
 >>> from swift_vlpack.rows.encoder import RowEncoder
 >>> template = SimpleNamespace(encode=lambda row, return_length: {"input_ids": row["caption"].split()})
->>> encoder = RowEncoder(template)  # of ms-swift, `length_pass.py` makes one that reads headers and one that encodes
+>>> encoder = RowEncoder(template)  # for ms-swift, `host/length_pass.py` makes two: one reads headers, one decodes
 >>> source = RowSource(name="captions", rows=[{"caption": "a cat on a mat"}, {"caption": "a dog"}])
 >>> with TemporaryDirectory() as folder:
 ...     saved = cache.LengthCache(Path(folder, "captions.lengths"), context="settings")
@@ -14,10 +14,11 @@
 ...     measure(source, caches, Encoders(by_header=encoder, in_full=encoder)).lengths.tolist()
 [5, 2]
 
-Decoding every image takes hours; its header takes a millisecond. So `Encoders` has two ways to encode a row, and trust
-in the quick one is earned (`trust.py`): rows of every kind, some drawn rows and the extremes are encoded both ways. One
-difference, and every row of the source is encoded in full, now and at later starts. Each rank measures its share of the
-rows (`rank_rows.py`) in some processes (`rows_work.py`, `forked.py`), and saves sizes as they come (`cache.py`).
+Decoding all images takes hours, and reading a header a millisecond. So `Encoders` has two ways to encode a row, and the
+quick one is checked before it is trusted (`trust.py`): rows of every kind, some drawn rows and the extremes are encoded
+both ways. After one difference, every row of the source is encoded in full, now and at later starts. Each rank measures
+its share of the rows (`rank_rows.py`) in several processes (`rows_work.py`, `forked.py`), and saves sizes as they come
+(`cache.py`).
 """
 
 from __future__ import annotations
@@ -46,14 +47,17 @@ from swift_vlpack.rows.source import RowSource
 logger = logging.getLogger(__name__)
 
 _CHUNK_BY_HEADER = 128
-"""Rows of a task, which may hold the bytes of their images. A row takes 0.3 to 0.8 ms by its header, so results come
-every tenth of a second at least."""
+"""Most rows of a task. It is limited because a task may hold the bytes of its images. A row takes 0.3 to 0.8 ms by its
+header, so results come at least every tenth of a second."""
 _CHUNK_IN_FULL = 8
-"""An image takes 10 ms and more to encode. Small tasks lose little by a kill, and all processes end together."""
+"""Rows of a task that are encoded in full. An image takes 10 ms and more, so larger tasks would lose more work at a
+kill, and leave processes idle at the end."""
 _LEAST_BY_HEADER = 16
-"""Where several processes share few rows: some milliseconds of work, so that passing the task on is cheap beside it."""
+"""Fewest rows of a task, if several processes share few rows: some milliseconds of work, so that passing the task to a
+process is cheap in comparison."""
 _NUM_KEYS_WORTH_A_PROCESS = 2000
-"""A key takes 0.05 ms for a text and 0.3 ms for an image; to start and end a process takes about 50 ms."""
+"""Rows that are worth another process to look up their keys. A key takes 0.05 ms for a text and 0.3 ms for an image;
+starting and ending a process takes about 50 ms."""
 
 
 def measure(
@@ -68,12 +72,12 @@ def measure(
     Without `progress` no bar is shown.
     """
     mine = _RankPass(source, caches, encoders, comm, progress)
-    # As many rows as one rank alone would draw, over all ranks together.
+    # Divided among ranks, so that all together draw as many rows as one rank would alone.
     num_drawn = -(-trust.NUM_ROWS_DRAWN // comm.num_ranks)
     difference = _first(comm.results_of_all(lambda: mine.look_up() or mine.measure(num_drawn)))
     if difference is None:
         sizes = joined(comm.results_of_all(lambda: mine.sizes.sizes))
-        # The extremes of the whole source, not those of every rank's share.
+        # Find the extremes of the whole source, not of each rank's share, and compare those of this rank.
         ends = extremes(sizes)
         my_ends = ends[ends % comm.num_ranks == comm.rank] // comm.num_ranks
         difference = _first(comm.results_of_all(lambda: mine.compare(my_ends)))
@@ -92,9 +96,9 @@ def measure(
 
 
 class _RankPass:
-    """One rank's share of the pass. Each step returns the first difference between headers and full encoding, if any.
+    """The measuring of one rank's rows, in three steps: `look_up`, `measure`, `compare`, in this order.
 
-    The steps have to run in this order: look up, measure, compare.
+    Each step returns the first difference between headers and full encoding in words; None if there is none.
     """
 
     def __init__(
@@ -113,7 +117,7 @@ class _RankPass:
         return self._work.encoders
 
     def look_up(self) -> str | None:
-        """Load what the cache knows."""
+        """Compute the keys of all rows, and load the sizes that the cache has for them."""
         everything = np.arange(self._num_rows)
         num_processes = min(self._encoders.num_processes, -(-self._num_rows // _NUM_KEYS_WORTH_A_PROCESS))
         tasks = _tasks(TaskKind.KEYS, everything, _CHUNK_BY_HEADER)
@@ -126,10 +130,10 @@ class _RankPass:
         return None
 
     def measure(self, num_drawn: int = 0) -> str | None:
-        """Measure all rows that are not known, and compare some while their headers are fresh.
+        """Measure all rows that the cache does not have, and compare some of them as the pass goes on.
 
-        Compared are the first row of every kind that is not trusted yet, and, as long as their pixels are a small share
-        of all, the next row of each kind and `num_drawn` rows drawn by a seed, of which the first one at any cost.
+        Compared are: the first row of every kind that is not trusted yet, the first drawn row and, as long as their
+        pixels are a small share of all, the second row of each kind and the rest of `num_drawn` rows drawn by a seed.
         """
         unknown = self.sizes.unknown()
         checks = Checks(self.sizes.drawn(num_drawn), self._caches.trust.remembered())
@@ -155,7 +159,7 @@ class _RankPass:
         return None
 
     def compare(self, positions: Positions) -> str | None:
-        """Encode rows both ways, without those that were found equal before."""
+        """Encode rows both ways, except rows whose sizes were compared before."""
         todo = self.sizes.unproven(positions)
         with self._bar("Checking lengths", len(todo)) as bar:
             for chunk in self._results(self._comparing(todo.tolist())):
@@ -168,12 +172,12 @@ class _RankPass:
         return None
 
     def distrust_headers(self) -> None:
-        """Forget what headers said; `measure` encodes these rows in full from now on."""
+        """Drop the sizes that came from headers, and encode every row in full from now on."""
         self.sizes.forget_headers()
         self._work.distrust_headers()
 
     def _believe(self, chunk: Chunk, checks: Checks) -> list[int]:
-        """Trust the kinds of rows that were found equal. Returns other rows to compare in place of broken ones."""
+        """Trust the kinds of the rows that are equal. Returns other rows to compare in place of broken ones."""
         instead: list[int] = []
         for position, proof in zip(chunk.positions.tolist(), chunk.sizes["proof"].tolist(), strict=True):
             if proof == AGREED:
@@ -186,12 +190,12 @@ class _RankPass:
         return forked.results(self._work, tasks, min(num_processes or self._encoders.num_processes, len(tasks)))
 
     def _comparing(self, positions: list[int]) -> deque[Task]:
-        """Make tasks that compare rows: one for each row if other processes can share them."""
+        """Make tasks that compare rows: one task per row if several processes can share them, otherwise one task."""
         size = len(positions) if self._encoders.num_processes < 2 else 1
         return _tasks(TaskKind.COMPARE, np.array(positions, dtype=np.int64), max(1, size))
 
     def _rows_of_a_task(self, num_rows: int) -> int:
-        """Return how many rows to measure in a task: at least two tasks for each process, so that none is idle."""
+        """Choose the number of rows in a task, so that each process gets two tasks at least and none is idle."""
         if self._encoders.by_header is None:
             return _CHUNK_IN_FULL
         num_processes = self._encoders.num_processes
@@ -211,14 +215,14 @@ def _first(differences: Iterable[str | None]) -> str | None:
 
 
 def _silence_of_headers(sizes: Sizes) -> str | None:
-    """Say so if every row had to be encoded in full, although no row differs."""
+    """Return a sentence if no row could be measured from headers, although none differs; otherwise None."""
     proofs = sizes["proof"][sizes["length"] > 0]
     is_silent = len(proofs) > 0 and not np.isin(proofs, (BY_HEADER, AGREED, VOUCHED)).any()
     return "no row could be measured without encoding it" if is_silent else None
 
 
 def _index_of(sizes: Sizes, findings: list[Findings], without_headers: str | None, *, is_cut: bool) -> LengthIndex:
-    """Put the results of all ranks into the form that the plan wants."""
+    """Join the results of all ranks into the `LengthIndex` that plans are made from."""
     failures = {int(at): REASONS[sizes["reason"][at]] for at in np.flatnonzero(sizes["reason"])}
     faults = {at: fault for of_rank in findings for at, fault in of_rank.faults.items()}
     parts = {at: of_row for of_rank in findings for at, of_row in of_rank.parts.items()}
@@ -226,7 +230,8 @@ def _index_of(sizes: Sizes, findings: list[Findings], without_headers: str | Non
     return LengthIndex(
         columns=np.stack([sizes[name].astype(np.int64) for name in RowSize._fields]),
         failures=failures,
-        # A row may have failed at first and for another reason, or not at all, when it was compared.
+        # Skip outdated faults: a row that failed when it was measured may have passed, or failed in another way, when
+        # it was compared.
         faults={at: fault for at, fault in faults.items() if failures.get(at) == fault.reason},
         without_headers=without_headers,
         num_remembered=sum(of_rank.num_remembered for of_rank in findings),
@@ -239,7 +244,7 @@ def _index_of(sizes: Sizes, findings: list[Findings], without_headers: str | Non
 
 
 class Progress:
-    """One progress bar for the passes over some sources. It counts rows, and counts them again if they are checked.
+    """One progress bar for measuring several sources. A row counts once for each stage that it goes through.
 
     >>> with Progress(100) as progress, progress.stage("Lengths of captions", 100) as bar:  # shown if `is_shown`
     ...     _ = bar.update(100)
@@ -255,12 +260,12 @@ class Progress:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._line.total = self._line.n  # a stage ends early if a row shows that it is in vain
+        self._line.total = self._line.n  # smaller if a stage ended early, at a row that differs
         self._line.close()
 
     @contextmanager
     def stage(self, text: str, num_rows: int) -> Iterator[tqdm[Any]]:
-        """Go on in the bar with a stage over this many rows; the bar grows by those that it does not count yet."""
+        """Begin a stage over this many rows. The bar's total grows by the rows that it does not include yet."""
         expected = min(num_rows, self._num_expected)
         self._num_expected -= expected
         self._line.total += num_rows - expected

@@ -1,4 +1,4 @@
-"""Hold the sizes of a rank's rows: loaded from the length cache, completed by measuring, saved to the cache."""
+"""Hold the sizes of a rank's rows: load them from the cache, add what is measured, and save that to the cache."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _FROM_HEADERS = (BY_HEADER, VOUCHED)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthCaches:
-    """What earlier starts and other sources found out, and what this pass adds to it."""
+    """The saved findings of earlier starts and other sources; this pass uses them and adds its own."""
 
     cache: LengthCache
     trust: Trust
     """The kinds of rows whose headers proved right."""
     reads: Reads = field(default_factory=Reads)
-    """Environment variables that were read while rows were encoded: part of the key from the next start on."""
+    """Environment variables that this pass read while it encoded rows; part of the key from the next start on."""
 
 
 class Findings(NamedTuple):
-    """What one rank found out besides sizes; rows are named by their index in the source."""
+    """The results of one rank besides sizes. Rows are named by their index in the source."""
 
     faults: dict[int, Fault]
     parts: dict[int, tuple[Part, ...]]
@@ -74,7 +74,7 @@ class MeasuredSizes:
         """
         saved = self._caches.cache.load()
         self._is_known, self.sizes = saved.of(self.keys)
-        # Another stamp: the files were changed, so these rows are measured again.
+        # Rows whose files were changed (another stamp) are measured again.
         self._is_known &= self.sizes["stamp"] == self.stamps
         if self._caches.trust.is_revoked:
             self._is_known &= self.sizes["proof"] != VOUCHED
@@ -105,7 +105,7 @@ class MeasuredSizes:
             else:
                 self._is_known[position] = False
 
-    # -- ask ----------------------------------------------------------------------------------------------------------
+    # -- choose rows --------------------------------------------------------------------------------------------------
 
     def unknown(self) -> Positions:
         """Return the rows that have no size yet."""
@@ -120,8 +120,8 @@ class MeasuredSizes:
     def unproven(self, positions: Positions) -> Positions:
         """Select the rows that have no size yet, or a size that was only read from image headers.
 
-        Sizes vouched for by trusted kinds are selected, too. The trust may come from this very source, from a start
-        that was killed or had fewer rows, so it proves nothing about these rows.
+        Sizes that trusted kinds vouch for are selected, too: the trust may come from an earlier start on this very
+        source, which was killed or had fewer rows, so it proves nothing about the extremes of all rows.
         """
         return positions[~self._is_known[positions] | np.isin(self.sizes["proof"][positions], _FROM_HEADERS)]
 
@@ -130,7 +130,7 @@ class MeasuredSizes:
         return int((self.sizes["reason"] == REASONS.index(reason)).sum())
 
     def findings(self) -> Findings:
-        """Return what the other ranks need to know besides the sizes."""
+        """Return the results that are shared with the other ranks besides the sizes."""
         return Findings(
             faults=self._faults,
             parts={self._rows.index(position): parts for position, parts in self._parts.items()},
@@ -138,7 +138,7 @@ class MeasuredSizes:
             num_remembered=self._num_remembered,
         )
 
-    # -- add ----------------------------------------------------------------------------------------------------------
+    # -- store results ------------------------------------------------------------------------------------------------
 
     def take(self, chunk: Chunk) -> None:
         """Store the results of a chunk. Header sizes become VOUCHED if another source has compared their kinds."""

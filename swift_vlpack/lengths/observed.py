@@ -1,11 +1,11 @@
-"""Observe, while some rows are encoded, what lengths depend on and reading source code cannot find.
+"""Encode some rows and observe what their lengths depend on that reading source code (`context.py`) cannot find.
 
 Two kinds of input are observed: environment variables that are read in any way, and the user's own modules whose code
-runs, however it was loaded. Of a module count its functions as they are loaded, and the plain values that they name,
-because such a value may have come from a variable when the module was imported.
+runs, however it was loaded. A module enters the key with its functions as they are loaded and with the plain values
+that they name, because such a value may have come from a variable when the module was imported.
 
-Findings are remembered for each source, under the key of everything that reading finds (`context.py`). They only
-ever grow, because a start with nothing to measure observes nothing.
+Findings are saved for each source, under the digest of everything that reading source code finds. They only ever grow,
+because a start with nothing to measure observes nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from swift_vlpack.lengths.source_code import (
 )
 from swift_vlpack.rows.media import image_urls
 from swift_vlpack.rows.source import Row, RowSource, with_system
-from swift_vlpack.rows.watch import Waits, watched
+from swift_vlpack.rows.watch import ReadStuck, watched
 
 _NUM_ROWS_LOOKED_AT, _NUM_ROWS_OBSERVED = 64, 8
 """Look at 64 rows spread over a source, and observe the first row of each kind, 8 at most.
@@ -45,12 +45,12 @@ Variables that only other rows read are noted later, when these rows are measure
 """
 
 
-_NOTHING = object()
+_MISSING = object()
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Names of the inputs that were found; their values are looked up at every start (`dependencies_in`)."""
+    """Names of the inputs that were observed; their values are looked up at every start (`dependencies_in`)."""
 
     variables: frozenset[str] = frozenset()
     modules: frozenset[str] = frozenset()
@@ -68,7 +68,7 @@ class Observed:
 
 
 class ObservedFile:
-    """A `.observed` file: one for each key of what reading finds; sources with the same key share the file."""
+    """A `.observed` file: one for each digest of what reading source code finds, shared by sources with that digest."""
 
     def __init__(self, path: Path, source: str) -> None:
         self._path = path
@@ -91,12 +91,12 @@ class ObservedFile:
 
 
 def dependencies_in(observed: Observed, but: Container[str] = ()) -> dict[str, Any]:
-    """Return the current values of what was observed, without the variables in `but`; empty if nothing was."""
+    """Return the current values of all observed inputs, without the variables in `but`; empty if there are none."""
     variables = sorted(name for name in observed.variables if is_of_length(name) and name not in but)
     modules = [sys.modules[name] for name in sorted(observed.modules) if name in sys.modules]
     found = {
         "variables": {name: os.environ.get(name) for name in variables},
-        # Without module names, because these tell where a plugin lies.
+        # Without module names, because they depend on the folder of a plugin.
         "modules": sorted(digest_of(_parts_of_module(module, observed.changing), 16) for module in modules),
         "files": digest_of_files(filter(os.path.isfile, observed.files)) if observed.files else None,
     }
@@ -104,14 +104,14 @@ def dependencies_in(observed: Observed, but: Container[str] = ()) -> dict[str, A
 
 
 def observe(source: RowSource, encoders: Encoders) -> tuple[Observed, Reads]:
-    """Encode some rows, by their headers if possible. Returns what the encoding used, and all environment reads."""
+    """Encode some rows, by their headers if possible. Returns what the encoding used, and its environment reads."""
     loaded = [name for name, module in tuple(sys.modules.items()) if name not in _late and _is_own_module(module)]
     before = {name: (dict(vars(sys.modules[name])), _settings_of(sys.modules[name])) for name in loaded}
     codes: dict[int, tuple[CodeType, Any]] = {}
     with noted_reads() as reads:
         for row in _some_rows(source):
             # Errors are ignored here, because the row is measured in a moment and reported then.
-            with suppress(Exception, Waits):
+            with suppress(Exception, ReadStuck):
                 watched(_profiled(codes, _encoding(source, encoders, row)), lambda: "")
     own = [(code, names) for code, names in codes.values() if _is_own(code, names)]
     modules = frozenset(str(names.get("__name__")) for _, names in own) & frozenset(loaded)
@@ -130,7 +130,7 @@ def _changed(name: str, values: dict[str, Any], settings: dict[str, str]) -> Ite
         if key in settings and settings[key] != setting:
             yield key
     # Identity is enough, because `values` keeps the old objects alive.
-    yield from (key for key, value in tuple(vars(module).items()) if values.get(key, _NOTHING) is not value)
+    yield from (key for key, value in tuple(vars(module).items()) if values.get(key, _MISSING) is not value)
 
 
 def _encoding(source: RowSource, encoders: Encoders, row: Row) -> Callable[[], Any]:
@@ -162,10 +162,10 @@ def _profiled(codes: dict[int, tuple[CodeType, Any]], work: Callable[[], Any]) -
     is_over = False
 
     def note(frame: FrameType, event: str, _: Any) -> None:
-        if is_over:  # in a thread that was started by the work and lives on
+        if is_over:  # in a thread that `work` started and that outlives it
             sys.setprofile(None)
             return
-        # By `id`, because comparing code objects compares all of their content. They are kept, so that no id is reused.
+        # By `id`, because comparing code objects compares all their content. `codes` keeps them, so no id is reused.
         if event == "call" and id(frame.f_code) not in codes:
             codes[id(frame.f_code)] = frame.f_code, frame.f_globals
 
@@ -209,7 +209,7 @@ def _is_own_module(module: ModuleType | None) -> bool:
     if not isinstance(module, ModuleType):  # a program may put anything there
         return False
     file = getattr(module, "__file__", None)
-    # Without a file it is a notebook, or made by a program; Python's own modules without a file have a `__spec__`.
+    # A module without a file is a notebook or made by a program, unless it has a `__spec__`, as Python's own have.
     return getattr(module, "__spec__", None) is None if file is None else not is_installed(file)
 
 
@@ -219,7 +219,7 @@ def _parts_of_module(module: ModuleType, changing: frozenset[str]) -> Any:
     functions = list(functions_of_module(module, is_changing))
     names = set().union(*(names_in(function.__code__) for function in functions))
     settings = {name: value for name, value in _settings_of(module).items() if name in names}
-    # Add the values used of the user's modules that it imports: `import settings`, then `settings.WORDS`.
+    # Add values that it uses from the user's other modules: `import settings`, then `settings.WORDS`.
     for other in (vars(module).get(name) for name in names):
         if isinstance(other, ModuleType) and other is not module and _is_own_module(other):
             inner = _settings_of(other)

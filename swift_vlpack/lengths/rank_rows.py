@@ -1,7 +1,7 @@
-"""The rows of a source that one rank measures, and the results of measuring some of them.
+"""Divide the rows of a source among ranks, and hold the results of measuring some of them.
 
-The ranks of a run share the work: of n ranks, rank r measures the rows r, r + n, r + 2n, ... A *position* counts the
-rows of one rank; an *index* counts the rows of the source.
+Rank r of n ranks measures the rows r, r + n, r + 2n, ... A *position* counts the rows of one rank; an *index* counts
+the rows of the source.
 
 >>> class SecondOfFour:
 ...     rank, num_ranks = 1, 4
@@ -35,7 +35,7 @@ Positions = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankRows:
-    """Every n-th row of a source. Neighbours are often alike in size, so each rank gets its share of the large ones."""
+    """Every n-th row of a source. Neighbours are often alike in size, so each rank gets its share of large rows."""
 
     source: RowSource
     indices: NDArray[np.int64]
@@ -54,7 +54,7 @@ class RankRows:
         return [with_system(row, self.source.system) for row in rows]
 
     def index(self, position: int) -> int:
-        """Return the index in the source."""
+        """Return a row's index in the source."""
         return int(self.indices[position])
 
     def sample_id(self, position: int) -> SampleId:
@@ -76,11 +76,11 @@ def rows_at(rows: Any, indices: list[int]) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class HeaderFacts:
-    """What the headers of a row's images say besides its size; `trust.py` chooses the rows to check by it."""
+    """Facts from the headers of a row's images; `trust.py` uses them to choose the rows to check."""
 
     kinds: tuple[str, ...] = ()
     pixels: int = 0
-    """Sum over all images, at the size they have in their files: what it would cost to decode them."""
+    """Pixels of all images at the size in their files, which is what decoding them costs."""
     is_silent: bool = False
     """True if the headers give no size, now and at later starts, so that the row was encoded in full."""
 
@@ -103,7 +103,7 @@ class Chunk:
     positions: Positions
     sizes: Sizes
     is_saved: NDArray[np.bool_]
-    """Which results go to the cache. Failures that may pass do not, so the next start tries these rows again."""
+    """True for results that go to the cache. Failures that may pass do not, so the next start tries the rows again."""
     faults: dict[int, Fault] = field(default_factory=dict)
     """Why rows cannot be encoded, by index in the source."""
     parts: dict[int, tuple[Part, ...]] = field(default_factory=dict)
@@ -130,7 +130,7 @@ class Chunk:
             self.is_saved[at] = row.error.is_lasting
 
     def up_to(self, at: int, difference: str) -> Chunk:
-        """End the chunk at the row whose header is wrong."""
+        """Return the chunk without the rows after place `at`, whose header was found to be wrong."""
         done = slice(at + 1)
         return Chunk(
             self.positions[done], self.sizes[done], self.is_saved[done], self.faults, self.parts, difference=difference
@@ -143,8 +143,9 @@ class Chunk:
 def kinds_of(row: Mapping[str, Any], length: int, image_kinds: Iterable[str]) -> tuple[str, ...]:
     """Return the kinds of a row: properties that a template may treat in a special way.
 
-    These are its columns, the number of its images and their form (path, URL, bytes), and the kinds of its images:
-    format, mode, size class and aspect class. The size from headers is trusted if rows of all these kinds agreed.
+    These are its columns, the number and form (path, URL, bytes) of its images or, for a text, its length class, and
+    the kinds of its images: format, mode, size class and aspect class. A size from headers is trusted if rows of all
+    these kinds agreed.
 
     >>> kinds_of({"messages": [{}], "images": ["a.jpg"], "tools": None}, 400, ["JPEG RGB 2^19 1:1"])
     ('columns images,messages', '1 images as path', 'JPEG RGB 2^19 1:1')

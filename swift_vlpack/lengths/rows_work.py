@@ -1,4 +1,4 @@
-"""What a worker process does with some rows: look up their keys, measure them, or encode them both ways and compare."""
+"""Do the tasks of a worker process: compute the keys of rows, measure rows, or encode rows both ways and compare."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from swift_vlpack.rows.samples import SampleError
 from swift_vlpack.rows.sizes import RowSize
 from swift_vlpack.rows.source import Row
 from swift_vlpack.rows.urls import Urls
-from swift_vlpack.rows.watch import Waits, watched
+from swift_vlpack.rows.watch import ReadStuck, watched
 from swift_vlpack.words import counted
 
 _PIXELS_OF_PATCH = 14 * 14  # the smallest patch of any family, so that the cost of a video is never underestimated
@@ -35,7 +35,7 @@ _KNOWN_BY_HEADERS = (Reason.OVER_MAX_LENGTH, Reason.URL_UNREACHABLE)  # the full
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoders:
-    """How rows are encoded, and by how many processes of each rank."""
+    """The two encoders of a source's rows, and the settings of the pass."""
 
     by_header: RowEncoder | None
     """Encodes without decoding images; None if headers are not to be trusted."""
@@ -45,6 +45,7 @@ class Encoders:
     is_strict: bool = False
     """True if the first row that cannot be encoded ends the run."""
     num_processes: int = 1
+    """Processes of each rank."""
 
 
 class TaskKind(Enum):
@@ -78,9 +79,9 @@ class RowsWork:
         self.encoders = encoders
         self._rows = rows
         self._cache = cache
-        self._position: int | None = None  # the row that this process is at
-        self._thread = 0  # the thread that does the work
-        self._gave_up: dict[int, str] = {}  # rows whose reads never came back, with the error
+        self._position: int | None = None  # the row that this process works on
+        self._thread = 0  # id of the thread that does the work
+        self._abandoned: dict[int, str] = {}  # rows whose reads never came back, with the error
 
     def __call__(self, task: Task) -> Any:
         """Return `RowKeys` or a `Chunk`. If the read of a row never ends, the task is done again without that row."""
@@ -89,8 +90,8 @@ class RowsWork:
                 try:
                     result = watched(partial(self._do, task), lambda: self._position)
                     return replace(result, reads=reads) if isinstance(result, Chunk) else result
-                except Waits as error:  # noqa: PERF203 - once in a while
-                    self._gave_up[error.where] = str(error)
+                except ReadStuck as error:  # noqa: PERF203 - once in a while
+                    self._abandoned[error.where] = str(error)
 
     def distrust_headers(self) -> None:
         """Encode every row in full from now on."""
@@ -103,12 +104,12 @@ class RowsWork:
         return self._measured(task.positions) if task.kind is TaskKind.MEASURE else self._compared(task.positions)
 
     def _is_readable(self, position: int) -> bool:
-        """Note that work on a row begins. Returns False if reading the row was given up."""
+        """Note that work on a row begins. Returns False if reading the row was given up before."""
         if threading.get_ident() != self._thread:
-            # The read came back after all, but another thread has taken over the task.
-            raise VLPackError("left behind")
+            # A read that was given up came back after all; another thread has taken over the task, so end this one.
+            raise VLPackError("abandoned")
         self._position = position
-        return position not in self._gave_up
+        return position not in self._abandoned
 
     def _keys(self, positions: Positions) -> RowKeys:
         rows = list(zip(positions.tolist(), self._rows.at(positions), strict=True))
@@ -127,14 +128,14 @@ class RowsWork:
             if measured is None or not self._is_final(measured.error):
                 is_silent = measured is not None and measured.error is not None and measured.error.is_lasting
                 measured = self._encoded(in_full, row, position, IN_FULL)
-                # The facts are not of a header then; such a row is checked only to see whether its header is silent.
+                # No header gave these facts; such a row is checked only to see whether its header stays silent.
                 measured = replace(measured, facts=HeaderFacts(is_silent=is_silent and measured.error is None))
             chunk.put(at, measured, self._rows.index(position))
             facts.append(measured.facts)
         return replace(chunk, facts=tuple(facts))
 
     def _is_final(self, error: SampleError | None) -> bool:
-        """Tell whether a result from headers stands; with `strict`, the full encoding raises the error of the run."""
+        """Tell whether a result from headers stands. Under `is_strict` no error does: the full encoding raises it."""
         return error is None or (not self.encoders.is_strict and error.reason in _KNOWN_BY_HEADERS)
 
     def _compared(self, positions: Positions) -> Chunk:
@@ -147,7 +148,7 @@ class RowsWork:
             quick = self._encoded(by_header, row, position, AGREED)
             index = self._rows.index(position)
             if quick.error is not None and not quick.error.is_lasting:
-                # A failure that may pass proves nothing about headers: the full encoding counts.
+                # A failure that may pass proves nothing about headers: use the full encoding.
                 quick = full
             elif full.error is not None and quick.error is None and about(full.error.reason).is_of_pixels:
                 # Broken pixels after a good header are no difference: the row is left out when its pack is loaded.
@@ -162,10 +163,10 @@ class RowsWork:
         return chunk
 
     def _rows_with_urls(self, positions: Positions, *, whole: bool) -> list[Row]:
-        """Read rows, and start to fetch the images that they name by URL: all bytes if `whole`, else the headers."""
+        """Read rows, and fetch the images that they name by URL: whole files if `whole`, else only their headers."""
         rows = self._rows.at(positions)
         if (urls := self.encoders.urls) is not None:
-            # Drop the images of the last chunk, because kept they would be those of the whole source in the end.
+            # Drop the images of the last chunk; otherwise those of the whole source would be in memory in the end.
             urls.forget()
             urls.read((url for row in rows for url in image_urls(row)), whole=whole)
         return rows
@@ -185,12 +186,12 @@ class RowsWork:
             size[name] = number
         size["aspect"] = contents_of(encoded).aspect
         kinds = kinds_of(row, int(size["length"]), encoded.get("header_kinds", ()))
-        # A video counts by its patches: those of the sampled frames as they are resized, though all of it is decoded.
+        # The cost of a video is estimated from the patches of its sampled frames, after resizing.
         pixels = max(encoded.get("header_pixels", 0), int(size["patches"]) * _PIXELS_OF_PATCH)
         return Measured(size, None, HeaderFacts(kinds, pixels), part_sizes(encoded, encoder.cutter))
 
     def _timeout(self, row: Row, position: int, *, is_strict: bool) -> VLPackError:
-        fault, sample_id = timeout_of(self._gave_up[position], row), self._rows.sample_id(position)
+        fault, sample_id = timeout_of(self._abandoned[position], row), self._rows.sample_id(position)
         if is_strict:
             return DataError(f"{sample_id}: {fault.reason}: {fault.error}")
         return SampleError(sample_id, fault.reason, fault.error, False, fault.files)

@@ -1,11 +1,11 @@
-"""Find and digest the code that lengths depend on and that the version of an installed package does not cover.
+"""Find and digest the code that lengths depend on, as far as no version of an installed package stands for it.
 
 - For a class: the source files of the class and its bases, and every function as it is loaded, with patches.
 - For a plugin: its file.
 - For the user's own files among these: every module that they import from outside the installed packages.
 
-Imports are read from `import` lines, and from strings in files that load code by name. No code is run for it, so the
-result does not depend on which modules happen to be loaded. What reading cannot find is observed (`observed.py`).
+Imports are read from `import` statements, and from strings in files that load code by name. No code is run for this, so
+the result does not depend on which modules happen to be loaded. What reading cannot find is observed (`observed.py`).
 Comments, docstrings and line numbers of the user's own code do not count.
 """
 
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 
 class Code(NamedTuple):
-    """The files that the code of some objects and plugins is in."""
+    """The files that hold the code of some objects and plugins."""
 
     files: frozenset[str]
     """Files of the classes, of patched functions and of plugins, and the user's own files that these import."""
@@ -38,7 +38,7 @@ class Code(NamedTuple):
 def code_of(objects: Iterable[Any], plugins: Iterable[str] = ()) -> Code:
     """Find the code of the objects' classes with all bases, and of plugins."""
     named = [file for each in objects for file in source_files(type(each))]
-    # A function that was patched into a class is in another file than the class.
+    # Add the files of functions, because a function that was patched into a class is in another file than the class.
     named += [function.__code__.co_filename for each in objects for function in _functions(each)]
     named += [os.path.abspath(os.path.expanduser(plugin)) for plugin in plugins]
     todo, files, packages = [file for file in named if os.path.isfile(file)], set(), set()
@@ -80,7 +80,7 @@ def _without_docstrings(tree: ast.Module) -> ast.Module:
 
 
 def digest_of_functions(objects: Iterable[Any]) -> str:
-    """Return a digest of all functions of the objects' classes as loaded: sees code without a file, and patches."""
+    """Return a digest of all functions of the objects' classes as loaded, with patches and code that has no file."""
     return _digest(repr(parts_of_function(function)).encode() for each in objects for function in _functions(each))
 
 
@@ -111,7 +111,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _instructions(code: CodeType) -> list[tuple[str, Any]]:
-    """Return instructions and their constants, without a docstring and without the indices that a docstring shifts."""
+    """Return instructions with their constants, in place of indices, which a docstring would shift."""
     found = ((each.opname, each.argval) for each in dis.get_instructions(code) if each.opname not in _NO_WORK)
     return [(name, _instructions(value) if isinstance(value, CodeType) else _constant(value)) for name, value in found]
 
@@ -146,7 +146,7 @@ def digest_of_package(package: str) -> str | None:
 
 
 COVERED = ("swift_vlpack", "swift", "transformers", "qwen_vl_utils", "torch", "torchvision", "tokenizers", "PIL")
-"""Packages whose version, or `digest_of_package`, is in the key: what they import is not followed."""
+"""Packages of which the version or the `digest_of_package` is in the key, so that their imports are not followed."""
 
 
 def _digest(parts: Iterable[bytes]) -> str:
@@ -166,7 +166,7 @@ def _functions(thing: Any) -> Iterator[FunctionType]:
 
 
 def _inner(value: Any) -> Iterator[FunctionType]:
-    """Yield the functions inside a method, property or decorator."""
+    """Yield the functions inside an attribute of a class: a method, a property, or a decorated function."""
     if isinstance(value, FunctionType):
         yield value
         yield from _inner(getattr(value, "__wrapped__", None))
@@ -192,7 +192,10 @@ def _constant(value: Any) -> Any:
 
 @cache
 def is_installed(file: str) -> bool:
-    """Tell whether a version stands for a file: Python's own, a package's, or that of a covered working copy."""
+    """Tell whether a file is part of Python, of an installed package, or of a package in `COVERED`.
+
+    The version (or digest) of these is in the key, so their files need not be digested one by one.
+    """
     return file.startswith(_covered_folders()) or _has_versions(_root(file))
 
 

@@ -1,8 +1,8 @@
-"""Decide which sizes from image headers are trusted: those of kinds of rows that were encoded both ways and agreed.
+"""Decide which sizes from image headers to trust, by encoding some rows of every kind in full as well.
 
 A kind is a property that a template may treat in a special way (`rank_rows.kinds_of`). `Checks` chooses the rows to
-encode both ways while a source is measured: the first rows of every kind that is not trusted yet, some drawn by a seed,
-and afterwards the `extremes` in size. `Unconfirmed` keeps what was measured out of the cache until its checks pass.
+encode both ways while a source is measured: the first rows of every kind that is not trusted yet, and some drawn by a
+seed; the `extremes` in size follow. `Unconfirmed` keeps measured sizes out of the cache until their checks pass.
 `Trust` remembers the kinds that agreed, in a file for each context (template and settings), so that a kind is not
 compared again in the next source. One row that differs ends this trust for all sources.
 """
@@ -30,20 +30,20 @@ logger = logging.getLogger(__name__)
 NUM_PER_KIND = 2
 """Matches needed before a kind is trusted; a single match may be a rounding coincidence."""
 NUM_ROWS_DRAWN = 64
-"""Rows of a source to draw and compare, whatever their kinds. An error in a tenth of the rows is missed by all of them
-once in a thousand times."""
+"""Rows of a source to draw and compare, whatever their kinds. If a tenth of all rows were wrong, 64 drawn rows would
+miss that once in a thousand times."""
 NUM_AT_EACH_END = 1
-"""Rows to compare at either end of length, patches and aspect, because the limits of a template bite there."""
+"""Rows to compare at either end of length, patches and aspect, because the limits of a template take effect there."""
 SHARE_COMPARED = 1 / 64
-"""Share of all pixels that may be decoded for more than the first row of every kind. The pass is there to avoid
-decoding, and a sixty-fourth of it is lost in the noise."""
+"""Share of all pixels that may be decoded for rows beyond the first of every kind. The pass exists to avoid decoding,
+and a sixty-fourth of all decoding is lost in the noise."""
 _NUM_SPARE = 8
 """Rows of each kind that may replace broken ones; a kind with as many broken rows proves nothing."""
 _AGREED, _DIFFERS = b'{"agreed": {', b'{"differs": '  # the beginnings of lines in the file
 
 
 class Trust:
-    """Number of rows of each kind that were found equal, in all sources of the same context."""
+    """Counts the rows of each kind whose two sizes were equal, over all sources of the same context."""
 
     def __init__(self, path: Path | None = None) -> None:
         """Load the numbers saved in the file `path`; without a file nothing is saved."""
@@ -84,7 +84,7 @@ class Trust:
         with suppress(OSError):
             os.replace(self.path, aside)
             logger.warning(
-                "%s, which says of which rows the lengths were checked, is damaged; it is set aside as %s and rows are "
+                "%s, the record of which kinds of rows were checked, is damaged; it is set aside as %s and rows are "
                 "checked again",
                 self.path, aside.name,
             )  # fmt: skip

@@ -1,8 +1,8 @@
-"""What an encoded sample holds: how many images and patches, and which of its tokens are which image.
+"""Count the images and patches of an encoded sample, and find the tokens of each image.
 
-What the tensors of a sample mean is in `families.py`. Two questions are asked here. *How much* (`contents_of`,
-`size_of`): answered for every family, from grids of patches, or from pixels and the size of a patch. *Which tokens*
-(`media_spans`): answered where it is known for certain, so that a row can be cut between images; None otherwise.
+`families.py` says what the tensors of a sample mean. Counting (`contents_of`, `size_of`) works for every family: from
+grids of patches, or from pixels and the size of a patch. Finding the tokens (`media_spans`), so that a row can be cut
+between its images, works for families where they are known for certain; for others it returns None.
 
 >>> contents_of({"input_ids": [1, 2, 3], "image_grid_thw": torch.tensor([[1, 4, 6], [1, 2, 2]])})
 Contents(images=2, patches=28, aspect=1.5)
@@ -36,9 +36,9 @@ from swift_vlpack.rows.samples import Encoded
 from swift_vlpack.rows.sizes import RowSize
 
 NO_LABEL = -100
-"""In place of a token that is not predicted; torch's cross entropy passes over it by default."""
+"""Label of a token that is not predicted; torch's cross entropy ignores it by default."""
 USUAL_PATCH = 14
-"""Pixels on a side of a patch of CLIP, SigLIP and InternViT, if a config does not say."""
+"""Side of a patch in pixels if the model's config does not say: that of CLIP, SigLIP and InternViT."""
 
 PER_TOKEN = ("input_ids", "labels", "loss_scale", "token_type_ids", "mm_token_type_ids", "image_token_types")
 """Fields of a sample with one entry a token."""
@@ -49,34 +49,38 @@ PER_MEDIUM = frozenset(
 )
 """Fields of a sample that are known to divide by image or video."""
 _KNOWN = {*PER_TOKEN, *_OF_SAMPLE, *_OF_HEADERS, *PER_MEDIUM}
-"""All fields that cutting knows what to do with; a sample with any other stays whole."""
+"""All fields that cutting can handle; a sample with any other field stays whole."""
 _TOKENS_OF_TIME = 12
-"""Tokens of the time of a frame, at most: "<1234.5 seconds>" has fewer in every tokenizer that was tried."""
+"""Most tokens that the time of a frame can have: "<1234.5 seconds>" has fewer in every tokenizer that was tried."""
 
 
-# -- how much ---------------------------------------------------------------------------------------------------------
+# -- count ------------------------------------------------------------------------------------------------------------
 
 
 class Contents(NamedTuple):
-    """What a sample holds beside text."""
+    """Counts of the media in a sample."""
 
     images: int = 0
     patches: int = 0
-    """Patches of images and videos, with those of tiles that only fill up a batch."""
+    """Patches of images and videos, including tiles that are only padding."""
     aspect: float = 0.0
-    """Longer side over shorter side of the most extreme image or video; 0 if no tensor says."""
+    """Longer side over shorter side of the most extreme image or video; 0 if no tensor has the sides."""
 
 
 def contents_of(sample: Mapping[str, Any]) -> Contents:
-    """Return what a sample holds: as it was counted when the row was encoded, otherwise by its tensors."""
-    noted: Contents | None = sample.get("contents")
-    return noted if noted is not None else count_contents(sample)
+    """Return the counts that were stored when the row was encoded; without them, count the sample's tensors."""
+    stored: Contents | None = sample.get("contents")
+    return stored if stored is not None else count_contents(sample)
 
 
 def count_contents(
     sample: Mapping[str, Any], row: Mapping[str, Any] | None = None, *, patch_size: tuple[int, int] | None = None
 ) -> Contents:
-    """Count what a sample holds. How many images tiles came from no tensor says, so these are counted in the row."""
+    """Count the media of a sample.
+
+    Images whose tensors have no line per image (tiles, slices) are counted in `row`, because no tensor says how many
+    images the tiles came from.
+    """
     grids = [grid for name in GRIDS for grid in _leaves(sample.get(name))]
     if grids:
         patches = sum(int(grid.prod(-1).sum()) for grid in grids)
@@ -94,7 +98,7 @@ def size_of(sample: Encoded) -> RowSize:
 
 
 def num_supervised(sample: Encoded) -> int:
-    """Count the tokens that are predicted: those with a label, without the first, which nothing precedes."""
+    """Count the tokens that are predicted: those with a label, except the first, because no token precedes it."""
     labels = sample.get("labels")
     predicted = [] if labels is None else list(labels)[1:]
     return len(predicted) - predicted.count(NO_LABEL)
@@ -132,8 +136,9 @@ def _aspect(sample: Mapping[str, Any]) -> float:
 
 
 def _patches(value: Any, height: int, width: int) -> int:
-    """Count patches in pixels (..., channels, height, width), or in patches that are flat (..., patches, numbers)."""
-    if isinstance(value, torch.Tensor) and value.dim() in (2, 3):  # a picture of three dimensions comes in a list
+    """Count the patches in pixels (..., channels, height, width) or in flattened patches (..., patches, numbers)."""
+    # A single picture of three dimensions never comes as a bare tensor: templates put it into a list.
+    if isinstance(value, torch.Tensor) and value.dim() in (2, 3):
         return prod(value.shape[:-1])
     return sum(
         prod(pixels.shape[:-3]) * (pixels.shape[-2] // height) * (pixels.shape[-1] // width)
@@ -143,7 +148,7 @@ def _patches(value: Any, height: int, width: int) -> int:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the arrays in a value: templates put them into lists, tuples, mappings and objects with attributes."""
+    """Yield the arrays inside a value: templates put them into lists, tuples, mappings and objects."""
     if value is None:
         return
     if isinstance(value, torch.Tensor) or hasattr(value, "prod"):
@@ -158,29 +163,29 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield from _leaves(inside.get(name))
 
 
-# -- which tokens -----------------------------------------------------------------------------------------------------
+# -- find the tokens --------------------------------------------------------------------------------------------------
 
 
 class MediaSpan(NamedTuple):
-    """An image or a video in a sample: its tokens, with those that begin and end it, and its rows of pixels."""
+    """An image or video of a sample: its tokens, including its begin and end tokens, and its share of the pixels."""
 
     tensors: MediaTensors
     start: int
     stop: int
     units: int
-    """Rows of the pixel tensor that are this medium's: patches, or tiles."""
+    """How many patches or tiles of the pixel tensor belong to it."""
     patches: int
 
     @property
     def is_image(self) -> bool:
-        """Whether it is an image, and no video."""
+        """True for an image, False for a video."""
         return self.tensors.kind == IMAGE
 
 
 def media_spans(sample: Mapping[str, Any], tokens: MediaTokens) -> list[MediaSpan] | None:
     """Find the images and videos of a sample, in the order of its tokens.
 
-    Returns None if that is not known for certain: tensors of other names, or numbers that do not add up.
+    Returns None if they are not known for certain: a tensor has an unknown name, or numbers do not add up.
     """
     given = {name for name, value in sample.items() if value is not None}
     if given - _KNOWN:
@@ -194,12 +199,12 @@ def media_spans(sample: Mapping[str, Any], tokens: MediaTokens) -> list[MediaSpa
     if found is None:
         return None
     wrapped = [_with_ends(medium, sample["input_ids"], tokens) for medium in sorted(found, key=lambda one: one.start)]
-    # Side by side is right, one inside of another is not: then the numbers added up by accident.
+    # Media may touch and must not overlap: then the numbers only added up by accident.
     return wrapped if all(one.stop <= other.start for one, other in pairwise(wrapped)) else None
 
 
 def runs_of(num_tokens: int, spans: Sequence[MediaSpan] | None) -> list[Run] | None:
-    """Split a row into text and media that stay whole, for `plan/parts.py` to cut; None if media are not known."""
+    """Split a row into runs of text and media, for `plan/parts.py` to cut; None if the media are not known."""
     if spans is None:
         return None
     runs, at = [], 0
@@ -211,7 +216,7 @@ def runs_of(num_tokens: int, spans: Sequence[MediaSpan] | None) -> list[Run] | N
 
 
 def _by_grids(sample: Mapping[str, Any], tokens: MediaTokens) -> list[MediaSpan] | None:
-    """A medium has as many tokens as its grid says, and as many rows of pixels as patches."""
+    """Find media by their grids: each has as many tokens as its grid says, and as many rows of pixels as patches."""
     found: list[MediaSpan] = []
     for tensors in BY_PATCHES:
         grids = sample.get(str(tensors.grid))
@@ -226,7 +231,7 @@ def _by_grids(sample: Mapping[str, Any], tokens: MediaTokens) -> list[MediaSpan]
 
 
 def _by_tiles(sample: Mapping[str, Any], tensors: MediaTensors, token: int | None) -> list[MediaSpan] | None:
-    """Every tile has equally many tokens, and the tokens of an image's tiles follow one another."""
+    """Find images by their tiles: all tiles have equally many tokens, and the tiles of an image are contiguous."""
     pixels = sample[tensors.pixels]
     if not isinstance(pixels, torch.Tensor) or pixels.dim() != 4 or token is None:
         return None
@@ -242,7 +247,10 @@ def _by_tiles(sample: Mapping[str, Any], tensors: MediaTensors, token: int | Non
 
 
 def _spans(tokens: Sequence[int], token: int | None, nums: Sequence[int]) -> list[tuple[int, int]] | None:
-    """From the first placeholder of each medium to its last; None unless there are as many as the grids say."""
+    """Return the tokens from the first placeholder of each medium to its last.
+
+    `nums` are the placeholders of each medium. Returns None unless the sample has as many as these together.
+    """
     at = [index for index, one in enumerate(tokens) if one == token]
     ends = list(accumulate(nums))
     if token is None or not ends or ends[-1] != len(at) or 0 in nums:
@@ -260,9 +268,10 @@ def _runs_of_token(tokens: Sequence[int], token: int) -> Iterator[tuple[int, int
 
 
 def _with_ends(medium: MediaSpan, ids: Sequence[int], tokens: MediaTokens) -> MediaSpan:
+    """Extend a medium by the tokens that begin and end it, so that a cut never separates them from it."""
     start, stop = _wrapped(medium.start, medium.stop, ids, tokens)
     if not medium.is_image and tokens.before_video is not None:
-        # "<1.5 seconds>" before the first frame, a handful of tokens; around all frames there are ends once more.
+        # The first frame follows its time, "<1.5 seconds>", and all frames may be wrapped once more.
         before = [at for at in range(max(0, start - _TOKENS_OF_TIME), start) if ids[at] == tokens.before_video]
         start, stop = _wrapped(before[-1] if before else start, stop, ids, tokens)
     return medium._replace(start=start, stop=stop)

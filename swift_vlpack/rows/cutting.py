@@ -1,7 +1,7 @@
-"""Cut an encoded row that is longer than a pack, under `packing_overflow`: its parts, and each part as a sample.
+"""Cut an encoded row that is longer than a pack into parts, under `packing_overflow`, and make a sample of each part.
 
-A part is a sample as if its tokens had been encoded alone, with its own images and no others. Where to cut is decided
-by `plan/parts.py`, from the runs of text and media of a row; here are the tensors.
+A part is what its tokens would be if they were encoded alone, with its own images and no others. `plan/parts.py`
+decides where to cut, from the runs of text and media of a row; this module cuts the tensors.
 """
 
 from __future__ import annotations
@@ -40,29 +40,37 @@ Numbers = NDArray[np.integer[Any]]
 
 
 class CannotBeCut(DataError):
-    """The tensors of a sample are not what its tokens say."""
+    """The tensors of a sample do not match its tokens."""
 
 
 @dataclass(frozen=True)
 class RowCutter:
-    """Cuts the rows of one template. Lengths of whole rows do not depend on it, so it is not in their key."""
+    """Cuts the rows of one template.
+
+    The lengths of whole rows do not depend on it, so it is not in their key in the cache; `digest` is in that of parts.
+    """
 
     cutting: Cutting
+    """The options that decide where to cut."""
     tokens: MediaTokens
+    """The template's tokens of images and videos, which must not be cut."""
 
     @classmethod
     def of(cls, template: Any, config: PackingConfig) -> RowCutter | None:
-        """Make what the options ask for; None if rows stay whole."""
+        """Make the cutter of a run; None if the options keep rows whole."""
         cutting = Cutting.of(config)
         return None if cutting is None else cls(cutting, MediaTokens.of(template))
 
     @property
     def lays_end_to_end(self) -> bool:
-        """Whether the place of a cut depends on the rows before, as under the strategy `window`."""
+        """True under the strategy `window`, where the place of a cut depends on the rows before it."""
         return self.cutting.how == WINDOW
 
     def parts(self, row: Encoded, taken: Taken = NOTHING) -> list[Part]:
-        """Return the parts of a row; none if it stays whole. `taken` is what its first pack holds already."""
+        """Return the parts of a row; none if it stays whole.
+
+        Under `window`, `taken` is what the first pack of the row holds already.
+        """
         num_tokens = len(row["input_ids"])
         if self.lays_end_to_end:
             held = contents_of(row)
@@ -73,16 +81,16 @@ class RowCutter:
         return parts_of(runs_of(num_tokens, media_spans(row, self.tokens)), self.cutting, num_tokens)
 
     def _runs(self, row: Encoded, whole: Run) -> list[Run] | None:
-        """Split a row into runs of text and media. Without counted media it is one run."""
+        """Split a row into runs of text and media. A row without counted media is one run."""
         return runs_of(whole.length, media_spans(row, self.tokens)) if whole.images or whole.patches else [whole]
 
     def have_parts(self, lengths: Numbers, images: Numbers, patches: Numbers) -> NDArray[np.bool_]:
-        """Tell which measured rows have parts in the cache: rows that are cut or, end to end, rows with media."""
+        """Tell which measured rows have parts in the cache: long rows or, under `window`, rows with media."""
         has_media: NDArray[np.bool_] = (images > 0) | (patches > 0)
         return has_media if self.lays_end_to_end else lengths > self.cutting.capacity
 
     def cut(self, row: Encoded, span: Span) -> Encoded:
-        """Make a sample of some tokens of a row. Raises `SampleError` if the tensors are not what its tokens say."""
+        """Make a sample of the tokens of a span. Raises `SampleError` if the row's tensors do not match its tokens."""
         media = media_spans(row, self.tokens)
         sample_id = row["sample_id"]._replace(part=span.number)
         try:
@@ -93,7 +101,7 @@ class RowCutter:
             raise SampleError(sample_id, Reason.CANNOT_BE_CUT.value, str(error)) from error
 
     def planned(self, row: Encoded, span: Span) -> Encoded:
-        """Make the sample of a planned part. Raises `SampleError` if the row would be cut otherwise now."""
+        """Make the sample of a planned part. Raises `SampleError` if the row would not be cut as planned any more."""
         if self.lays_end_to_end:
             return self._planned_in_window(row, span)
         parts = self.parts(row)
@@ -112,16 +120,17 @@ class RowCutter:
         return self.cut(row, span)
 
     def digest(self) -> str:
-        """Digest everything but the row that decides where the row is cut."""
+        """Return a digest of the options and tokens that decide where rows are cut."""
         return hashlib.blake2b(repr(self).encode(), digest_size=6).hexdigest()
 
 
 def in_parts(
     row: Encoded | SampleError, cutter: RowCutter | None, taken: Taken = NOTHING
 ) -> Iterator[tuple[Span | None, Encoded | SampleError | LeftOut]]:
-    """Yield the samples of a row that was read: the row itself, or its parts with their spans.
+    """Yield the samples of an encoded row: the row itself with None, or each of its parts with its span.
 
-    A row that cannot be encoded is yielded as its error, a part that cutting leaves out as a `LeftOut`.
+    `row` may be the error of a row that cannot be encoded, which is yielded as it is. A part that cutting leaves out is
+    yielded as a `LeftOut`.
     """
     parts = [] if cutter is None or isinstance(row, SampleError) else cutter.parts(row, taken)
     if cutter is None or isinstance(row, SampleError) or not parts:
@@ -147,10 +156,10 @@ def left_out_part(row: SampleId, part: Part) -> LeftOut:
 
 
 def part_sizes(row: Encoded, cutter: RowCutter | None) -> tuple[Part, ...]:
-    """Return the sizes of a row's parts, which is all that a plan needs; none if the row stays whole.
+    """Return the parts of a row with their sizes, for the plan; none if the row stays whole.
 
-    Where a row is cut end to end nobody knows before the plan is made. So the parts of a row with media are its runs
-    of text and media, and a text has none.
+    Under `window`, where a row is cut is not known before the plan is made. So the plan gets the runs of text and media
+    of a row with media, and nothing for a row of text, which may be cut anywhere.
     """
     if cutter is None:
         return ()
@@ -159,7 +168,7 @@ def part_sizes(row: Encoded, cutter: RowCutter | None) -> tuple[Part, ...]:
 
 
 def _run_parts(row: Encoded, cutter: RowCutter) -> list[Part]:
-    """Return the runs of text and media of a row with media; one run if nobody knows which tokens are media."""
+    """Return the runs of text and media of a row, as parts; one run if it is not known which tokens are media."""
     held, num_tokens = contents_of(row), len(row["input_ids"])
     if not held.images and not held.patches:
         return []
@@ -174,17 +183,17 @@ def _run_parts(row: Encoded, cutter: RowCutter) -> list[Part]:
 
 
 def _supervised(row: Encoded, part: Part) -> int:
-    """Count the tokens of a part that are predicted: not what it repeats, nor its first, which nothing precedes."""
+    """Count the tokens of a part that are predicted: neither repeated tokens nor the first, which nothing precedes."""
     labels = row.get("labels")
     predicted = [] if labels is None else list(labels)[part.start + max(1, part.num_repeated) : part.stop]
     return len(predicted) - predicted.count(NO_LABEL)
 
 
 def cut_sample(sample: Encoded, span: Span, media: Sequence[MediaSpan]) -> Encoded:
-    """Make a sample of the tokens of a span. `media` are the media of the whole sample; none of them is cut.
+    """Make a sample of the tokens of a span. `media` are all media of the sample; the span must not cut any of them.
 
-    Tokens repeated from the part before get no label. Nor does the first token, because nothing comes before it; the
-    first token of the row keeps what the template decided.
+    Tokens repeated from the part before get no label, nor does the first token of a part, because nothing precedes it.
+    The first token of the row keeps the label that it has.
     """
     num_tokens = len(sample["input_ids"])
     if not 0 <= span.start < span.stop <= num_tokens:
@@ -196,7 +205,7 @@ def cut_sample(sample: Encoded, span: Span, media: Sequence[MediaSpan]) -> Encod
     for tensors in dict.fromkeys(medium.tensors for medium in media):
         part.update(_media_tensors(sample, tensors, span, [medium for medium in media if medium.tensors == tensors]))
     if not any(_is_inside(medium, span) for medium in media):
-        part.pop("mm_token_type_ids", None)  # as a text has none
+        part.pop("mm_token_type_ids", None)  # templates give none to a row of text
     _mask(part, span)
     part["length"] = span.length
     if "lengths" in part:
@@ -214,7 +223,7 @@ def _tokens(value: Any, span: Span, name: str, num_tokens: int) -> Any:
 
 
 def _media_tensors(sample: Encoded, tensors: MediaTensors, span: Span, media: Sequence[MediaSpan]) -> dict[str, Any]:
-    """Return the grids and pixels of the media inside of a span; `media` are all that these tensors are of."""
+    """Cut the grids and pixels of the media inside a span. `media` are all media that these tensors hold."""
     inside = [number for number, medium in enumerate(media) if _is_inside(medium, span)]
     if not inside:
         return {}
@@ -234,7 +243,7 @@ def _media_tensors(sample: Encoded, tensors: MediaTensors, span: Span, media: Se
 
 
 def _is_inside(medium: MediaSpan, span: Span) -> bool:
-    """Tell whether a medium is inside of a span. Raises `CannotBeCut` if the span would cut it."""
+    """Tell whether a medium is inside a span. Raises `CannotBeCut` if the span would cut it."""
     if medium.stop <= span.start or medium.start >= span.stop:
         return False
     if medium.start < span.start or medium.stop > span.stop:

@@ -1,4 +1,4 @@
-"""Encode a row with the host's template, as the run wants it: with its targets, and long enough to be cut.
+"""Encode rows with ms-swift's template, and mask the labels that this run does not train.
 
 >>> class Letters:  # stands for a template of ms-swift
 ...     def encode(self, row, return_length=False):
@@ -9,8 +9,8 @@
 >>> str(sample["sample_id"]), sample["length"], sample["labels"]  # the first token of a sample is no target
 ('captions:17', 3, [-100, 97, 116])
 
-A template belongs to the host, so nothing of ours is kept on it: what a run wants beyond the template is here, and a
-`RowEncoder` is passed to whoever reads rows. `cutting.py` has what becomes of a row that is longer than a pack.
+The template belongs to ms-swift, so nothing of ours is stored on it. Everything that reads rows gets a `RowEncoder`,
+which holds what the options add: the labels to mask, and the cutter of rows that are longer than a pack (`cutting.py`).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from swift_vlpack.rows.faults import ReadTimeout, check_openable, fault_of, is_l
 from swift_vlpack.rows.media import media, with_plain_paths
 from swift_vlpack.rows.samples import Encoded, SampleError, SampleId
 from swift_vlpack.rows.source import Row, RowSource
-from swift_vlpack.rows.watch import Waits, watched
+from swift_vlpack.rows.watch import ReadStuck, watched
 
 
 class Template(Protocol):
-    """What is asked of the host's template."""
+    """The parts of ms-swift's template that we use."""
 
     packing: bool
     padding_free: bool
@@ -50,21 +50,21 @@ class Template(Protocol):
 
 @dataclass(frozen=True)
 class Targets:
-    """Labels that are taken out of a sample, beside those that the template takes out. Shapes do not change."""
+    """Which labels to mask in a sample, in addition to those that the template masks. Shapes do not change."""
 
     mask_boundary_loss: bool = True
-    """Whether the first token is no target: packed, it would be predicted from the sample before it."""
+    """Mask the first token of a sample: in a sequence, it would be predicted from the sample before it."""
     untrained: int | None = None
-    """A token that is no target anywhere: EOS, unless it shall be trained."""
+    """Mask this token everywhere: EOS, unless EOS is trained."""
 
     @classmethod
     def of(cls, template: Any, config: PackingConfig) -> Targets:
-        """Read what the options say of targets; the template's tokenizer says which token EOS is."""
+        """Read the options; the template's tokenizer says which token EOS is."""
         eos = getattr(getattr(template, "tokenizer", None), "eos_token_id", None)
         return cls(config.mask_boundary_loss, None if config.train_on_eos else eos)
 
     def labels(self, labels: Any) -> Any:
-        """Return new labels with only those that are trained.
+        """Return a copy of the labels, masked.
 
         >>> Targets(untrained=9).labels([5, -100, 6, 9, 9])
         [-100, -100, 6, -100, -100]
@@ -82,15 +82,14 @@ class Targets:
 
 @dataclass(frozen=True, eq=False)
 class RowEncoder:
-    """Encodes rows with one template.
+    """Encodes rows with one template, for the length pass, training and evaluation.
 
-    Everybody who needs a row encoded uses one: the length pass (which counts targets), training and evaluation. A plain
-    `RowEncoder(template)` encodes as the template does; `of` adds what the options of a run say.
+    `RowEncoder(template)` encodes as the template does; `RowEncoder.of` adds what the options of a run say.
     """
 
     template: Any
     targets: Targets | None = None
-    """None leaves labels as the template makes them."""
+    """Labels to mask; None keeps labels as the template makes them."""
     cutter: RowCutter | None = None
     """Cuts long rows; None if rows stay whole."""
 
@@ -98,11 +97,11 @@ class RowEncoder:
     def of(cls, template: Any, config: PackingConfig) -> RowEncoder:
         """Make the encoder of a run. The template stays as it is.
 
-        A row can only be cut if all of its tokens are there, so for rows that are cut the encoder has a copy of the
-        template without `max_length`, by which ms-swift would raise or truncate. Evaluation uses the original.
+        If rows are cut, the encoder has a copy of the template without `max_length`, because ms-swift would raise at
+        longer rows or truncate them, and cutting needs all tokens. Evaluation uses the original template.
         """
         targets, cutter = Targets.of(template, config), RowCutter.of(template, config)
-        # With `left` and `right` ms-swift truncates, which is only allowed beside packing_overflow=drop.
+        # Under `left` and `right` ms-swift truncates first, as the user asked; allowed with packing_overflow=drop only.
         if cutter is not None and getattr(template, "truncation_strategy", None) not in ("left", "right"):
             template = copy.copy(template)
             template.max_length = None
@@ -116,13 +115,13 @@ class RowEncoder:
         """Return the encoder for a source's rows: with the source's own pixel limit, if it has one."""
         if source.max_pixels is None:
             return self
-        # A copy, which shares the processor.
+        # A shallow copy, which shares the processor.
         template = copy.copy(self.template)
         template.max_pixels = source.max_pixels
         return self.using(template)
 
     def encode(self, row: Any, **options: Any) -> Any:
-        """Encode a row as `template.encode` does, with the labels that are trained."""
+        """Encode a row as `template.encode` does, and mask its labels."""
         made = self.template.encode(with_plain_paths(row) if isinstance(row, Mapping) else row, **options)
         if self.targets is not None and isinstance(made, dict) and made.get("labels") is not None:
             made["labels"] = self.targets.labels(made["labels"])
@@ -134,9 +133,8 @@ class RowEncoder:
         Args:
             row: The row, with its system prompt.
             sample_id: The name of the row.
-            strict: Whether a row that cannot be encoded ends the run.
-            is_watched: Whether the caller gives up reads that never end, for many rows at once. Otherwise that is done
-                here, for this row.
+            strict: Raise `DataError`, which ends the run, for a row that cannot be encoded.
+            is_watched: The caller watches for reads that never end (`watch.py`); otherwise this row is watched here.
 
         Raises:
             SampleError: The row cannot be encoded; names the row and the reason.
@@ -165,12 +163,12 @@ class RowEncoder:
         return self.encode(row, return_length=True)
 
     def _watched(self, row: Row) -> Any:
-        # A text waits for no disk, and there are many of them, so it is spared a thread.
+        # Rows without media read no file, and there are many of them, so they are spared the thread.
         if next(media(row), None) is None:
             return self._encoded(row)
         try:
             return watched(lambda: self._encoded(row))
-        except Waits as error:
+        except ReadStuck as error:
             raise ReadTimeout(str(error)) from None
 
 

@@ -1,15 +1,15 @@
-"""Facts about model families, in one place: which tensors and tokens are media, and what a family needs to be packed.
+"""Facts about model families, in one place: which tensors and tokens are media, and what packing them needs.
 
-Nearly all of a family is read from its template, processor and config (the functions at the end). What no object says
-is listed in `MEDIA`: the tensors in which templates bring images and videos, and how these divide among images.
+Most facts are read from the template, processor and config of a model (the functions at the end). What these do not say
+is listed in `MEDIA`: the tensors in which templates bring images and videos, and which of their rows are which image.
 
 >>> [one.families for one in MEDIA if one.divides is Divides.BY_TILES]
 ['InternVL (HF)']
 
-**A new family**: if its tensors have names that are in `MEDIA`, its images are counted, and with `divides` its rows can
-be cut. Otherwise add a line here, and a builder of a tiny model in `tests/family_models.py`; `make families` tries all
-that is promised and writes docs/families.md. If layers of its model keep a state along the row, their class goes into
-`RESTARTED`. A family without a line trains packed too, but caps on images and patches do not see what it brings.
+**A new family**: if the names of its tensors are in `MEDIA`, its images are counted, and with `divides` its rows can be
+cut. Otherwise add a line to `MEDIA`, and a builder of a tiny model to `tests/family_models.py`; `make families` tests
+every family and writes docs/families.md. If layers of its model carry a state along the sequence, add their class to
+`RESTARTED`. A family without a line trains packed too, but caps on images and patches do not count its media.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ IMAGE, VIDEO = "image", "video"
 
 
 class Divides(Enum):
-    """How the rows of a pixel tensor belong to images. A row of data is only cut where this is known.
+    """How to tell which rows of a pixel tensor belong to which image. A row of data is cut only where this is known.
 
-    Branches that share an image will ask the same question: which rows of the pixel tensor belong to which image.
-    `contents.media_spans` is the place to ask it; today it answers for cutting.
+    `contents.media_spans` applies it, today for cutting. Packing branches that share an image would need it as well.
     """
 
     BY_PATCHES = "a row is a patch: an image has as many as its grid says, and merged patches become its tokens"
-    BY_TILES = "a row is a tile: every tile has equally many tokens, and an image's tokens follow one another"
+    BY_TILES = "a row is a tile: every tile has equally many tokens, and the tokens of an image are contiguous"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,19 +42,20 @@ class MediaTensors:
     """The tensors in which the templates of some families bring one kind of media."""
 
     families: str = field(repr=False)
-    """Who brings them, for people. Code goes by the tensors, so that a new family with known tensors just works."""
+    """The families, for people to read. Code looks at tensor names only, so a new family with known tensors works."""
     kind: str = IMAGE
     pixels: str
     grid: str | None = None
     """Tensor of sizes in patches: (height, width), or (time, height, width)."""
     is_line_per_medium: bool = False
-    """Whether a line of the grid is a whole image or video. If not (slices, tiles), images are counted in the row."""
+    """True if each line of the grid is a whole image or video. Otherwise (slices, tiles) images are counted in the row
+    of data."""
     divides: Divides | None = None
-    """How `pixels` divides; None if that is not known, and then rows with these tensors are not cut."""
+    """How `pixels` divides into images; None if not known, so that rows with these tensors are never cut."""
     beside: str | None = None
-    """A list with one entry a medium, which is divided with the pixels."""
+    """A list with one entry per medium, which is cut together with the pixels."""
     templates: tuple[str, ...] = ()
-    """Templates that `divides` is true of, if the names of the tensors alone do not tell."""
+    """The templates for which `divides` is true, where other families use the same names in another way."""
 
 
 MEDIA = (
@@ -92,7 +92,8 @@ MEDIA = (
     MediaTensors(families="MiniCPM-V to 4.5", pixels="pixel_values", grid="tgt_sizes"),  # a list of tensors
     MediaTensors(families="MiniCPM-V 4.6", pixels="pixel_values", grid="target_sizes"),
     MediaTensors(families="SigLIP 2, as of LFM2-VL", pixels="pixel_values", grid="spatial_shapes"),
-    # Pictures or tiles without a grid: under `pixel_values` LLaVA, Gemma, Idefics, Llama, Mistral; here other names.
+    # Pictures or tiles without a grid. LLaVA, Gemma, Idefics, Llama and Mistral call theirs `pixel_values`, which is
+    # listed above; these families have other names.
     MediaTensors(families="MiMo-V2", kind=VIDEO, pixels="video_pixel_values"),
     MediaTensors(families="Step3-VL", pixels="patch_pixel_values"),
     MediaTensors(families="DeepSeek-OCR", pixels="images"),
@@ -112,37 +113,39 @@ BY_TILES = {template: one for one in MEDIA if one.divides is Divides.BY_TILES fo
 
 _STARTS = ("<|vision_start|>", "<|begin_of_image|>", "<img>")
 _ENDS = ("<|vision_end|>", "<|end_of_image|>", "</img>")
-"""Words that templates write before and after a medium; cutting keeps them with it."""
+"""Tokens that templates write before and after an image or video; cutting never separates them from it."""
 
 RESTARTED = (
     *("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"),
     *("OlmoHybridGatedDeltaNet", "Lfm2ShortConv", "Lfm2MoeShortConv"),
     *("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "JambaMambaMixer", "NemotronHMamba2Mixer"),
 )
-"""Layers of transformers that keep a state along the row and were tried: restarted at every sample
-(`attention/linear_attention.py`), their samples in a row give what they give alone."""
+"""Layers of transformers that carry a state along the sequence, and that were tested: with the state reset at every
+sample (`attention/linear_attention.py`), packed samples give what they give alone."""
 GIVEN_BOUNDARIES_BY_SWIFT = ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
-"""Layers whose kernels of flash-linear-attention are told by ms-swift where samples start."""
+"""Layers to whose flash-linear-attention kernels ms-swift itself passes where samples start."""
 
 
 @dataclass(frozen=True, slots=True)
 class MediaTokens:
-    """What a template writes for images and videos: ids of tokens, and how many patches become one token."""
+    """The tokens that a template writes for images and videos, and how many patches become one token."""
 
     placeholders: Mapping[str, int] = field(default_factory=dict)
-    """For each kind of medium the token that stands for what the vision tower gives."""
+    """By kind of medium, the token that the model replaces by an output of its vision tower."""
     starts: tuple[int, ...] = ()
+    """Tokens that may begin a medium."""
     ends: tuple[int, ...] = ()
+    """Tokens that may end a medium."""
     merged: int = 1
     """Patches that become one token."""
     tiles: MediaTensors | None = None
-    """The tensors, if the family brings tiles and these are known to divide."""
+    """The tensors of a family with tiles that are known to divide into images; None for other families."""
     before_video: int | None = None
-    """The token with which the time of a frame begins, written before the frame's patches; None without times."""
+    """The first token of a frame's time, which is written before the frame; None if the template writes no times."""
 
     @classmethod
     def of(cls, template: Any) -> MediaTokens:
-        """Read them off a template, its model's config and its processor."""
+        """Read the tokens from a template, its model's config and its processor."""
         config, processor = getattr(template, "config", None), getattr(template, "processor", None)
         ids = {kind: _placeholder_id(kind, template, config, processor) for kind in (IMAGE, VIDEO)}
         # Version v3 of ms-swift's Qwen template (Qwen3-VL, Qwen3.5) writes "<1.5 seconds>" before a frame.
@@ -158,13 +161,13 @@ class MediaTokens:
 
 
 def merge_size(template: Any) -> int | None:
-    """Return how many patches in height and in width become one token; None if the image processor does not say."""
+    """Return n if the patches of an n x n square become one token; None if the image processor does not say."""
     size = getattr(getattr(getattr(template, "processor", None), "image_processor", None), "merge_size", None)
     return size if isinstance(size, int) else None
 
 
 def patch_size_of(template: Any) -> tuple[int, int] | None:
-    """Return height and width of a patch in pixels; None if the model's config does not say."""
+    """Return the height and width of a patch in pixels; None if the model's config does not say."""
     config = getattr(template, "config", None)
     for name in ("vision_config", "vit_config", "visual"):
         vision = getattr(config, name, None)
@@ -182,24 +185,26 @@ def placeholder_ids(template: Any) -> list[int]:
 
 
 def text_config_of(config: Any) -> Any:
-    """Return the language model's part of a config: the config itself, or one level down; two in an omni model."""
+    """Return the config of the language model: `config` itself, or a config inside it (two levels deep in Omni)."""
     config = getattr(config, "thinker_config", config)
     return getattr(config, "text_config", config)
 
 
 def is_packed(template: Any) -> bool:
-    """Tell whether ms-swift packs a template: it says yes or no, or nothing, which means yes for text models only."""
-    said = template.support_padding_free
-    return bool(not template.model_meta.is_multimodal if said is None else said)
+    """Tell whether ms-swift packs a template. If the template does not say, only text models are packed."""
+    flag = template.support_padding_free
+    return bool(not template.model_meta.is_multimodal if flag is None else flag)
 
 
 def let_through(template: Any, *, any_family: bool, way_in: str) -> None:
     """Refuse a template that ms-swift does not pack, unless `any_family` lets it through.
 
+    `way_in` tells the user how to set `any_family`.
+
     Raises:
-        ConfigError: Without `any_family`; and in any case for a template with media that says no by itself, because its
-            reason might be one that the proof does not see. The no of a text model (gpt-oss) is about kernels without
-            attention sinks, which the proof does see.
+        ConfigError: `any_family` is False. Or the template has media and says itself that it cannot be packed, perhaps
+            for a reason that the proof cannot detect. A text model that says so (gpt-oss) is let through: its reason is
+            kernels without attention sinks, which the proof does detect.
     """
     if is_packed(template):
         return
@@ -227,6 +232,6 @@ def _ids(template: Any, texts: Sequence[str]) -> tuple[int, ...]:
     tokenizer: Any = getattr(template, "tokenizer", None)
     if not hasattr(tokenizer, "convert_tokens_to_ids"):
         return ()
-    # A text that is no token may become the token for what is unknown.
+    # Check by converting back: for a text that is no token, tokenizers may return the id of the unknown token.
     ids = [(text, tokenizer.convert_tokens_to_ids(text)) for text in texts]
     return tuple(one for text, one in ids if one is not None and tokenizer.convert_ids_to_tokens(one) == text)

@@ -62,19 +62,19 @@ class Fault(NamedTuple):
     error: str
     """The failure in words, and what to do if that is known."""
     files: tuple[str, ...] = ()
-    """Full paths of the files at fault; all files of the row if nobody knows which."""
+    """Full paths of the files at fault; all files of the row if it is not known which one it was."""
 
 
 class ReadTimeout(OSError):
-    """A read that was given up."""
+    """Reading a file took too long and was given up (`watch.py`)."""
 
 
 class NotAFile(OSError):
-    """A FIFO or a device in place of an image; opening it would wait for ever."""
+    """A row names a FIFO, socket or device. Opening it would wait for ever."""
 
 
 def check_openable(row: Mapping[str, Any]) -> None:
-    """Raise `NotAFile` for a row that names a FIFO, a socket or a device, before anybody opens it."""
+    """Raise `NotAFile` if a row names a FIFO, a socket or a device. Call it before the row is encoded."""
     for medium in media(row):
         if medium.kind != "tag" and isinstance(medium.value, str) and (found := real_file(medium.value)) is not None:
             mode = stat.S_IFMT(found.state.st_mode)
@@ -83,18 +83,18 @@ def check_openable(row: Mapping[str, Any]) -> None:
 
 
 def fault_of(error: Exception, row: Mapping[str, Any]) -> Fault:
-    """Find out what made a row fail.
+    """Find out why a row failed, from the error and from the row's files.
 
-    Files are looked at first, whatever a library said, because a user can see and mend them. A missing file shows up
-    as many errors: one path in four has a length that base64 can have, and ms-swift then decodes the path itself.
+    The files are checked before the error is believed. A missing file leads to many different errors: for one path in
+    four, whose length base64 text can have, ms-swift decodes the path itself.
     """
     said = _said(error)
-    # By the error's name, so that no library has to be imported to tell what failed in it.
+    # By the name of the error's class, so that no library has to be imported to know its errors.
     known = _BY_ERROR.get(type(error).__name__)
-    # The limit of length first: it is ms-swift's own error, and no file is to blame for it.
+    # A row that is too long needs no check of its files.
     if known == Reason.OVER_MAX_LENGTH:
         return Fault(known, said)
-    # Before files are looked at, which would wait for the same disk.
+    # Return before files are checked, because checking would wait for the same disk.
     if known == Reason.FILE_TIMEOUT:
         return timeout_of(str(error), row)
     if not row.get("messages"):
@@ -105,8 +105,8 @@ def fault_of(error: Exception, row: Mapping[str, Any]) -> Fault:
         said = f"{said}; to read videos, install torchcodec or decord"
         return _with_files(Reason.VIDEO_READER_MISSING, said, _videos(found))
     if malformed := [item for item in _as_list(row.get("images")) if not _is_image(item)]:
-        way_out = f"not a path, a URL or the content of an image: {malformed!r:.{_LONGEST_SHOWN}}"
-        return Fault(Reason.IMAGES_MALFORMED, f"{said}; {way_out}")
+        entries = f"not a path, a URL or the content of an image: {malformed!r:.{_LONGEST_SHOWN}}"
+        return Fault(Reason.IMAGES_MALFORMED, f"{said}; {entries}")
     if fault := _fault_of_files(found):
         return fault
     if is_video:
@@ -115,28 +115,32 @@ def fault_of(error: Exception, row: Mapping[str, Any]) -> Fault:
 
 
 def timeout_of(said: str, row: Mapping[str, Any]) -> Fault:
-    """Return the fault of a row whose reads were given up, without looking at its files again."""
+    """Return the fault of a row whose reads were given up. Does not touch the files, which might wait again."""
     values = [medium.value for medium in media(row) if isinstance(medium.value, str)]
     files = [expected_file(value) for value in values if is_name(value)]
     return _with_files(Reason.FILE_TIMEOUT, said, tuple(dict.fromkeys(files)))
 
 
 def is_lasting(error: Exception, reason: str, row: Mapping[str, Any]) -> bool:
-    """Tell whether the same row in the same state will fail again, so that the reason may be cached."""
+    """Tell whether an unchanged row will fail again, so that the failure may be cached."""
     if reason == Reason.OVER_MAX_LENGTH:
         return True
     if about(reason).is_passing or isinstance(error, MemoryError):
         return False
-    # Because a network that failed once may answer the next time.
+    # A network that failed once may answer the next time.
     if any(isinstance(medium.value, str) and medium.value.startswith("http") for medium in media(row)):
         return False
     if not isinstance(error, OSError) or type(error).__name__ in _BY_ERROR:
         return True
-    return reason == Reason.IMAGE_UNREADABLE and error.errno is None  # Pillow says so of content; a disk has a number
+    # An OSError of Pillow's about the content has no errno; an error of the disk has one, and may pass.
+    return reason == Reason.IMAGE_UNREADABLE and error.errno is None
 
 
 def _fault_of_files(found: Iterable[Medium]) -> Fault | None:
-    """Return what is wrong with the files themselves: missing, a folder, no regular file, empty."""
+    """Find files that are missing, folders, not regular files, or empty; None if there are none.
+
+    Returns the fault of the first such file, with all files that have the same fault.
+    """
     faults = [(medium, fault) for medium in found if (fault := _fault_of_file(medium)) is not None]
     if not faults:
         return None
@@ -168,7 +172,7 @@ def _root() -> str:
 
 
 def _fault_of_content(error: Exception, known: str | None, found: list[Medium]) -> Fault:
-    """Return the fault of the content: of an image that cannot be read, if there is one, else the error itself."""
+    """Return the fault of an image that cannot be read, if there is one; otherwise that of the error itself."""
     reason, files, said = known or Reason.ENCODE_FAILED, _paths(found), _said(error)
     if known is None and "aspect ratio" in str(error):
         reason = Reason.ASPECT_RATIO
@@ -177,11 +181,11 @@ def _fault_of_content(error: Exception, known: str | None, found: list[Medium]) 
     elif known is None and (_is_from_pillow(error) or isinstance(error, binascii.Error)):
         reason = Reason.IMAGE_UNREADABLE
     if reason in (Reason.IMAGE_UNREADABLE, Reason.IMAGE_TOO_LARGE, Reason.FILE_UNREADABLE):
-        # Read the images again, and only now, because no error tells which of several images it was.
-        bad = [(medium, its) for medium in found if (its := _error_of_image(medium)) is not None]
+        # The error does not tell which of several images failed, so read each of them again.
+        bad = [(medium, cause) for medium in found if (cause := _error_of_image(medium)) is not None]
         if bad:
-            medium, its = bad[0]
-            return Fault(reason, f"{_named(its, medium)}", _paths(medium for medium, _ in bad))
+            medium, cause = bad[0]
+            return Fault(reason, _named(cause, medium), _paths(medium for medium, _ in bad))
     return _with_files(reason, said, files)
 
 
@@ -191,7 +195,7 @@ def _with_files(reason: str, said: str, files: tuple[str, ...]) -> Fault:
 
 
 def _error_of_image(medium: Medium) -> Exception | None:
-    """Return Pillow's error for an image that is read as ms-swift reads it; None if it can be read."""
+    """Read an image as ms-swift does. Returns the error; None if the image can be read."""
     if medium.kind not in ("image", "tag") or str(medium.value).startswith("http"):
         return None
     try:
@@ -217,10 +221,10 @@ def _content(value: Any) -> bytes | None:
 
 
 def _named(error: Exception, medium: Medium) -> str:
-    """Return the error with the name of the image in it, in place of the buffer it was read into."""
+    """Return the error in words, with the image's path in place of the buffer that Pillow names."""
     paths = _paths([medium])
     name = paths[0] if paths else f"the content of {medium.place}"
-    # The address of the buffer tells nobody anything, and would make equal messages differ.
+    # The address of the buffer is of no use to a reader, and would make equal messages differ.
     said = _IN_MEMORY.sub(name, _said(error))
     return said if name in said else f"{said} ({name})"
 
@@ -259,7 +263,7 @@ def _is_from_pillow(error: Exception) -> bool:
 
 
 def _is_image(item: Any) -> bool:
-    """Tell whether an entry of `images` has a form that can be an image at all."""
+    """Tell whether an entry of `images` can be an image: a path, URL, bytes, or one of Pillow's images."""
     item = content_of(item)
     return (isinstance(item, (str, bytes)) and bool(item)) or hasattr(item, "getbbox")
 

@@ -41,10 +41,10 @@ logger = logging.getLogger(__name__)
 class FusionCaptionDataset(Dataset[Encoded]):
     """The rows of several sources; `dataset[i]` encodes the i-th row of an epoch (`RowEncoder.sample`).
 
-    Which rows an epoch has follows from its number (`mix`). With `ratio_by="tokens"` it follows from the lengths too,
-    so only planned packs can tell. `set_epoch` is for those who read this data set itself: packs know their epoch and
-    never ask. With `strict`, a row that cannot be encoded ends the run; otherwise it raises `SampleError`, which the
-    packing data set turns into a counted reason.
+    The rows of an epoch follow from its number (`mix`); with `ratio_by="tokens"` they follow from the lengths too, so
+    only a plan can choose them. `set_epoch` is for direct use of this data set; the packing data sets pass the epoch
+    themselves. With `strict`, a row that cannot be encoded ends the run; otherwise it raises `SampleError`, which the
+    packing data sets turn into a counted reason.
     """
 
     def __init__(
@@ -65,17 +65,17 @@ class FusionCaptionDataset(Dataset[Encoded]):
         self.mix = mix_of(self.sources, seed=seed, shuffle=shuffle, ratio_by=ratio_by)
         self._take_encoder(RowEncoder(template))
         self.epoch = 0
-        self._schedule: Schedule | None = None  # of the epoch that is read here, which is rarely any
+        self._schedule: Schedule | None = None  # made when `dataset[i]` is first used, which packing never does
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the schedule out for spawned workers, which can mix again."""
+        """Leave out the schedule, because spawned workers can make it again."""
         return {**self.__dict__, "_schedule": None}
 
     def __repr__(self) -> str:
         return f"<FusionCaptionDataset: {', '.join(map(repr, self.sources))}>"
 
     def set_epoch(self, epoch: int) -> None:
-        """Let `dataset[i]` be the i-th row of this epoch."""
+        """Make `dataset[i]` the i-th row of this epoch."""
         if epoch != self.epoch:
             self.epoch, self._schedule = epoch, None
 
@@ -98,7 +98,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
         return row if address.span is None else row._replace(part=address.span.number)
 
     def encode(self, address: Address) -> Encoded:
-        """Encode one row or, for an address with a span, that part of it."""
+        """Encode the row at an address or, if the address has a span, that part of the row."""
         source, encoder = self.sources[address.source], self.encoders[address.source]
         sample_id = source.sample_id(address.row_index)
         sample = encoder.sample(source.row(address.row_index), sample_id, strict=self.strict)
@@ -111,7 +111,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
         try:
             return cutter.planned(row, address.span)
         except SampleError:
-            # With all parts of the row, so that the next run plans with them.
+            # The row is cut otherwise than planned: save its parts of now for the plan of the next run.
             self._remember(address, row)
             raise
 
@@ -120,7 +120,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
         return sample_or_error(self.encode, address)
 
     def part_or_error(self, address: Address, row: Encoded | SampleError) -> Encoded | SampleError:
-        """Make the part at an address of its encoded row, or return why there is none."""
+        """Make the part at an address from its encoded row, or return why it cannot be made."""
         assert address.span is not None
         if isinstance(row, SampleError):
             return row.of_part(address.span.number)
@@ -146,7 +146,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
         """
         schedule = self.mix.schedule(epoch)
         positions = range(share.row(start), len(schedule), share.num_shares)
-        # First the held rows, which were read before all others: a resumed reader asks for them first.
+        # Held rows first: the interrupted run read them before row `start`, so a resumed reader needs them first.
         for position in chain(map(share.row, sorted(held)), positions):
             # By position and not by row: a row that comes twice in an epoch draws twice.
             with RandomStream(self.mix.seed, epoch, position):
@@ -154,9 +154,9 @@ class FusionCaptionDataset(Dataset[Encoded]):
             yield sample
 
     def correct(self, address: Address, planned: RowSize, sample: Encoded) -> None:
-        """Remember the true size of a row if another one was planned, so that the next run plans with it."""
+        """Save the true size of a row for the plan of the next run, if this run planned with another size."""
         size = size_of(sample)
-        # A part is as long as planned, or it is no sample at all.
+        # A part always has the planned size, because `RowCutter.planned` refuses any other.
         if address.span is not None or size == planned:
             return
         logger.warning("%s: %d tokens, planned were %d", sample["sample_id"], size.length, planned.length)
@@ -169,7 +169,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
             source.remember_size(source.row(address.row_index), size_of(sample), contents_of(sample).aspect, parts)
 
     def measure(self) -> None:
-        """Give every source that has none its lengths, by encoding each row once."""
+        """Measure the sources that have no lengths, by encoding each of their rows once."""
         self.sources = tuple(
             source if source.sizes is not None else replace(source, sizes=self._measured(number, source))
             for number, source in enumerate(self.sources)
@@ -190,7 +190,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
         return LengthIndex.of(sizes, {index: fault.reason for index, fault in faults.items()}, faults, cut)
 
     def encode_for(self, config: PackingConfig) -> None:
-        """Encode rows as a run with these options wants them, from now on."""
+        """From now on, encode rows for a run with these options: mask labels, and cut rows."""
         self._take_encoder(RowEncoder.of(self.template, config))
 
     def _take_encoder(self, encoder: RowEncoder) -> None:
@@ -198,13 +198,13 @@ class FusionCaptionDataset(Dataset[Encoded]):
         self.encoders = [encoder.for_source(source) for source in self.sources]
 
     def with_sources(self, sources: Sequence[RowSource]) -> FusionCaptionDataset:
-        """Return a copy with other facts about the rows; the encoders stay."""
+        """Return a copy with other facts (such as sizes) about the same sources; the encoders stay."""
         other = copy.copy(self)
         other.sources = tuple(sources)
         return other
 
     def failed(self, address: Address) -> LeftOut:
-        """Return why a row without a length cannot be encoded, or why cutting left a part out."""
+        """Return why a row has no length, or why cutting left out a part of a row."""
         source, index = self.sources[address.source], address.row_index
         assert source.sizes is not None
         if address.span is not None:
@@ -217,7 +217,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
 
 
 def mix_of(sources: Sequence[RowSource], *, seed: int, shuffle: bool, ratio_by: str = "rows") -> Mix:
-    """Return how the sources take part in every epoch."""
+    """Make the `Mix` that schedules these sources; a source with a `sample_limit` draws its rows here."""
     return Mix(
         sources=tuple(Source(source.name, source.num_used, source.ratio) for source in sources),
         rows=tuple(_limited_rows(source, seed) if source.num_used < len(source.rows) else None for source in sources),
@@ -230,5 +230,5 @@ def mix_of(sources: Sequence[RowSource], *, seed: int, shuffle: bool, ratio_by: 
 
 def _limited_rows(source: RowSource, seed: int) -> NDArray[np.int64]:
     drawn = permutation(len(source.rows), source.seed if source.seed is not None else seed, source.name, "limit")
-    # In the order of the file, which is what an epoch without shuffling has.
+    # In the order of the file, so that an epoch without shuffling keeps it.
     return np.sort(drawn[: source.num_used])

@@ -1,11 +1,11 @@
-"""The `fusion_config` file: sources of data and how they take part.
+"""Read a `fusion_config` file, which lists sources of data and how they are mixed:
 
 ratio_by: rows                     # or tokens: ratios are then shares of the tokens of an epoch
 sources:
   - dataset: data/captions.jsonl   # anything ms-swift's --dataset takes
     name: captions                 # default: the data set's own name
     ratio: 0.5                     # share of its rows in every epoch; above 1 repeats
-    sample_limit: 10000            # at most so many of its rows
+    sample_limit: 10000            # use at most this many of its rows
     system: You describe images.   # for rows without a system prompt
     max_pixels: 602112             # pixel limit of its images
     seed: 7                        # seed of its draws
@@ -24,7 +24,7 @@ from swift_vlpack.yaml_files import read_yaml
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceSpec:
-    """One source, as the file asks for it."""
+    """One entry of the file."""
 
     dataset: str
     name: str
@@ -46,7 +46,7 @@ def _kinds_of(hint: Any) -> tuple[type, ...]:
 
 
 KINDS = {name: _kinds_of(hint) for name, hint in get_type_hints(SourceSpec).items()}
-"""The types of each key of a source."""
+"""The types that each key of a source may have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +58,7 @@ class FusionConfig:
 
 
 def read_fusion_config(path: str) -> FusionConfig:
-    """Read and check the file; an error names the file, the source and the key."""
+    """Read and check the file. Raises `ConfigError`, which names the file, the source and the key."""
     content = read_yaml(Path(path), f"fusion_config {path}")
     if (
         not isinstance(content, dict)
@@ -77,7 +77,7 @@ def read_fusion_config(path: str) -> FusionConfig:
 
 
 def specs_of(datasets: list[str]) -> list[SourceSpec]:
-    """Return the sources that `--dataset` names, with ratio 1; equal names are numbered."""
+    """Return the sources that `--dataset` names, each with ratio 1. Equal names get numbers: `chat-0`, `chat-1`."""
     names = [_name_of(dataset) for dataset in datasets]
     return [
         SourceSpec(dataset=dataset, name=name if names.count(name) == 1 else f"{name}-{names[:at].count(name)}")
@@ -103,7 +103,8 @@ def _spec(entry: Any, where: str, folder: Path) -> SourceSpec:
         if entry.get(key, 1) < 1:
             raise ConfigError(f"{where}: {key} must be at least 1, got {entry[key]}")
     dataset = entry["dataset"]
-    if not Path(dataset).exists() and (folder / dataset).exists():  # beside the file is a good place too
+    # A path may also be relative to the folder of the file.
+    if not Path(dataset).exists() and (folder / dataset).exists():
         dataset = str(folder / dataset)
     return SourceSpec(**{"name": _name_of(dataset), **entry, "dataset": dataset})
 
@@ -115,7 +116,7 @@ def _name_of(dataset: str) -> str:
 
 
 def _named_apart(specs: list[SourceSpec], where: str) -> tuple[SourceSpec, ...]:
-    """Refuse two sources of one name, because reports and seeds tell sources apart by name."""
+    """Refuse two sources with the same name, because reports and seeds tell sources apart by name."""
     names = [spec.name for spec in specs]
     if duplicates := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"{where}: two sources are named {duplicates[0]!r}; give each a name")

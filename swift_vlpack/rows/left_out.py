@@ -1,9 +1,9 @@
-"""The list of every row that is trained in no pack: `left_out.jsonl`, one JSON object a line.
+"""Write `left_out.jsonl`, the list of every row that is trained in no pack; one JSON object a line.
 
     {"id": "captions:17", "where": "/data/captions.jsonl:18", "reason": "file_missing",
      "error": "no such file: /data/a.jpg", "files": ["/data/a.jpg"], "epoch": 0, "when": "2026-01-31T12:00:00+00:00"}
 
-`epoch` is null for rows that ms-swift's loader deleted: no epoch has them.
+`epoch` is null for rows that ms-swift's loader deleted, because they are in no epoch.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Key = tuple[str, int | None, str]
 
 
 def deleted_by_loader(source: RowSource) -> Iterator[LeftOut]:
-    """Yield the rows of a source's file that ms-swift deleted while it loaded them."""
+    """Yield the rows of a source's file that ms-swift deleted while it loaded the file."""
     said = "ms-swift's loader or preprocess_func left the row out"
     for row in source.lost_rows:
         yield LeftOut(SampleId(source.name, int(row)), Reason.DELETED_BY_LOADER.value, said)
 
 
 class LeftOutRows:
-    """Appends to the list of a run. Every rank has one over the same file; a row is listed once for an epoch."""
+    """Appends to the list of a run. Ranks share the file; a row is listed once for each epoch and reason."""
 
     def __init__(self, path: Path, sources: Iterable[RowSource] = ()) -> None:
         self.path = path
@@ -42,11 +42,11 @@ class LeftOutRows:
         self._is_writable = True
 
     def add(self, epoch: int | None, left_out: Iterable[LeftOut]) -> None:
-        """List rows of an epoch, without rows that are listed already, as after a resume into the same folder."""
+        """List rows of an epoch. Rows that the file has already, as after a resume into its folder, are skipped."""
         lines = []
         for one in left_out:
             key = (str(one.sample_id), epoch, one.reason)
-            # Read when the first row is added, because most runs leave out nothing, and the list may be long.
+            # Read the file only now, because most runs leave out nothing and the list of another run may be long.
             listed = self._listed_before() if self._listed is None else self._listed
             if key not in listed:
                 listed.add(key)
@@ -64,7 +64,7 @@ class LeftOutRows:
 
 
 def as_json(left_out: LeftOut, epoch: int | None, origins: Mapping[str, str]) -> dict[str, Any]:
-    """Return the line of a row that is left out."""
+    """Return the line of the list for a row that is left out."""
     source, row, is_loaded, _ = left_out.sample_id
     return {
         "id": str(left_out.sample_id),

@@ -13,8 +13,8 @@ _TAG = re.compile(r"<img>(.+?)</img>")  # ms-swift takes a path from it
 _SCHEME = "file://"
 _LONGEST_PATH = 2000  # as in ms-swift
 _CONTENT = re.compile(r"(?!/(?!9j/))[A-Za-z0-9+/\s]{40,}={0,2}")
-"""Base64 text at least as long as an image of one pixel. Of texts that begin with a slash only `/9j/`, a JPEG, counts;
-others are paths."""
+"""Base64 text at least as long as an image of one pixel. A text that begins with a slash is a path, unless it begins
+with `/9j/`, as the base64 of every JPEG does."""
 _COLUMNS = {"images": "image", "videos": "video", "audios": "audio"}
 
 
@@ -62,7 +62,7 @@ def _media(place: str, kind: str, value: Any) -> Iterator[Medium]:
 
 
 def content_of(entry: Any) -> Any:
-    """Return what ms-swift reads of an entry: of a mapping its bytes, path or URL, in this order; else the entry."""
+    """Return the part of an entry that ms-swift reads: of a mapping the bytes, path or URL, the first that is set."""
     if not isinstance(entry, Mapping):
         return entry
     return next((entry[name] for name in ("bytes", "path", "url") if entry.get(name)), entry)
@@ -95,7 +95,7 @@ def has_surplus_tags(row: Mapping[str, Any]) -> bool:
 
 
 def names_of_files(row: Mapping[str, Any]) -> Iterator[str]:
-    """Yield every text of the row that may name a file: a path (also one given beside bytes), a URL or base64."""
+    """Yield every text of a row that may name a file: paths (also those given together with bytes), URLs, base64."""
     for column in _COLUMNS:
         yield from _texts(row.get(column))
     yield from (medium.value for medium in media(row) if "content" in medium.place and isinstance(medium.value, str))
@@ -118,12 +118,12 @@ def is_name(value: Any) -> bool:
 
 
 def looks_like_path(value: Any) -> bool:
-    """Return whether a value means a file: it is written like a file's name, or a file of that name exists."""
+    """Return whether a value names a file: it is written like a file's name, or a file of that name exists."""
     return is_name(value) or (isinstance(value, str) and real_file(value) is not None)
 
 
 def real_file(text: str) -> RealFile | None:
-    """Find the file of that name where ms-swift would; None if there is none, or the text is not a path."""
+    """Find a file by name where ms-swift looks for it; None if there is none, or the text is not a path."""
     if len(text) > _LONGEST_PATH:
         return None
     for path in _candidates(text.strip()):
@@ -147,7 +147,7 @@ def _candidates(text: str) -> list[str]:
 
 
 def with_plain_paths(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Replace `file://` paths by plain ones, because ms-swift opens no others; the row itself if it has none."""
+    """Replace `file://` URLs, which ms-swift does not open, by plain paths. Returns the row itself if it has none."""
     if not any(text.strip().startswith(_SCHEME) for text in names_of_files(row)):
         return row
     other = {**row, **{column: _plain_paths(row[column]) for column in _COLUMNS if column in row}}

@@ -1,9 +1,9 @@
-"""Replace parts of other packages for a time, where they have no public way for it.
+"""Patch torch and video readers for the time of a `with` block, where they have no public way for it.
 
-Two things are replaced: the note by which torch tells code that it runs in a dataloader worker (`no_worker`), and the
-readers of videos, so that a length pass decodes no frames (`without_frames`). Each place is looked at before it is
-replaced: if a version moved it, that is said, and nothing is patched blindly. The parts of ms-swift that packing holds
-on to are in `host/seam.py`.
+Two things are replaced: the variable from which torch tells code that it runs in a dataloader worker (`no_worker`), and
+the readers of videos, so that a length pass decodes no frames (`without_frames`). Each place is checked before it is
+replaced: if a version of the package moved it, the user is told, and nothing is patched blindly. The parts of ms-swift
+that packing depends on are in `host/seam.py`.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ class Place(NamedTuple):
 
 
 WORKER = Place("torch.utils.data._utils.worker", "_worker_info")
-"""Where torch notes which dataloader worker a process is. `get_worker_info` reads it and nothing public writes it.
-Streams that split themselves among workers (`datasets`, webdataset) ask for it."""
+"""Where torch stores which dataloader worker a process is. `get_worker_info` reads it, and nothing public writes it.
+Streams that split themselves among workers (`datasets`, webdataset) read it."""
 VIDEO_READERS = {
     "decord": Place("decord", "VideoReader", ("get_batch", "__getitem__")),
     "torchcodec": Place("torchcodec.decoders", "VideoDecoder", ("get_frames_at",)),
 }
-"""The classes by which qwen_vl_utils reads a video; it takes them from these modules in the middle of its own code."""
+"""The classes with which qwen_vl_utils reads a video; it imports them inside its functions, so a patch takes effect."""
 
 
 class SeamMoved(VLPackError):
-    """A version of another package moved something that we replace for a time."""
+    """A version of another package moved or changed something that we patch."""
 
 
 @contextmanager
 def replaced(place: Place, value: Any) -> Iterator[None]:
-    """Put another value in a place, in this process, while this is open."""
+    """Put another value in a place, in this process, until the block ends."""
     module = importlib.import_module(place.module)
     before = getattr(module, place.name)
     setattr(module, place.name, value)
@@ -62,9 +62,9 @@ def replaced(place: Place, value: Any) -> Iterator[None]:
 
 
 def found(place: Place) -> Any:
-    """Return the module of a place; None if it cannot be imported, for which another library may be missing (FFmpeg).
+    """Return the module of a place; None if it cannot be imported, as when a library it needs (FFmpeg) is missing.
 
-    Raises `SeamMoved` if the place lacks what is needed.
+    Raises `SeamMoved` if the value at the place lacks an attribute that it needs.
     """
     try:
         module = importlib.import_module(place.module)
@@ -78,17 +78,17 @@ def found(place: Place) -> Any:
 
 @cache
 def check_worker() -> None:
-    """Raise unless torch believes that there is no worker when its note is empty."""
-    # An object that nothing else can be: torch may have a worker here, or None.
+    """Raise `SeamMoved` unless torch reads its worker from the place that `no_worker` patches."""
+    # A unique object, because the place may hold a worker or None already.
     mark: Any = object()
     try:
         with replaced(WORKER, mark):
-            is_heard = get_worker_info() is mark
+            is_read = get_worker_info() is mark
     except (ImportError, AttributeError):
-        is_heard = False
-    if not is_heard:
+        is_read = False
+    if not is_read:
         raise SeamMoved(
-            f"torch {torch.__version__} no longer notes its dataloader workers in {WORKER}, so a stream that splits "
+            f"torch {torch.__version__} no longer stores its dataloader workers in {WORKER}, so a stream that splits "
             "itself among them would lose rows. Tested with torch 2.4 to 2.15; install one of these, or give data with "
             "a length (streaming false)"
         )
@@ -96,21 +96,21 @@ def check_worker() -> None:
 
 @contextmanager
 def no_worker() -> Iterator[None]:
-    """While this is open, code that asks torch for its dataloader worker hears that there is none."""
+    """Let `get_worker_info` return None until the block ends."""
     with replaced(WORKER, None):
         yield
 
 
 # -- videos without frames --------------------------------------------------------------------------------------------
 #
-# The container of a video says how many frames there are and how large. qwen_vl_utils then runs its own code with a
-# reader that opens the file and hands out frames on torch's `meta` device, where sampling, resizing and cutting into
+# The container of a video says how many frames there are and how large they are. qwen_vl_utils runs its own code, with
+# a reader that opens the file and returns frames on torch's `meta` device, where sampling, resizing and cutting into
 # patches compute shapes and nothing else.
 
 
 @contextmanager
 def without_frames() -> Iterator[None]:
-    """While this is open, video readers decode nothing; decord one frame, to know its size."""
+    """Let video readers decode nothing until the block ends; decord decodes one frame, to know its size."""
     with ExitStack() as stack:
         for place, reader in _readers():
             stack.enter_context(replaced(place, reader))
@@ -121,7 +121,10 @@ def without_frames() -> Iterator[None]:
 
 @cache
 def _readers() -> tuple[tuple[Place, type], ...]:
-    """Return the installed readers with their replacements. A reader that changed stays: slower, and as right."""
+    """Return the installed readers with their replacements.
+
+    A reader that changed in a new version is not replaced: lengths take longer then, and are as right.
+    """
     made = (("decord", _without_frames_by_decord), ("torchcodec", _without_frames_by_torchcodec))
     readers = []
     for name, without in made:
@@ -154,7 +157,7 @@ def _without_frames_by_torchcodec(decoder: Any) -> type:
 
 
 class _Batch:
-    """Frames, as either library wraps them."""
+    """Frames, with the attributes that both libraries give them."""
 
     def __init__(self, frames: torch.Tensor) -> None:
         self.data = frames

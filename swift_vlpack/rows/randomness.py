@@ -1,8 +1,8 @@
-"""Random numbers that depend on a name alone: of a pack, of a row, of the reading of a stream.
+"""Draw random numbers that depend only on a name: that of a pack, of a row, or of a stream that is read.
 
-Templates and processors may draw from the random states of the process (augmentation, prompts at random). Encoding in
-the training process would then change the dropout of the model, and after a resume workers would draw other numbers.
-Inside of a `RandomStream` they draw the same numbers each time, and the states of the process stay as they were.
+Templates and processors may draw from the random states of the process (augmentation, random prompts). So encoding in
+the training process would change the dropout of the model, and after a resume workers would draw other numbers.
+Inside a `RandomStream` they draw the same numbers each time, and the states of the process stay as they were.
 
 >>> def drawn():
 ...     with RandomStream(7, "row", 3):
@@ -25,7 +25,7 @@ States = tuple[Any, Any, torch.Tensor]
 
 
 class RandomStream:
-    """The random states of Python, numpy and torch (on the CPU) while inside; entered again, they go on."""
+    """A context with its own random states of Python, numpy and torch (CPU). Entered again, it continues them."""
 
     def __init__(self, *name: object) -> None:
         outside = _states()
@@ -47,8 +47,8 @@ class RandomStream:
 
     @property
     def has_drawn(self) -> bool:
-        """Whether any number was drawn from it."""
-        # By comparing states, because code that draws tells nobody.
+        """True if any random number was drawn inside."""
+        # Compare the states, because nothing else tells that code has drawn.
         python, (_, keys, at, *_), of_torch = self._states
         first_python, (_, first_keys, first_at, *_), first_of_torch = self._first
         is_unmoved = python == first_python and at == first_at and bool((keys == first_keys).all())

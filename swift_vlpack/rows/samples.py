@@ -1,4 +1,4 @@
-"""Names, addresses and records of samples: what travels between the data, the dataloader's workers and the trainer.
+"""Name, address and record samples: the small objects that data, dataloader workers and trainer hand to each other.
 
 >>> part = SampleId("captions", 17, part=2)
 >>> str(part), part.is_further_part
@@ -27,13 +27,13 @@ class SampleId(NamedTuple):
     row: int
     """The row's number in its file or data set, from 0."""
     is_loaded: bool = False
-    """Whether `row` is the place among the loaded rows instead, because the number in the file is not known."""
+    """True if `row` counts the loaded rows, because the number in the file is not known."""
     part: int | None = None
-    """The part of a row that is cut; None for a whole row."""
+    """Number of the part, if the row is cut; None for a whole row."""
 
     @property
     def is_further_part(self) -> bool:
-        """Whether its row is counted by another sample: a row that is cut is counted by its part 0."""
+        """True for every part but the first: counts of rows count a cut row once, by its part 0."""
         return bool(self.part)
 
     def __str__(self) -> str:
@@ -42,16 +42,17 @@ class SampleId(NamedTuple):
 
 
 class Address(NamedTuple):
-    """Where to find a sample: the place of its row among the loaded rows of a source, and its tokens in the row."""
+    """The place of a sample: its source, its row among the loaded rows of the source, and its tokens in the row."""
 
     source: int
+    """Index of the source in the data set."""
     row_index: int
     span: Span | None = None
     """None for a whole row."""
 
 
 class PackAddress(NamedTuple):
-    """All that a worker needs to build one pack, so that workers have neither plan nor sizes."""
+    """Everything a dataloader worker needs to build one pack, so that workers need no copy of the plan."""
 
     epoch: int
     number: int
@@ -76,18 +77,18 @@ class LeftOut(NamedTuple):
     """Images that cutting lost, for a part."""
 
     def count_in(self, counts: Counts) -> None:
-        """Count the sample, and what cutting lost with it."""
+        """Add the sample, and the tokens and images lost with it, to the counts."""
         key, lost = self.sample_id, {"num_tokens": self.num_tokens, "num_images": self.num_images}
         counts.dropped(key.source, self.reason, is_further=key.is_further_part, **lost)
 
 
 class SampleError(VLPackError):
-    """A row that cannot be encoded: its name, and the reason that is counted."""
+    """A row cannot be encoded. Has the name of the row, and the reason that is counted."""
 
     def __init__(
         self, sample_id: SampleId, reason: str, detail: str, is_lasting: bool = True, files: tuple[str, ...] = ()
     ) -> None:
-        """Name the row; `is_lasting` says that it would fail again, `files` are those at fault."""
+        """`is_lasting` is False for a failure that may pass, such as a timeout; `files` are the files at fault."""
         super().__init__(f"{sample_id}: {reason}: {detail}")
         self.sample_id = sample_id
         self.reason = reason
@@ -97,11 +98,11 @@ class SampleError(VLPackError):
 
     @property
     def fault(self) -> Fault:
-        """The reason and its details, without the name of the row."""
+        """The reason, the error in words and the files at fault."""
         return Fault(self.reason, self.detail, self.files)
 
     def of_part(self, part: int | None) -> SampleError:
-        """Return the error for a part of the row: each part is left out, and counted, by its own name."""
+        """Return the error under the name of a part of the row, because each part is counted by its own name."""
         sample_id = self.sample_id._replace(part=part)
         return SampleError(sample_id, self.reason, self.detail, self.is_lasting, self.files)
 
@@ -116,7 +117,7 @@ class TooManyFailures(VLPackError):
 
 @dataclass(frozen=True, slots=True)
 class PackRecord:
-    """What one pack is made of. Travels beside the tensors, from the worker to the counters of the run."""
+    """Record of one pack: its samples and what was left out. It travels beside the tensors from worker to trainer."""
 
     epoch: int
     number: int
@@ -126,7 +127,7 @@ class PackRecord:
     single_long: bool = False
     left_out: tuple[LeftOut, ...] = field(default=())
     progress: tuple[dict[str, Any], ...] = field(default=(), repr=False)
-    """How far its worker has read after this pack, as JSON, for a resume; empty for planned packs."""
+    """How far its worker has read after this pack, as JSON, for a resume; empty for planned packs, which need none."""
     sequence_multiple: int = 1
     """The sequence is padded to a multiple of this many tokens."""
     num_padding: int = 0
@@ -145,12 +146,12 @@ class PackRecord:
         return (*self.lengths, self.num_padding) if self.num_padding else self.lengths
 
     def in_sequence_of(self, num_tokens: int, num_vision_tokens: int) -> PackRecord:
-        """Return the record with what is known once the sequence is made."""
+        """Return the record with the numbers that are known once the sequence is made."""
         num_padding = num_tokens - sum(self.lengths) if self.sequence_multiple > 1 else 0
         return replace(self, num_padding=num_padding, num_vision_tokens=num_vision_tokens)
 
     def count_in(self, counts: Counts) -> None:
-        """Count the pack when it has been trained. One without samples, which fills a step up, is no pack."""
+        """Add a trained pack to the counts, unless it has no samples and only fills up a step."""
         if self.sample_ids:
             counts.packed(
                 [(key.source, length) for key, length in zip(self.sample_ids, self.lengths, strict=True)],

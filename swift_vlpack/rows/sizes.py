@@ -37,7 +37,7 @@ NUM_COLUMNS = len(RowSize._fields)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LengthIndex:
-    """The sizes of the rows of a source, as columns, and why some rows have none."""
+    """The sizes of a source's rows, in columns, and the reasons why some rows have none."""
 
     columns: NDArray[np.int64]  # (4, num_rows): the fields of `RowSize`
     failures: Mapping[int, str]
@@ -49,7 +49,7 @@ class LengthIndex:
     num_remembered: int = 0
     """Number of rows whose size came from the cache."""
     surplus_tags: Sequence[int] = ()
-    """Rows with more tags in their texts than media; these tags are trained as words."""
+    """Indices of rows with more tags (`<image>`) in their texts than media; surplus tags are trained as words."""
     cut: CutRows | None = None
     """The parts of rows that are longer than a pack; None if rows are not cut."""
 

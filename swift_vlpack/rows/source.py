@@ -1,4 +1,4 @@
-"""A row of data: which source it is from, what it is called, and where a person finds it.
+"""Rows of data: which source they come from, how they are named, and where a person finds them.
 
 A *row* is a line of data, as ms-swift's loader gives it: messages, images, videos. A `RowSource` holds the rows of one
 data set. A row keeps the number it has in its file, also where the loader deleted others before it:
@@ -7,11 +7,12 @@ data set. A row keeps the number it has in its file, also where the loader delet
 >>> str(source.sample_id(1)), source.where(1)
 ('captions:7', 'my/set row 8')
 
-What happens to a row from here on, in the order in which it happens:
+What happens to a row next, in this order:
 
-- `fusion.py` mixes sources into epochs; `streams.py` takes rows that come without a length.
-- `encoder.py` encodes a row with the host's template. The result is a *sample*: tokens, labels, pixels.
-- `families.py` says what a model family's tensors and tokens mean; `contents.py` finds the images of a sample by it.
+- `fusion.py` mixes sources into epochs; `streams.py` reads sources that have no length.
+- `encoder.py` encodes a row with ms-swift's template. The result is a *sample*: tokens, labels, pixels.
+- `families.py` says what the tensors and tokens of each model family mean; with it, `contents.py` counts the images of
+  a sample and finds their tokens.
 - `cutting.py` cuts a row that is longer than a pack into parts, each of which is a sample.
 - `faults.py` says why a row cannot be used, by a word of `reasons.py`; `left_out.py` lists every such row.
 """
@@ -40,17 +41,18 @@ from swift_vlpack.words import counted
 
 Row = dict[str, Any]
 
-_NUM_FILES_REMEMBERED = 64
-_TAG = "dataset"  # the column in which ms-swift names the file of a row
+_NUM_FILES_REMEMBERED = 64  # files whose line numbers are kept in memory
+_COLUMN_OF_ORIGIN = "dataset"  # ms-swift writes the name of a row's file into it
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowSource:
-    """One data set of the mix, loaded: its rows, what they are called, and how they take part."""
+    """One loaded data set: its rows, their names, and how often they are trained."""
 
     name: str
     rows: Sequence[Row]
     ratio: float = 1.0
+    """Share of the rows that an epoch has; above 1, rows repeat. Under `ratio_by: tokens` a weight (`plan/mix.py`)."""
     sample_limit: int | None = None
     """Use at most this many rows, the same ones in every epoch."""
     system: str | None = None
@@ -60,13 +62,13 @@ class RowSource:
     seed: int | None = None
     """Seed of this source's draws, in place of the run's."""
     row_numbers: Sequence[int] | NDArray[np.int64] | None = None
-    """Number of each row in its file; None if all rows of the file are there."""
+    """Number of each row; None if row i has the number i."""
     is_numbered: bool = True
-    """Whether `row_numbers` are of the file; otherwise a row's number is its place among the loaded rows."""
+    """True if rows are numbered as in the file; False if only by their place among the loaded rows."""
     sizes: LengthIndex | None = None
     """Size of each row; None until a length pass has run."""
     remember_size: Callable[[Row, RowSize, float, Sequence[Part]], None] | None = None
-    """Save the true size, aspect and parts of a row for the next run; None if nobody keeps lengths."""
+    """Save the true size, aspect and parts of a row for the next run; None if no cache of lengths is in use."""
     num_lost: int | None = 0
     """How many rows of the file the loader deleted; None if that is not known."""
     lost_rows: Sequence[int] = ()
@@ -86,15 +88,15 @@ class RowSource:
 
     @property
     def num_used(self) -> int:
-        """Number of rows that take part."""
+        """Number of rows that epochs draw from."""
         return len(self.rows) if self.sample_limit is None else min(self.sample_limit, len(self.rows))
 
     def row(self, index: int) -> Row:
-        """Return a row as the template gets it: with the source's system prompt, unless it brings one."""
+        """Return a copy of a row with the source's system prompt, unless the row has its own."""
         return with_system(self.rows[index], self.system)
 
     def sample_id(self, index: int) -> SampleId:
-        """Return the name of a row, which stays right when the loader deleted other rows."""
+        """Return the name of a row. Rows that the loader deleted before it do not change it."""
         return SampleId(self.name, self.row_number(index), not self.is_numbered)
 
     def row_number(self, index: int) -> int:
@@ -102,12 +104,12 @@ class RowSource:
         return index if self.row_numbers is None else int(self.row_numbers[index])
 
     def where(self, index: int) -> str:
-        """Return the place to look at for a row: `file:line`, or the file or data set and the row in it."""
+        """Return where a person finds a row: `file:line`, or the file or data set and the row in it."""
         return place(self.origin or self.name, self.row_number(index), is_loaded=not self.is_numbered)
 
 
 def with_system(row: Row, system: str | None) -> Row:
-    """Return a copy of a row that begins with this system prompt, unless the row brings one."""
+    """Return a copy of a row that begins with this system prompt, unless the row has its own."""
     # Always a copy, because ms-swift may hand out a row that it shares or caches.
     row = dict(row)
     messages = row.get("messages")
@@ -118,19 +120,19 @@ def with_system(row: Row, system: str | None) -> Row:
     return row
 
 
-# -- what is in a row, as bytes ---------------------------------------------------------------------------------------
+# -- compare rows by their content ------------------------------------------------------------------------------------
 
 
 def row_bytes(row: Mapping[str, Any], *, as_encoded: bool = False) -> bytes:
-    """Return the content of a row as bytes that can be compared; images in it are replaced by their digests.
+    """Return bytes that are equal for equal rows; bytes in a row (images) are replaced by their digests.
 
-    Without `as_encoded`, rows that hold the same data are equal, which is what a checkpoint asks. The order of keys
-    does not count, ms-swift's column with the file's name is left out, and an object counts by its class alone.
+    Without `as_encoded`, for checkpoints: rows with the same data are equal. The order of keys does not count, the
+    column in which ms-swift names the file is ignored, and an object counts by its class alone.
 
-    With `as_encoded`, rows that a template cannot tell apart are equal, which is what the key of a length asks. The
-    order inside of a column counts, because a template writes a tool's schema in that order. The order of columns does
-    not, nor does a column without a value, which a loader adds because another row has it. Raises `TypeError` for an
-    object, because nothing tells what is in it.
+    With `as_encoded`, for the cache of lengths: rows that a template cannot tell apart are equal. The order of keys
+    inside a column counts, because a template writes a tool's schema in that order. The order of the columns does not,
+    nor does a column without a value, which a loader adds because another row has it. Raises `TypeError` for an
+    object, because its content is not known.
 
     >>> row_bytes({"b": 1, "a": b"", "dataset": "x.jsonl"})
     b'{"a": "e3b0c44298fc1c14", "b": 1}'
@@ -140,12 +142,12 @@ def row_bytes(row: Mapping[str, Any], *, as_encoded: bool = False) -> bytes:
     if as_encoded:
         given = {name: row[name] for name in sorted(row) if row[name] is not None}
         return json.dumps(given, default=_digest_of_bytes).encode()
-    content = {name: value for name, value in row.items() if name != _TAG}
+    content = {name: value for name, value in row.items() if name != _COLUMN_OF_ORIGIN}
     return json.dumps(content, sort_keys=True, default=_digest_or_class).encode()
 
 
 def _digest_of_bytes(value: Any) -> str:
-    # Not the digest of checkpoints but a faster one: a length pass digests every row, a checkpoint 10,000 at most.
+    # A faster digest than that of checkpoints: a length pass digests every row, a checkpoint 10,000 at most.
     if isinstance(value, (bytes, bytearray, memoryview)):
         return hashlib.blake2b(value, digest_size=16).hexdigest()
     raise TypeError(f"{type(value).__name__} has no content")
@@ -156,15 +158,15 @@ def _digest_or_class(value: Any) -> str:
     return hashlib.sha256(value).hexdigest()[:16] if is_content else type(value).__name__
 
 
-# -- where a row stands in its file: `photos.jsonl:17` is what an editor opens -----------------------------------------
+# -- find the line of a row: editors open `photos.jsonl:17` ------------------------------------------------------------
 
 
 def place(origin: str, row: int, *, is_loaded: bool = False) -> str:
-    """Return `file:line` of a row if the file is one of lines; otherwise the file or data set, and the row in it.
+    """Return `file:line` of a row of a `.jsonl`, `.txt` or `.csv` file; otherwise the origin and the row in it.
 
-    `row` counts from 0, as ids do; lines and rows that people read count from 1. Blank lines of a `.jsonl` or `.csv`
+    `row` counts from 0, as ids do; the lines and rows in the result count from 1. Blank lines of a `.jsonl` or `.csv`
     file are no rows, the first line of a `.csv` file names its columns, and a quoted field may span several lines.
-    With `is_loaded`, `row` counts the rows that the loader returned.
+    With `is_loaded`, `row` counts the rows that the loader returned, and no line is looked for.
     """
     if is_loaded:
         return f"{origin} loaded row {row + 1}"
@@ -178,25 +180,25 @@ def _line(path: Path, row: int) -> int | None:
         return None
     if suffix == ".txt":  # a blank line is a row too
         return row + 1
-    # Part of the cache's key, so that a file that is edited while a run lasts is read again.
+    # Passed only as a key of the caches below, so that a file that is edited during a run is read again.
     changed = path.stat().st_mtime_ns
     if suffix == ".jsonl":
         return _after_blanks(_blank_lines(path, changed), row + 1)
     try:
         starts = _csv_starts(path, changed)
-    except csv.Error:  # a field longer than the reader takes, as images in base64 are
+    except csv.Error:  # a field is longer than the reader allows, as images in base64 are
         return None
     return starts[row + 1] if row + 1 < len(starts) else None
 
 
 def _after_blanks(blanks: array[int], line: int) -> int:
-    """Return the line in which the `line`-th line that is not blank stands; `blanks` are the blank lines, sorted.
+    """Return the line number of the `line`-th line that is not blank; `blanks` are the numbers of the blank lines.
 
     >>> _after_blanks(array("q", [2, 3]), 2)
     4
     """
     found, num_blanks = line, 0
-    # Each blank line before it moves the line on by one, which may put further blank lines before it.
+    # Each blank line moves it down by one, and the new place may lie after further blank lines.
     while (now := bisect_right(blanks, found)) != num_blanks:
         found, num_blanks = line + now, now
     return found
@@ -211,7 +213,7 @@ def _blank_lines(path: Path, changed: int) -> array[int]:
 @lru_cache(_NUM_FILES_REMEMBERED)
 def _csv_starts(path: Path, changed: int) -> array[int]:
     starts, before = array("q"), 0
-    # Undecodable bytes do not move lines; whoever loads the file complains of them.
+    # Undecodable bytes do not move lines; the loader of the file reports them.
     with path.open(encoding="utf-8", errors="replace", newline="") as file:
         reader = csv.reader(file)
         for fields in reader:

@@ -1,4 +1,4 @@
-"""Rows that come without a length: `IterableDataset` of `datasets`, webdataset-like pipelines, any other iterable."""
+"""Encode the rows of a source without a length: a streamed `datasets` data set, webdataset, or any other iterable."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _END: Any = object()
 
 
 class StreamedRows:
-    """Rows without a length, encoded in the order in which they come.
+    """The rows of a stream, encoded in the order in which they come.
 
-    Every dataloader worker of every rank reads a share. If the stream has a shard for each share, a share reads its own
-    shards; otherwise it reads all rows and encodes every n-th. The k-th row of share s has the number
-    `s + k * num_shares`: its place in the stream or, with shards, a number that no other row has.
+    Every dataloader worker of every rank reads one share of the stream. If the stream has a shard for each share, the
+    share reads its own shards; otherwise it reads all rows and encodes every n-th of them. The k-th row of share s has
+    the number `s + k * num_shares`: its place in the stream or, with shards, a number that no other row has.
     """
 
     def __init__(self, rows: Iterable[Row], template: Template, *, name: str = "stream", strict: bool = False) -> None:
@@ -43,7 +43,7 @@ class StreamedRows:
         return f"<StreamedRows: {self.name}>"
 
     def encode_for(self, config: PackingConfig) -> None:
-        """Encode rows as a run with these options wants them, from now on."""
+        """From now on, encode rows for a run with these options: mask labels, and cut rows."""
         self.encoder = RowEncoder.of(self.template, config)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class StreamedRows:
         """Return the first rows of epoch 0, not encoded; none of an iterator, which cannot be read again."""
         if isinstance(self.rows, Iterator):
             return []
-        # Of the first epoch, also if a run is resumed in a later one, because its fingerprint is of these rows.
+        # Always epoch 0: a run resumed in a later epoch compares these rows with those of the saved run.
         _set_epoch(self.rows, 0)
         return list(islice(_unsplit(self.rows), num_rows))
 
@@ -80,7 +80,7 @@ class StreamedRows:
         reading = RandomStream(self.seed, epoch, self.name, *share)
         rows = self.rows_of(epoch, share)
         for index in count():
-            # Entered anew for each row, because between two rows training draws from the states of the process.
+            # Enter the stream for each row only, because training draws from the process's states between two rows.
             with reading:
                 row = next(rows, _END)
             if row is _END:
@@ -93,11 +93,11 @@ class StreamedRows:
     def rows_of(self, epoch: int, share: Share) -> Iterator[Row]:
         """Return the share's rows of an epoch, not encoded."""
         number, num_shares = share
-        _set_epoch(self.rows, epoch)  # of the stream, if it wants to know
+        _set_epoch(self.rows, epoch)
         if num_shares == 1 or not self.has_shards_for(num_shares):
             return islice(_unsplit(self.rows), number, None, num_shares)
         shard: Any = self.rows.shard(num_shards=num_shares, index=number)  # type: ignore[attr-defined]
-        # The shard is another object, which may not have the epoch of the stream.
+        # The shard is another object, which may not inherit the stream's epoch.
         _set_epoch(shard, epoch)
         return _unsplit(shard)
 
@@ -106,14 +106,16 @@ class StreamedRows:
 
 
 def _set_epoch(rows: Any, epoch: int) -> None:
+    """Tell a stream its epoch, by which streams of `datasets` shuffle; other iterables have no `set_epoch`."""
     if hasattr(rows, "set_epoch"):
         rows.set_epoch(epoch)
 
 
 def _unsplit(rows: Iterable[Row]) -> Iterator[Row]:
-    """Yield all rows, also of an iterable that splits itself among dataloader workers, because we divide them already.
+    """Yield all rows, also of an iterable that divides its rows among dataloader workers by itself.
 
-    `IterableDataset` of `datasets`, for one, gives the only shard of a stream to worker 0 and nothing to the others.
+    Shares divide the rows already, and `IterableDataset` of `datasets` would give the only shard of a stream to worker
+    0 and nothing to the others.
     """
     if get_worker_info() is None:
         yield from rows

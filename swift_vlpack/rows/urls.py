@@ -1,7 +1,7 @@
-"""Read images behind URLs: each is requested once, in threads, with a short timeout; failures are remembered.
+"""Fetch images by URL: each is requested once, in threads, with a short timeout, and failures are remembered.
 
 ms-swift requests a URL four times in each of three tries, for one row at a time. Here a URL is requested once, a host
-that has not answered yet gets three requests at a time at most, and a host that failed three times in a row gets none.
+that has not answered yet gets at most three requests at a time, and a host that failed three times in a row gets none.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from urllib3.exceptions import HTTPError
 from swift_vlpack import json_lines
 
 NUM_FAILURES = 3
-"""A host that never answered is not asked again after this many failures in a row."""
+"""Stop requests to a host that never answered after this many failures in a row."""
 SECONDS_REMEMBERED = 3600
-"""How long a URL or host that could not be reached is not asked again, in this run and in later ones."""
+"""How long a URL or host that could not be reached is not requested again, in this run and in later ones."""
 _NUM_THREADS = 16
 _NUM_FAILURES_OF_GOOD = NUM_FAILURES + _NUM_THREADS  # for a host that did answer: more than are in flight at a time
 _SECONDS_TO_CONNECT, _SECONDS_TO_ANSWER, _SECONDS_FOR_WHOLE = 5.0, 10.0, 60.0
@@ -35,16 +35,16 @@ _HEADED = ("JPEG", "PNG")  # formats whose whole header is in the first bytes of
 
 
 class UrlUnreachable(OSError):
-    """A URL that did not answer, or not with a file."""
+    """A URL could not be fetched: no answer, or an error of the server."""
 
 
 class Urls:
-    """The contents that were read ahead, and the URLs and hosts that are not to be asked."""
+    """Fetches URLs ahead of their use. Keeps their contents, and the URLs and hosts that failed."""
 
     def __init__(
         self, memory: Path | None = None, *, seconds_remembered: float = SECONDS_REMEMBERED, num_tries: int = 1
     ) -> None:
-        """Begin with nothing read. `memory` is a file of failures that processes and runs share."""
+        """`memory` is a file of failures that processes and runs share; None shares nothing."""
         self._memory = memory
         self._seconds_remembered = seconds_remembered
         self._num_tries = num_tries
@@ -64,12 +64,12 @@ class Urls:
         self._lock = threading.Lock()
 
     def read(self, urls: Iterable[str], *, whole: bool) -> None:
-        """Read ahead, many at once. A failure is raised when its URL is opened."""
+        """Fetch URLs ahead, many at once; unless `whole`, only their image headers. `open` raises their failures."""
         todo = [url for url in dict.fromkeys(urls) if not self._has(url, whole)]
         if not todo:
             return
         self._take_over()
-        # A few of every unknown host first, so that a host that is gone costs three timeouts and not a thousand.
+        # A few URLs of every unknown host first, so that a host that is gone costs three timeouts and not a thousand.
         first, rest = self._divided(todo)
         for some in filter(None, (first, rest)):
             with ThreadPoolExecutor(min(_NUM_THREADS, len(some))) as threads:
@@ -151,7 +151,7 @@ class Urls:
         return None
 
     def _take_over(self) -> None:
-        """Take over what other processes and earlier runs could not reach."""
+        """Load the failures that other processes and earlier runs saved since the last call."""
         if self._memory is None:
             return
         with suppress(OSError), self._memory.open("rb") as file:
@@ -188,7 +188,7 @@ def _seconds_to_answer() -> float:
 
 
 def _content(url: str, whole: bool) -> tuple[bytes, bool]:
-    """Return the file behind a URL and True; or its beginning, with the header of an image, and False."""
+    """Fetch a URL. Returns the whole file and True or, unless `whole`, perhaps only an image's header and False."""
     seconds = _seconds_to_answer()
     limit = max(_SECONDS_FOR_WHOLE, 6 * seconds) if whole else 2 * seconds
     deadline = time.monotonic() + limit
@@ -204,7 +204,7 @@ def _content(url: str, whole: bool) -> tuple[bytes, bool]:
                     return bytes(content), False
                 # Twice as much each time, so that looking costs no more than reading.
                 next_look = 2 * len(content)
-            # `requests` limits only the wait for the next bytes; a server that sends one a second would never end.
+            # `requests` limits only the wait for the next bytes, so a server that sends one a second would never end.
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{len(content)} bytes came in {limit:.0f} s, and that was not all")
     return bytes(content), True

@@ -1,6 +1,6 @@
-"""Give up reads that never end: work runs in a thread, which is left behind if it waits for a disk for too long.
+"""Give up reads that never end: run work in a thread, and abandon the thread if it waits too long.
 
-Nothing else ends a read from a network mount that is gone: no signal reaches it, and no timeout of Python's.
+Nothing else works for a read from a network mount that is gone: no signal and no timeout of Python's ends it.
 
 >>> watched(lambda: 2 + 2)
 4
@@ -14,18 +14,18 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 READ_SECONDS = 60.0
-"""A process that makes no progress on a row for this long gives up its reads."""
+"""Give up the read of a row after this time without progress."""
 LEAST_SECONDS = 2.0
 """Each read that was given up halves the limit for later reads of the process, down to this."""
-_SHARE_OF_WORK = 0.1  # if a core worked for a larger share of the time, the process is busy and not waiting
-_LOOKS = 10  # how often to look within the limit
+_SHARE_OF_WORK = 0.1  # a process that computed for a larger share of the time is busy, not waiting
+_LOOKS = 10  # checks for progress within the limit
 
 T = TypeVar("T")
-_num_left_behind = 0  # threads of this process
+_num_abandoned = 0  # threads of this process
 
 
-class Waits(Exception):
-    """Work was left behind; `where` tells where it was."""
+class ReadStuck(Exception):
+    """Work was abandoned; `where` is the row it was at, as the `where` passed to `watched` said."""
 
     def __init__(self, where: Any, seconds: float) -> None:
         super().__init__(f"nothing was read for {seconds:g} seconds")
@@ -35,35 +35,39 @@ class Waits(Exception):
 def seconds_to_wait() -> float:
     """Return the limit for the next read."""
     # It shrinks, so that a thousand files of a mount that is gone do not take a thousand minutes.
-    return max(min(LEAST_SECONDS, READ_SECONDS), READ_SECONDS / 2**_num_left_behind)
+    return max(min(LEAST_SECONDS, READ_SECONDS), READ_SECONDS / 2**_num_abandoned)
 
 
 def watched(work: Callable[[], T], where: Callable[[], Any] = lambda: "") -> T:
-    """Do `work` and return its result. Raises `Waits` if it neither ends, nor moves on (`where`), nor computes."""
+    """Do `work` in a thread and return its result.
+
+    `where` tells which row the work is at, None between rows. Raises `ReadStuck` if for the limit of
+    `seconds_to_wait` the work stays at one row and computes next to nothing.
+    """
     outcome: list[tuple[bool, Any]] = []
 
     def run() -> None:
         try:
             outcome.append((True, work()))
-        # Everything that the work raises, exits too, is raised again in the thread that waits for it.
+        # Catch exits too, because all errors are raised again in the thread that called.
         except BaseException as error:
             outcome.append((False, error))
 
-    global _num_left_behind
+    global _num_abandoned
     seconds = seconds_to_wait()
-    # A daemon, because nothing ends a thread that waits for a dead mount, and the process must be able to exit.
+    # A daemon thread, because a thread that waits for a dead mount never ends, and the process must be able to exit.
     thread = threading.Thread(target=run, daemon=True, name="vlpack-read")
     thread.start()
     place, since, worked = where(), time.monotonic(), time.process_time()
     while not outcome:
         thread.join(seconds / _LOOKS)
         now = where(), time.monotonic(), time.process_time()
-        # It moved on, or a core works: a large image that is being decoded is slow and not stuck.
+        # At another row, or computing: decoding a large image is slow, and not stuck.
         if now[0] != place or now[2] - worked > _SHARE_OF_WORK * seconds:
             place, since, worked = now
         elif not outcome and place is not None and now[1] - since >= seconds:
-            _num_left_behind += 1
-            raise Waits(place, seconds)
+            _num_abandoned += 1
+            raise ReadStuck(place, seconds)
     is_good, value = outcome[0]
     if not is_good:
         raise value

@@ -191,7 +191,7 @@ def test_unreadable_and_long_rows_are_left_out_with_reasons(small_folder, tmp_pa
     assert report["num_dropped"]["over_max_length"] == 1
     assert report["num_dropped"]["file_missing"] == 1
     assert f"of {len(rows)} rows of the epoch are left out" in caplog.text
-    assert "over_max_length 1 (raise max_length, or cut them off with truncation_strategy" in caplog.text
+    assert "over_max_length 1 (raise max_length, or truncate with truncation_strategy" in caplog.text
 
 
 def test_strict_stops_at_the_first_unreadable_row_and_names_it(small_folder, tmp_path, options):

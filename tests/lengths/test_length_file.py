@@ -180,7 +180,7 @@ def test_file_that_cannot_be_written_costs_one_warning(where, tmp_path, caplog):
             assert len(cache.load()) == 0
             cache.append(keys(1), sizes(10))
     assert caplog.text.count("cannot be used") == 1
-    assert "packing_cache_dir names another directory" in caplog.text
+    assert "Set packing_cache_dir to another folder" in caplog.text
 
 
 def test_disk_that_fills_up_leaves_the_file_whole(path, monkeypatch, caplog):

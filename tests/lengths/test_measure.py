@@ -255,7 +255,7 @@ def test_damaged_trust_is_none_and_is_kept_aside(damage, tmp_path, caplog):
     assert other[0].measured(texts(50, 40)).columns.tolist() == true_columns(texts(50, 40))
     assert len(other[0].in_full.encoded) > 10
     (line,) = [record.message for record in caplog.records]
-    assert line.startswith(f"{path}, which says of which rows the lengths were checked, is damaged")
+    assert line.startswith(f"{path}, the record of which kinds of rows were checked, is damaged")
     (aside,) = tmp_path.glob("kinds.damaged-*")
     assert aside.read_bytes() == damage
     assert Trust(path).remembered(), "what was compared since is remembered"

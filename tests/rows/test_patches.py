@@ -54,7 +54,7 @@ def test_torch_that_moved_it_is_told_so_before_a_row_is_read(moved, monkeypatch)
     """ARCH-7"""
     monkeypatch.setattr(patches, "WORKER", moved)
     check_worker.cache_clear()
-    with pytest.raises(SeamMoved, match=r"torch .* no longer notes its dataloader workers in .*streaming false"):
+    with pytest.raises(SeamMoved, match=r"torch .* no longer stores its dataloader workers in .*streaming false"):
         StreamedRows([{}], PlainTemplate())
     monkeypatch.undo()
     StreamedRows([{}], PlainTemplate())

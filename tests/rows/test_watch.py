@@ -21,7 +21,7 @@ from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.samples import LeftOut, SampleId
 from swift_vlpack.rows.source import RowSource
-from swift_vlpack.rows.watch import Waits, watched
+from swift_vlpack.rows.watch import ReadStuck, watched
 from tests.data_rows import image_row, text_row
 from tests.images import photo
 from tests.plain_template import PlainTemplate
@@ -37,7 +37,7 @@ def template():
 @pytest.fixture
 def short_limit(monkeypatch):
     monkeypatch.setattr(watch, "READ_SECONDS", SECONDS)
-    monkeypatch.setattr(watch, "_num_left_behind", 0)
+    monkeypatch.setattr(watch, "_num_abandoned", 0)
 
 
 @pytest.fixture
@@ -162,13 +162,13 @@ def test_work_that_computes_or_comes_along_is_not_given_up(share_of_work, num_pl
     """LEN-19: 30 looks, of which 10 are within the limit."""
     clock = Clock(share_of_work)
     monkeypatch.setattr(watch, "READ_SECONDS", 1.0)
-    monkeypatch.setattr(watch, "_num_left_behind", 0)
+    monkeypatch.setattr(watch, "_num_abandoned", 0)
     monkeypatch.setattr(watch, "time", clock)
     work, where = ends_after(clock, 30), lambda: clock.num_looks * num_places // 40
     if is_given_up:
-        with pytest.raises(Waits, match="nothing was read for 1 seconds"):
+        with pytest.raises(ReadStuck, match="nothing was read for 1 seconds"):
             watched(work, where)
-        clock.num_looks = 30  # lets the thread that was left behind end
+        clock.num_looks = 30  # lets the abandoned thread end
     else:
         assert watched(work, where) == "done"
 
@@ -183,6 +183,6 @@ def test_each_read_given_up_shortens_the_next(monkeypatch):
     """LEN-19: a thousand files of one mount."""
     seconds = []
     for number in range(8):
-        monkeypatch.setattr(watch, "_num_left_behind", number)
+        monkeypatch.setattr(watch, "_num_abandoned", number)
         seconds.append(watch.seconds_to_wait())
     assert seconds == [60, 30, 15, 7.5, 3.75, 2, 2, 2]

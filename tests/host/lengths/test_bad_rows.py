@@ -144,8 +144,8 @@ def test_rows_with_more_tags_than_media_are_counted_and_are_as_training_has_them
         assert sizes.failures == {}
         assert [line for line in said if "tags" in line] == [
             "source rows: 2 of 5 rows have more tags (<image>) in their texts than media (images): rows:1, rows:2. "
-            "ms-swift puts media in place of the first tags and trains the others as these words; so does this run. "
-            "Give every tag its medium, or take it out of the text"
+            "ms-swift puts media in place of the first tags and trains the other tags as plain words; so does this "
+            "run. Give every tag its medium, or remove it from the text"
         ]
     for row, length in zip(rows, sizes.lengths.tolist(), strict=True):
         trained = RowEncoder(template).sample(row, SampleId("rows", 0))

@@ -101,4 +101,4 @@ def test_cache_that_cannot_be_written_costs_a_warning(template, tmp_path, caplog
         sizes = with_lengths(source(dataset(texts(4))), template, ARGS, str(tmp_path / "file" / "cache")).sizes
     assert (sizes.lengths > 0).all()
     (line,) = [record.message for record in caplog.records if "cannot be used" in record.message]
-    assert "packing_cache_dir names another directory" in line
+    assert "Set packing_cache_dir to another folder" in line
