@@ -71,7 +71,7 @@ class PackingConfig:
         decides=_PACKS,
     )
     # `exact` is within hundredths of a per cent of the bound from 256 on (docs/strategies.md); the others gain by more.
-    packing_buffer: int = _option(512, "window: samples the packer may choose from at a time", decides=_PACKS)
+    packing_buffer: int = _option(512, "samples that the packer may choose from at a time", decides=_PACKS)
     packing_min_fill_ratio: float = _option(
         0.65, "packs at least this full leave at once; a value below 0.6 is accepted with a warning", decides=_PACKS
     )

@@ -128,7 +128,7 @@ def test_every_packing_option_is_a_flag(capsys):
     for name in option_names():
         assert f"--{name} {kind_of(name)}" in text
     said = " ".join(text.split())
-    assert "--packing_buffer INT window: samples the packer may choose from at a time (default: 512)" in said
+    assert "--packing_buffer INT samples that the packer may choose from at a time (default: 512)" in said
     assert "--packing_strategy {binpack,greedy," in said
     assert "--packing_drop_last {true,false}" in said
     assert "(default: the run's --max_length; needed with --lengths)" in said

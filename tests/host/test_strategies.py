@@ -52,5 +52,5 @@ def test_a_plugins_strategy_packs_a_real_run(run):
 
 def test_a_strategy_that_breaks_a_rule_stops_the_run_before_step_1(run):
     """STRAT-10"""
-    with pytest.raises(StrategyError, match=r"strategies_of_run:all_in_one: group 0 has \d+ tokens.*window 1, of 6"):
+    with pytest.raises(StrategyError, match=r"strategies_of_run:all_in_one: group 0 has \d+ tokens.*buffer 1, of 6"):
         run("strategies_of_run:all_in_one", packing_length=100)
