@@ -79,11 +79,13 @@ def missing(reason, given, given_to_parts, page):
         f"a code, is_failure or is retried": is_of_encoding
         or (about.code is None and not about.retried and not about.is_failure),
         f"swift_vlpack/reasons.py: the code of {name} must be {next_code}, which is free; {about.code} is another "
-        f"reason's, or leaves a gap": about.code in (None, next_code),
+        f"reason's, or leaves a gap": about.code in (None, next_code) or CODES.get(about.code) == reason.value,
         f"swift_vlpack/reasons.py: {name} is given to parts, so it needs a part_code, which would be "
         f"{max(part_codes) + 1}": about.part_code is not None or not is_of_part,
         f"swift_vlpack/reasons.py: the part_code {about.part_code} of {name} is another reason's; "
-        f"{max(part_codes) + 1} is free": about.part_code is None or about.part_code not in part_codes,
+        f"{max(part_codes) + 1} is free": (
+            about.part_code not in part_codes or PART_CODES.get(about.part_code) == reason.value
+        ),
         f"swift_vlpack/plan/parts.py: {name} has a part_code and is given to no part": (
             about.part_code is None or reason.name in given_to_parts
         ),
