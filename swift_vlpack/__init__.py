@@ -51,7 +51,7 @@ _NEED_TORCH = {
     "FusionCaptionDataset": "swift_vlpack.rows.fusion",
     "LengthIndex": "swift_vlpack.rows.sizes",
     "PackingDataset": "swift_vlpack.feed.dataset",
-    "RowSource": "swift_vlpack.rows.fusion",
+    "RowSource": "swift_vlpack.rows.source",
     "choose_attention": "swift_vlpack.feed.choose_attention",
     "prepare_model": "swift_vlpack.attention.prepare",
     "prove": "swift_vlpack.proof.prove",

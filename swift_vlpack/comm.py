@@ -1,15 +1,23 @@
-"""Define what shared work needs of the ranks of a run, and the run of one process that needs no others."""
+"""Share work among the ranks of a run: every rank does its part, and every rank gets the results of all.
+
+>>> ALONE.num_ranks, ALONE.results_of_all(lambda: "sizes of my rows")
+(1, ['sizes of my rows'])
+
+`Comm` is what such work asks for. `ALONE` is the run of one process; `host/` has the ranks of torch.distributed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 Result = TypeVar("Result")
+OfAll = Callable[[Callable[[], Any]], list[Any]]
+"""The type of `Comm.results_of_all`, for work that needs nothing else of the ranks."""
 
 
 class Comm(Protocol):
-    """The ranks of a run; the host has one over torch.distributed."""
+    """The ranks of a run."""
 
     @property
     def rank(self) -> int:

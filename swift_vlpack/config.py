@@ -1,7 +1,10 @@
-"""The packing options: one frozen object, checked once.
+"""Declare the packing options in one frozen dataclass, which checks their values once, when it is made.
 
 >>> PackingConfig(packing_length=8192, packing_strategy="sequential").packing_strategy
 'greedy'
+
+The flags of `vlpack`, the keys of training files, the `VLPACK_*` variables, `docs/options.md` and the JSON schema all
+follow from the fields of `PackingConfig` and their help texts: a new option is a new field.
 """
 
 from __future__ import annotations
@@ -27,104 +30,111 @@ RESUME_DATA, RESTART = "VLPACK_RESUME_DATA", "restart"
 RESUME_FILES, REPLACED = "VLPACK_RESUME_FILES", "replaced"
 RECORD_PACKS = "VLPACK_RECORD_PACKS"
 NO_OPTIONS = (RESUME_DATA, RESUME_FILES, RECORD_PACKS)
-"""Variables with our prefix that are no packing options: about one start of a run, not about its packs."""
+"""Variables with our prefix that are not packing options: they concern one start of a run, not its packs."""
 MODES = ("auto", "plan", "buffer")
 ATTENTIONS = ("auto", "segments", "grouped", "varlen", "flex")
 LOSSES = ("token", "sample", "sqrt")
 OVERFLOWS = ("keep", "split", "truncate", "drop")
 PAD_TO_LENGTH = "length"
 LEAST_FILL_RATIO = 0.6
-"""Below it a pack may leave nearly half empty, which nobody wants by accident: a warning, and no refusal."""
+"""A lower `packing_min_fill_ratio` lets packs leave nearly half empty. It is allowed, with a warning."""
+_CAPS = ("packing_max_samples", "packing_max_images", "packing_max_patches")
 _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
 _NONE = ("none", "null", "")
 
 
 _PACKS, _OBJECTIVE = "packs", "objective"
-"""Values of `decides`, for options that a resume must not change.
+"""Values of `decides`: the option decides which samples share a pack, or what of the samples is trained.
 
-Such an option decides which samples share a pack, or what of the samples is trained.
+A resume must not change options of either kind.
 """
 
 
 def _option(default: Any, text: str, choices: tuple[str, ...] = (), decides: str = "") -> Any:
-    """Declare a field whose help text and choices are where the command line and the documentation find them."""
+    """Declare a field with the help text and the choices that the command line and the documentation show."""
     return field(default=default, metadata={"help": text, "choices": choices, "decides": decides})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackingConfig:
-    """Every packing option, under the name of its YAML key and flag; in the environment upper-case behind `VLPACK_`."""
+    """All packing options. A field's name is its flag and YAML key; in upper case after `VLPACK_`, its variable."""
 
-    packing: bool = _option(False, "turns packing on; ms-swift's own flag too")
+    packing: bool = _option(False, "turn packing on; this is ms-swift's own flag, too")
     packing_length: int = _option(MISSING, "capacity of a pack in tokens, after images are expanded", decides=_PACKS)
     packing_mode: str = _option(
         "auto",
-        "plan packs ahead of time and refuses data without a length, buffer packs rows as they come, auto chooses",
+        "plan: plan all packs ahead of time, which needs data with a length; buffer: pack rows as they come; auto: "
+        "plan if the data has a length, else buffer",
         MODES,
     )
     packing_strategy: str = _option(
         "binpack",
-        "binpack is ms-swift's own, greedy keeps the order (sequential is its name there), exact packs tightest, "
-        "window lays documents end to end and cuts wherever a pack is full; module:function for one of your own",
+        "binpack: ms-swift's own; greedy: keeps the order (ms-swift calls it sequential); exact: packs tightest; "
+        "window: lays documents end to end and cuts wherever a pack is full; module:function: one of your own",
         (*STRATEGIES, WINDOW),
         decides=_PACKS,
     )
     # `exact` is within hundredths of a per cent of the bound from 256 on (docs/strategies.md); the others gain by more.
     packing_buffer: int = _option(512, "samples that the packer may choose from at a time", decides=_PACKS)
     packing_min_fill_ratio: float = _option(
-        0.65, "packs at least this full leave at once; a value below 0.6 is accepted with a warning", decides=_PACKS
+        0.65,
+        "a pack at least this full does not wait for more samples; a value below 0.6 is accepted with a warning",
+        decides=_PACKS,
     )
     packing_drop_last: bool = _option(
-        True, "drop the underfilled remainder of an epoch: at most one pack, and one sample in 50", decides=_PACKS
+        True, "drop the underfilled last pack of an epoch, if it has at most 1 in 50 of the samples", decides=_PACKS
     )
     packing_allow_single_long: bool = _option(
         True,
-        "a sample of packing_length tokens or more becomes a pack of its own; false: it is skipped",
+        "a sample of packing_length tokens or more becomes a pack of its own; false: it is left out",
         decides=_PACKS,
     )
     packing_overflow: str = _option(
         "keep",
-        "rows longer than packing_length: keep them alone in a row, split them into parts between their images, "
-        "truncate or drop them",
+        "rows longer than packing_length: keep each whole, alone in a sequence; split them into parts, never inside an "
+        "image; truncate them; or drop them",
         OVERFLOWS,
         decides=_OBJECTIVE,
     )
     packing_stride: int = _option(
         0,
-        "tokens that a part of a split row repeats of the part before, as context without loss; never an image",
+        "tokens at the end of a part that the next part of the row repeats, as context without loss; never an image",
         decides=_OBJECTIVE,
     )
-    packing_min_len: int = _option(1, "parts of cut rows that are shorter are left out", decides=_OBJECTIVE)
+    packing_min_len: int = _option(
+        1, "fewest tokens of a part of a cut row; shorter ones are left out", decides=_OBJECTIVE
+    )
     packing_max_samples: int | None = _option(None, "most samples in a pack", decides=_PACKS)
     packing_max_images: int | None = _option(None, "most images in a pack", decides=_PACKS)
     packing_max_patches: int | None = _option(None, "most vision patches in a pack", decides=_PACKS)
     packing_pad_to: int | str | None = _option(
         None,
-        "rows of fixed shape: pad each to packing_length (length), or to the next multiple of so many tokens; the "
-        "padding is a segment of its own without loss",
+        "give sequences a fixed shape: pad each to packing_length (length), or to the next multiple of INT tokens; the "
+        "padding is a segment of its own, without loss",
         ("none", PAD_TO_LENGTH, "INT"),
     )
     packing_balance: bool = _option(True, "match the cost of the packs that ranks consume in the same step")
     packing_attention: str = _option(
         "auto",
-        "how samples attend: one by one (segments), those of like length together (grouped), or a kernel for the whole "
-        "row on CUDA (varlen, flex); auto takes the quickest that is equal to the reference",
+        "how attention is computed: sample by sample (segments), samples of similar length together (grouped), or by "
+        "one kernel for the whole sequence on CUDA (varlen, flex); auto takes the fastest that equals the reference",
         ATTENTIONS,
     )
     packing_verify: bool = _option(True, "prove before step 1 that samples of a pack do not see each other")
     mask_boundary_loss: bool = _option(
         True,
-        "the first token of a sample is no target, whatever the template says; false: as the template says",
+        "never train on the first token of a sample; false: train on it where the template says so",
         decides=_OBJECTIVE,
     )
-    train_on_eos: bool = _option(True, "EOS is a target where the template says so; false: never", decides=_OBJECTIVE)
+    train_on_eos: bool = _option(True, "train on EOS where the template says so; false: never", decides=_OBJECTIVE)
     packing_any_family: bool = _option(
-        False, "pack families that ms-swift does not pack, if the proof passes; needs packing_verify"
+        False, "pack model families that ms-swift does not pack, if the proof passes; needs packing_verify"
     )
     packing_loss: str = _option(
         "token",
-        "what weighs the same in the loss of a step: every token, every sample, or samples by the root of their tokens",
+        "what has the same weight in the loss of a step: every target token (token), every sample (sample); sqrt "
+        "weighs a sample by the square root of its target tokens",
         LOSSES,
         decides=_OBJECTIVE,
     )
@@ -132,10 +142,10 @@ class PackingConfig:
         0.2, "share of the last 1,000 rows that may be unreadable, from 0 to 1; above it the run stops"
     )
     packing_cache_dir: str | None = _option(
-        None, "directory that remembers the lengths of rows; none is vlpack/lengths in ms-swift's cache directory"
+        None, "folder in which the lengths of rows are remembered; none: vlpack/lengths in ms-swift's cache folder"
     )
     eval_packing: bool = _option(False, "pack the evaluation data too")
-    fusion_config: str | None = _option(None, "YAML of sources and ratios; none is --dataset, ratio 1 each")
+    fusion_config: str | None = _option(None, "YAML file of sources and their ratios; none: --dataset, ratio 1 each")
 
     def __post_init__(self) -> None:
         for spec in fields(self):
@@ -165,12 +175,12 @@ class PackingConfig:
         return cls.from_mapping(options_in_env(environ), **defaults)
 
     def digest(self) -> str:
-        """16 hexadecimal digits that are equal exactly when all options are equal, on every machine and Python."""
+        """Return 16 hexadecimal digits: equal exactly if all options are equal, on every machine and Python version."""
         text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def pack_options(self) -> dict[str, Any]:
-        """The options that decide which items share a pack; a saved state is only good under the same ones."""
+        """Return the options that decide which samples share a pack; a saved state resumes under the same ones only."""
         return self._deciding(_PACKS)
 
     def objective(self) -> dict[str, Any]:
@@ -181,7 +191,7 @@ class PackingConfig:
         return {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.metadata["decides"] == what}
 
     def changed(self) -> dict[str, Any]:
-        """The options that are not at their default."""
+        """Return the options that are not at their default."""
         chosen = {spec.name: (getattr(self, spec.name), spec.default) for spec in fields(self)}
         return {name: value for name, (value, default) in chosen.items() if value != default}
 
@@ -198,36 +208,34 @@ class PackingConfig:
 
     @property
     def cuts_rows(self) -> bool:
-        """Whether some rows become several samples."""
+        """Tell whether rows can be cut, so that a sample may be a part of a row."""
         return self.packing_overflow != "keep" or self.packing_strategy == WINDOW
 
     @property
     def what_is_packed(self) -> str:
-        """What an epoch is counted in: a row that is cut is several samples."""
+        """Name what an epoch is counted in: where rows are cut, one row can be several samples."""
         return "samples" if self.cuts_rows else "rows"
 
     @property
     def has_caps(self) -> bool:
-        """Whether a pack has a capacity other than tokens."""
-        return any(
-            cap is not None for cap in (self.packing_max_samples, self.packing_max_images, self.packing_max_patches)
-        )
+        """Tell whether packs have a cap besides their tokens."""
+        return any(getattr(self, name) is not None for name in _CAPS)
 
 
 _TYPES: dict[str, Any] = get_type_hints(PackingConfig)
 
 
 def option_names() -> tuple[str, ...]:
-    """All option names, in the order of declaration."""
+    """Return all option names, in the order of declaration."""
     return tuple(spec.name for spec in fields(PackingConfig))
 
 
 def chosen_options(
     environ: Mapping[str, str], file: Mapping[str, Any] | None = None, flags: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What was asked for, by option name, in the one order that holds everywhere.
+    """Merge the options that were given: a flag wins over a key of the training file, a key over a `VLPACK_*` variable.
 
-    A flag, then a key of the training file, then a `VLPACK_*` variable; what is in none of them has its default.
+    Options that are given nowhere are absent from the result; their defaults apply.
 
     >>> chosen_options({"VLPACK_PACKING_BUFFER": "1", "VLPACK_PACKING_MAX_IMAGES": "2"}, {"packing_buffer": 3})
     {'packing_buffer': 3, 'packing_max_images': '2'}
@@ -236,14 +244,16 @@ def chosen_options(
 
 
 def checked(options: Mapping[str, Any]) -> PackingConfig:
-    """All options of a run, before its capacity is known, which may follow from the model."""
+    """Check the options of a run before its `packing_length` is known, which may follow from the model."""
     pad_to = _typed("packing_pad_to", options.get("packing_pad_to"), _TYPES["packing_pad_to"])
-    any_length = pad_to if isinstance(pad_to, int) and pad_to > 0 else 1  # one that every multiple goes into
+    any_length = (
+        pad_to if isinstance(pad_to, int) and pad_to > 0 else 1
+    )  # stands in for it; `packing_pad_to` has to divide it
     return PackingConfig.from_mapping(options, packing_length=any_length)
 
 
 def is_planned(config: PackingConfig, *, is_sized: bool) -> bool:
-    """The one place where the mode is decided: whether packs are planned ahead of time or made as rows come.
+    """Decide whether packs are planned ahead of time, or made as rows come. No other place decides it.
 
     >>> [is_planned(PackingConfig(packing_length=8), is_sized=is_sized) for is_sized in (True, False)]
     [True, False]
@@ -257,12 +267,12 @@ def is_planned(config: PackingConfig, *, is_sized: bool) -> bool:
 
 
 def is_switched_on(variable: str, environ: Mapping[str, str]) -> bool:
-    """Whether a variable that is no option, but is true or false, is true; spelled as every option is."""
+    """Tell whether a true-or-false variable that is no packing option is true, in any spelling that options take."""
     return bool(_typed(variable, environ.get(variable) or "false", bool))
 
 
 def kind_of(name: str) -> str:
-    """What an option takes, as the command line shows it.
+    """Return what an option takes, as the command line shows it.
 
     >>> kind_of("packing_drop_last"), kind_of("packing_max_images"), kind_of("packing_mode")
     ('{true,false}', 'INT', '{auto,plan,buffer}')
@@ -276,7 +286,7 @@ def kind_of(name: str) -> str:
 
 
 def options_in_env(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The options that `VLPACK_*` variables set, by option name; a variable that names no option is refused."""
+    """Return the options that `VLPACK_*` variables set, by name. Raises `ConfigError` if a variable names no option."""
     environ = os.environ if environ is None else environ
     known = {ENV_PREFIX + name.upper(): name for name in option_names()}
     found = {key: value for key, value in environ.items() if key.startswith(ENV_PREFIX) and key not in NO_OPTIONS}
@@ -291,7 +301,7 @@ def _unknown(key: str, known: tuple[str, ...]) -> str:
 
 
 def _typed(name: str, value: Any, kind: Any) -> Any:
-    """Turn a value from YAML, a flag or the environment into the option's type, or say what is wrong with it."""
+    """Convert a value from YAML, a flag or the environment to the option's type. Raises `ConfigError`."""
     kinds = getattr(kind, "__args__", (kind,))
     if type(None) in kinds and (value is None or (isinstance(value, str) and value.strip().lower() in _NONE)):
         return None
@@ -358,8 +368,7 @@ def _check_choices(config: PackingConfig) -> None:
         )
     strategy_named(config.packing_strategy)  # refuses what cannot be found
     if config.packing_strategy == "binpack" and config.has_caps:
-        caps = ("packing_max_samples", "packing_max_images", "packing_max_patches")
-        given = ", ".join(f"{name}={getattr(config, name)}" for name in caps if getattr(config, name) is not None)
+        given = ", ".join(f"{name}={getattr(config, name)}" for name in _CAPS if getattr(config, name) is not None)
         raise ConfigError(
             f"packing_strategy=binpack knows no cap but tokens and would ignore {given}; "
             "set packing_strategy=exact (or best_fit, first_fit, greedy), or remove the cap"
@@ -367,11 +376,10 @@ def _check_choices(config: PackingConfig) -> None:
 
 
 def _check_numbers(config: PackingConfig) -> None:
-    caps = ("packing_max_samples", "packing_max_images", "packing_max_patches")
-    for name in ("packing_length", "packing_buffer", "packing_min_len", *caps):
+    for name in ("packing_length", "packing_buffer", "packing_min_len", *_CAPS):
         value = getattr(config, name)
         if value is not None and value <= 0:
-            way_out = ", or leave it out for no cap" if name in caps else ""
+            way_out = ", or leave it out for no cap" if name in _CAPS else ""
             raise ConfigError(f"{name} must be at least 1, got {value}; give a positive number{way_out}")
     if config.packing_stride < 0:
         raise ConfigError(f"packing_stride must be at least 0, got {config.packing_stride}; 0 repeats nothing")
@@ -379,10 +387,9 @@ def _check_numbers(config: PackingConfig) -> None:
         if not 0 <= getattr(config, name) <= 1:
             raise ConfigError(f"{name} must be between 0 and 1, got {getattr(config, name)}")
     _check_padding(config)
-    ratio = config.packing_min_fill_ratio
-    if ratio < LEAST_FILL_RATIO:
-        # Lowering it is a choice that has to be made by hand (the default is above), so it is honoured, not refused.
-        _warn_of_low_fill(ratio)
+    if config.packing_min_fill_ratio < LEAST_FILL_RATIO:
+        # Not refused, because the default is above: somebody chose this value.
+        _warn_of_low_fill(config.packing_min_fill_ratio)
 
 
 def _check_padding(config: PackingConfig) -> None:
@@ -394,12 +401,12 @@ def _check_padding(config: PackingConfig) -> None:
     if length % multiple:
         fitting = [str(one) for one in (length - length % multiple, length + multiple - length % multiple) if one]
         raise ConfigError(
-            f"packing_pad_to={multiple} would make rows longer than packing_length ({length}), which is no multiple of "
-            f"it; set packing_length to {' or '.join(fitting)}"
+            f"packing_pad_to={multiple} would make sequences longer than packing_length ({length}), which is no "
+            f"multiple of it; set packing_length to {' or '.join(fitting)}"
         )
 
 
 @cache
 def _warn_of_low_fill(ratio: float) -> None:
-    """Once a process, which reads its options many times."""
+    """Warn once, because a process reads its options many times."""
     logger.warning("packing_min_fill_ratio=%s is below %s: packs may leave half empty", ratio, LEAST_FILL_RATIO)

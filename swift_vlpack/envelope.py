@@ -1,4 +1,4 @@
-"""Wrap every saved state in a versioned envelope, which says what the state belongs to: that is checked before reading.
+"""Wrap every saved state in an envelope that says what it belongs to, and check that before the state is used.
 
 >>> sealed = seal("packer", {"packing_length": 8192}, {"held": []})
 >>> unseal(sealed, "packer", {"packing_length": 4096})
@@ -18,19 +18,19 @@ from typing import Any
 from swift_vlpack.errors import StateMismatch
 
 VERSION = 2
-"""Version 1 held digests of lengths in place of lengths, so a lost file looked like other data."""
+"""Format of saved states. Version 1 had digests of lengths, not lengths, so a lost file looked like other data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A whole number of at least `least`, in the shape of a state."""
+    """Shape of a whole number that is at least `least`."""
 
     least: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """An object of any keys, whose values have one shape."""
+    """Shape of an object with any keys, whose values all have the shape `values`."""
 
     values: Any
 
@@ -41,12 +41,12 @@ def seal(kind: str, fingerprint: Mapping[str, Any], state: Mapping[str, Any]) ->
 
 
 def signed(envelope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the envelope with a digest of its content, for a file, so that every change in the file is found."""
+    """Add a digest of the content, by which any later change of the saved file is found."""
     return {**envelope, "digest": _digest(envelope)}
 
 
 def unseal(envelope: Any, kind: str, fingerprint: Mapping[str, Any], *, shape: Any = None) -> dict[str, Any]:
-    """Return the state inside, or raise an error that names everything about it that differs."""
+    """Return the state inside. Raises `StateMismatch` that names all that differs from kind, fingerprint and shape."""
     saved, state = opened(envelope, kind, shape=shape)
     check_fingerprint(kind, saved, fingerprint)
     return state
@@ -75,7 +75,7 @@ def opened(
 def check_fingerprint(
     kind: str, saved: Mapping[str, Any], current: Mapping[str, Any], explained: Mapping[str, str] | None = None
 ) -> None:
-    """Raise `StateMismatch` with every field that differs; `explained` has words in place of a field's two values."""
+    """Raise `StateMismatch` that names all differing fields, with both values or with the words in `explained`."""
     names = differing_fields(saved, current)
     both = {name: f"{shown_value(saved, name)}, now {shown_value(current, name)}" for name in names}
     if both:
@@ -85,10 +85,10 @@ def check_fingerprint(
 
 
 def check_shape(value: Any, shape: Any, where: str) -> None:
-    """Raise `StateMismatch` with the name of the field that does not look like `shape`.
+    """Raise `StateMismatch` that names the first field that does not have its shape.
 
-    A shape is `Whole`, `str` or `bool`, None for anything; [shape], a list of any length; (shape, ...), a list of that
-    length; {key: shape}, an object of these keys, others aside; `Named`, an object of any keys.
+    Shapes: `Whole`, `str`, `bool`; None takes anything; [shape] is a list of any length; (shape, shape) is a list of
+    just these two; {key: shape} is an object that has these keys, and may have others; `Named` takes any keys.
 
     >>> check_shape({"cuts": [[2, 8, -1]]}, {"cuts": [(Whole(1), Whole(), Whole())]}, "state")
     Traceback (most recent call last):
@@ -112,7 +112,7 @@ def check_shape(value: Any, shape: Any, where: str) -> None:
 
 
 def _is_like(value: Any, shape: Any) -> bool:
-    """Tell whether the value itself has the shape, whatever is in it."""
+    """Tell whether a value has the shape itself; what is inside of it is not looked at."""
     if shape is None:
         return True
     if isinstance(shape, Whole):

@@ -1,30 +1,30 @@
-"""Everything this package raises on purpose.
+"""Define the errors that this package raises on purpose; `except VLPackError` catches all of them.
 
 VLPackError
 |-- ConfigError        an option is unknown, impossible, or contradicts another one
 |-- DataError          an item, a length file or a source cannot be what it claims to be
 |-- SourceError        a source of documents cannot be read (text/reading.py)
 |-- PlanError          a plan cannot be given the shape that was asked for
-|-- StrategyError      a strategy of one's own broke the rules (plan/registry.py)
+|-- StrategyError      a strategy of your own broke the rules (plan/registry.py)
 |-- BoundaryError      positions or tokens disagree with where samples start
 |-- AttentionError     a model asks of attention what packing does not know, or boundaries are another sequence's
 |-- StateMismatch      a saved state belongs to other data, another config or another version
 |-- SampleError        a row cannot be encoded (rows/samples.py); becomes a counted reason
-|-- TooManyFailures    so many rows in a row that the data must be broken (rows/samples.py)
+|-- TooManyFailures    so many rows failed that the data must be broken (rows/samples.py)
 |-- IsolationError     samples of a pack see each other, or the proof cannot be made
 |-- RanksDiffer        the ranks would train on different data (host/same_on_ranks.py)
-|-- RankGone           something between the ranks died, as one of them has left (feed/waiting.py)
+|-- RankGone           the ranks cannot reach each other, mostly because one has ended (feed/waiting.py)
 |-- StateNotSaved      the state of the data cannot be written into a checkpoint (host/state.py)
-|-- WorkerDied         a dataloader worker was killed, or left (host/loader.py)
+|-- WorkerDied         a dataloader worker was killed, or exited by itself (host/loader.py)
 |-- PhaseFailed        a process of `vlpack bench` ended without a result (cli/bench.py)
-`-- UnsupportedSwift   this ms-swift has moved something that packing holds on to (host/seam.py)
+`-- UnsupportedSwift   this ms-swift has moved something that packing relies on (host/seam.py)
 """
 
 from typing import Any
 
 
 class VLPackError(Exception):
-    """Root of the tree: catch this to catch everything above."""
+    """Base of all errors of this package."""
 
 
 class ConfigError(VLPackError, ValueError):
@@ -44,7 +44,7 @@ class PlanError(VLPackError, ValueError):
 
 
 class StrategyError(VLPackError, ValueError):
-    """A strategy of one's own failed, or returned groups that cannot be packs."""
+    """A strategy of your own failed, or returned groups that cannot be packs."""
 
 
 class BoundaryError(VLPackError, ValueError):

@@ -34,7 +34,7 @@ def parsed(lines: Iterable[bytes]) -> Iterator[Any]:
 
 
 def broken_line(path: Path) -> tuple[int, str] | None:
-    """Find the first line that is no row. Returns its number, from 1, and what is wrong; None if all are rows."""
+    """Find the first line of a data file that is no row. Returns its number, from 1, and what is wrong, or None."""
     with path.open("rb") as file:
         if path.suffix == ".json" and file.read(1 << 16).lstrip()[:1] == b"[":  # one list of all rows
             return _broken_list(path)
@@ -75,7 +75,7 @@ def with_numbers(value: Any) -> Any:
 def append(path: Path, values: Iterable[Any], *, ensure_ascii: bool = True) -> None:
     """Append values, all or none of them. Raises `OSError`."""
     text = "".join(json.dumps(value, ensure_ascii=ensure_ascii) + "\n" for value in values)
-    lines = text.encode(errors="backslashreplace")  # half a character, from the name of a file
+    lines = text.encode(errors="backslashreplace")  # the name of a file can have half a character
     if not lines:
         return
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Word counts for readers, and find the name that a mistyped one was meant to be.
+"""Put counts into words, and suggest the name that was meant by a mistyped one.
 
 >>> counted(1, "pack"), counted(2, "pack"), counted(0, "pack cut in two", "packs cut in two")
 ('1 pack', '2 packs', '0 packs cut in two')
@@ -28,6 +28,6 @@ def by_reason(counts: Mapping[str, int]) -> str:
 
 
 def did_you_mean(given: object, known: Iterable[str]) -> str:
-    """Return the end of an error about a mistyped name; nothing where no known name is close."""
+    """Return the end of an error about a mistyped name: the closest known name, or nothing if none is close."""
     close = get_close_matches(str(given), sorted(set(known)), n=1)
     return f"; did you mean {close[0]}?" if close else ""

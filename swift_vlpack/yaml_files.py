@@ -14,7 +14,7 @@ def read_yaml(path: Path, what: str) -> Any:
 
     Raises `ConfigError` for a key that is given twice: YAML itself lets the last one win without a word.
     """
-    import yaml  # only when a file is read: the package imports in milliseconds
+    import yaml  # not at the top, because the package has to import in milliseconds
 
     try:
         text = path.read_text(encoding="utf-8")

@@ -19,11 +19,10 @@ from swift_vlpack.attention import attention
 from swift_vlpack.attention.kernels import KERNELS, CannotDo, Kernel, eager, segments
 from swift_vlpack.attention.masks import SequenceMask, resized
 from swift_vlpack.attention.packed_sequence import PackedSequence
+from swift_vlpack.comm import ALONE, OfAll
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.words import counted
 
-OfAll = Callable[[Callable[[], Any]], list[Any]]
-"""Runs a function on every rank and returns all results, in order of rank, on each of them."""
 AUTO, DEFAULT = "auto", "segments"
 GAIN = 0.95
 """Another kernel must take less than this share of the time of `segments`; smaller gains are measurement noise."""
@@ -48,18 +47,13 @@ class Trial:
     reason: str = ""
 
 
-def alone(work: Callable[[], Any]) -> list[Any]:
-    """Run a function in a run of one rank."""
-    return [work()]
-
-
 def choose(
     model: torch.nn.Module,
     forward: Callable[[], Any],
     lengths: Sequence[int],
     *,
     wanted: str = AUTO,
-    results_of_all: OfAll = alone,
+    results_of_all: OfAll = ALONE.results_of_all,
     kernels: Mapping[str, Kernel] = KERNELS,
 ) -> str:
     """Choose a kernel, let the model use it, and return a line that says which one and why.

@@ -126,7 +126,7 @@ def varlen(sequence: PackedSequence) -> torch.Tensor:
         raise CannotDo(f"needs CUDA, the sequence is on {sequence.query.device.type}")
     if sequence.query.dtype not in (torch.float16, torch.bfloat16):
         raise CannotDo("computes in 16 bits")
-    if not sequence.args.is_plain or sequence.args.position_bias is not None or sequence.args.dropout:
+    if not sequence.args.is_plain or sequence.args.dropout:
         raise CannotDo("knows no sinks, soft cap, bias or dropout")
     longest = max(end - start for start, end in pairwise(sequence.ends))
     ends = _on_device(sequence.ends, sequence.query.device)

@@ -1,7 +1,8 @@
 """`vlpack bench`: measure how fast a run would be on this machine, packed and padded.
 
-Each of the two is measured by a process of its own, with its own memory: this command line again, with `--phase`, whose
-report is what `bench_run` measured, as JSON. This module starts both, puts them together and advises.
+Packed and padded training are measured by a process each, so that each has its own memory. Both processes are this
+command line again, with `--phase`: `bench_run` measures, and prints JSON. This module starts them, and puts their
+numbers together with advice.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from swift_vlpack.host.launch import check_launch
 
 
 class PhaseFailed(VLPackError):
-    """A process that measures ended without a result; what it said is on stderr."""
+    """A process that measures ended without a result; its messages are on stderr."""
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -57,12 +58,12 @@ def _run(args: argparse.Namespace) -> int:
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} must be at least 1, got {getattr(args, name)}")
     check_launch(run_named(args, needs_gpu=True))
-    signal.signal(signal.SIGTERM, end_by_signal)  # not at once: the process that measures has to end, too
+    signal.signal(signal.SIGTERM, end_by_signal)  # by an exit, so that the process that measures is ended, too
     start = time.perf_counter()
     packed = measured_apart(args.argv, "packed")
     try:
         padded = measured_apart(args.argv, "padded", tokens_of_pack=packed["plan"]["packing_length"])
-    except PhaseFailed as error:  # what is packed is known, and padded may be what does not fit
+    except PhaseFailed as error:  # the packed numbers are known; padded batches may be what does not fit
         padded = {"problem": str(error), "rows": [], "memory": None, "seconds": 0.0}
     report = bench_report(packed, padded, seconds=time.perf_counter() - start)
     print(json.dumps(report) if args.json else bench_text(report))
@@ -91,7 +92,7 @@ def measured_apart(argv: Sequence[str], phase: str, *, tokens_of_pack: int = 0) 
 
 
 def bench_report(packed: Mapping[str, Any], padded: Mapping[str, Any], *, seconds: float) -> dict[str, Any]:
-    """Put both phases together, with their ratio and advice."""
+    """Put the numbers of both phases together, with their ratio and advice."""
     of_packed, of_padded = _training(packed), _training(padded)
     speeds = [one["speed"] for one in (of_packed, of_padded)]
     known = all(speeds)

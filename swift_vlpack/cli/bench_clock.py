@@ -1,4 +1,4 @@
-"""Clocks of `vlpack bench`: one around the steps of a trainer, one around its loader, and the memory taken."""
+"""Measure for `vlpack bench`: the steps of a trainer, its loader, and the memory they take."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 SECONDS_OF_LOADER = 5.0
-"""Time for each number of workers."""
+"""Time to measure the loader with each number of workers."""
 NUM_WARM = 2
 """Sequences that are trained before the first measurement: kernels are chosen then, and memory is taken."""
 MOST_PADDED = 64
@@ -24,8 +24,8 @@ class Enough(Exception):
     """All measurements are taken."""
 
 
-class RowTimer:
-    """Replace a trainer's `training_step`, to time forward and backward, and what comes between two steps."""
+class StepTimer:
+    """Take the place of a trainer's `training_step`; time forward and backward, and the pauses between steps."""
 
     def __init__(self, trainer: Any, bench: argparse.Namespace) -> None:
         self._step = trainer.training_step
@@ -104,7 +104,9 @@ def loader_speed(trainer: Any, num_workers: int) -> dict[str, Any]:
             if last - start > SECONDS_OF_LOADER:
                 break
     seconds = last - (first or last)
-    is_measured = seconds > 0 and num_batches > num_workers + 1  # fewer were read ahead while the first was waited for
+    is_measured = (
+        seconds > 0 and num_batches > num_workers + 1
+    )  # the others were read ahead during the wait for the first
     return {
         "workers": num_workers,
         "first_batch_seconds": None if first is None else round(first - start, 3),
@@ -116,7 +118,7 @@ def loader_speed(trainer: Any, num_workers: int) -> dict[str, Any]:
 
 @contextmanager
 def _closed(batches: Iterator[Any]) -> Iterator[Iterator[Any]]:
-    """End the workers, which would go on and slow down what is measured next."""
+    """End the workers, which would slow down what is measured next."""
     try:
         yield batches
     finally:

@@ -1,4 +1,4 @@
-"""Read the measurements of `vlpack bench`: speeds, advice that names the measurement it comes from, and a text."""
+"""Turn the measurements of `vlpack bench` into speeds, advice that names its measurement, and a text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENOUGH = 1.2
 NOISY = 0.3
 """Largest distance of the quartiles, as a share of the median, at which two medians can be compared."""
 FULL, EMPTY = 0.9, 0.5
-"""Shares of a device's memory."""
+"""Above the one share of a device's memory a run may not fit; below the other a longer pack may."""
 
 
 class Speed(NamedTuple):
@@ -59,7 +59,7 @@ def _on_noise(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if speed is not None and (speed["spread"] > NOISY or speed["num_measured"] < 3):
             yield (
                 f"take the {name} speed as a rough one: measure again on a quiet machine, with more --steps",
-                f"half of its {speed['num_measured']} measurements lie {100 * speed['spread']:.0f}% apart",
+                f"the quartiles of its {speed['num_measured']} measurements are {100 * speed['spread']:.0f}% apart",
             )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from swift_vlpack.cli.bench_clock import MOST_PADDED, NUM_WARM, Enough, RowTimer, loader_speed, memory, say
+from swift_vlpack.cli.bench_clock import MOST_PADDED, NUM_WARM, Enough, StepTimer, loader_speed, memory, say
 from swift_vlpack.cli.environment import num_cores
 from swift_vlpack.config import PackingConfig, checked, chosen_options
 from swift_vlpack.errors import ConfigError, DataError
@@ -34,19 +34,19 @@ from swift_vlpack.rows.fusion_config import read_fusion_config
 from swift_vlpack.rows.samples import Address, SampleError
 from swift_vlpack.rows.source import RowSource
 
-ALONE = (
+ONE_PACK_A_STEP = (
     *("--gradient_accumulation_steps", "1", "--save_strategy", "no", "--eval_strategy", "no"),
     *("--logging_steps", "1000000", "--logging_first_step", "false", "--disable_tqdm", "true"),
     *("--dataloader_persistent_workers", "false"),
 )
-"""Make every sequence a step, with nothing in between: no accumulation, evaluation, checkpoint or log."""
+"""Flags that make every sequence a step, with no accumulation, evaluation, checkpoint or log in between."""
 
 
 def measured(args: argparse.Namespace, launch: RunLaunch) -> dict[str, Any]:
     """Measure the phase of these flags of `vlpack bench`."""
     is_packed = args.phase == "packed"
     most = NUM_WARM + args.steps * (1 if is_packed else MOST_PADDED)
-    flags = [*launch.flags, *ALONE, "--max_steps", str(most), *([] if is_packed else _unpacked())]
+    flags = [*launch.flags, *ONE_PACK_A_STEP, "--max_steps", str(most), *([] if is_packed else _unpacked())]
     with run_of(flags, num_ranks=1, command=launch.command, kind=TrainableRun) as run:
         found: dict[str, Any] = {"model": run.args.model}
         run.make_data = partial(_packed_data if is_packed else _padded_data, run, args, found)
@@ -67,7 +67,9 @@ def _packed_data(run: TrainableRun, args: argparse.Namespace, found: dict[str, A
     need_packing(run.args)
     if run.args.streaming:
         raise ConfigError("--streaming true has nothing to plan and no loader that ends; bench the files without it")
-    with tempfile.TemporaryDirectory(prefix="vlpack-") as folder:  # as at a first start, when no length is remembered
+    with tempfile.TemporaryDirectory(
+        prefix="vlpack-"
+    ) as folder:  # empty, as at a first start, when no lengths are remembered
         config = replace(packing_config(run.args), packing_cache_dir=folder)
         use_attention(run.model, run.args.attn_impl)
         sources = _some_sources(run, args, config)
@@ -105,7 +107,7 @@ def _measure_packed(args: argparse.Namespace, found: dict[str, Any], trainer: An
 
 def _measure(args: argparse.Namespace, found: dict[str, Any], trainer: Any) -> None:
     """Train until enough is measured."""
-    timer = RowTimer(trainer, args)
+    timer = StepTimer(trainer, args)
     trainer.training_step = timer
     start = time.perf_counter()
     with suppress(Enough):
@@ -115,7 +117,7 @@ def _measure(args: argparse.Namespace, found: dict[str, Any], trainer: Any) -> N
 
 
 class UnpackedRows(Dataset[Any]):
-    """Encode rows when they are read; in place of a row that cannot be encoded, the next one."""
+    """Encode rows when they are read. A row that cannot be encoded is replaced by the next one."""
 
     def __init__(self, rows: FusionCaptionDataset) -> None:
         self.rows = rows

@@ -33,7 +33,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
             action.add_argument(
                 f"--{what}", metavar="PATTERN", help=f"only where the {what.replace('_', ' ')} is this; * and ? work"
             )
-        action.add_argument("--older-than", type=float, metavar="DAYS", help="only what was not used for so many days")
+        action.add_argument(
+            "--older-than", type=float, metavar="DAYS", help="only what was not used for this many days"
+        )
         action.add_argument(
             "--packing_cache_dir",
             metavar="FOLDER",
@@ -50,7 +52,7 @@ def _run(args: argparse.Namespace) -> int:
     folder = lengths_folder(chosen_options(os.environ, flags=flags).get("packing_cache_dir"), os.environ)
     groups = remembered_in(folder)
     wanted = [group for group in groups if _is_wanted(group, args)]
-    # Files that all sources share are of use until the last source goes.
+    # All sources use the shared files, so they are cleared only with the last source.
     shared = shared_files(folder) if len(wanted) == len(groups) else []
     is_filtered = any(getattr(args, name) is not None for name in (*_FILTERS, "older_than"))
     report = cache_report(folder, wanted, shared, is_filtered=is_filtered)

@@ -1,4 +1,4 @@
-"""What a command is made of: its description, its parser, and the flags that several commands have."""
+"""Define a command of `vlpack`: its help, its parser, and the flags that several commands share."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _words_of(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Command:
-    """One subcommand of `vlpack`: its help, its flags, and the function that runs it."""
+    """Declare a subcommand of `vlpack`: its help, its flags, and the function that runs it."""
 
     name: str
     text: str
@@ -79,14 +79,14 @@ class PassThrough(argparse.Action):
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Show what a passed flag takes as it is typed, without the brackets of a value that may be left out."""
+    """Show the value of a passed flag as it is typed, without the brackets that `nargs="?"` would give it."""
 
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
         return str(action.metavar) if isinstance(action, PassThrough) else super()._format_args(action, default_metavar)
 
 
 def add_packing_flags(parser: argparse.ArgumentParser, **defaults: str) -> None:
-    """Add one flag for every packing option: what it takes, its help, its default (`defaults`: other ones here).
+    """Add a flag with help for every packing option; `defaults` are the defaults that differ in this command.
 
     They pass through: `host.launch` reads them, together with the training file and the environment.
     """

@@ -17,9 +17,9 @@ from swift_vlpack.host.launch import SWIFT_COMMANDS
 from swift_vlpack.host.swift_flags import Flag, flags
 
 SHELLS = ("bash", "zsh", "fish")
-"""Those in which a test presses Tab; shtab knows more."""
+"""Shells in which a test presses Tab; shtab knows more."""
 _FILES = ("FILE", "PATH", "FOLDER", "OUTPUT_DIR")
-"""What the help shows for a value that is a path."""
+"""Words that the help shows for a value that is a path."""
 _FILES_OF_SWIFT = (
     *("model", "dataset", "val_dataset", "output_dir", "external_plugins", "resume_from_checkpoint", "adapters"),
     *("deepspeed", "custom_dataset_info", "logging_dir"),
@@ -40,7 +40,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _add_what_help_leaves_out(parser: argparse.ArgumentParser) -> None:
-    """Complete a parser and those below it; after that they describe command lines, and can parse none."""
+    """Add to a parser and its subparsers what a shell may complete. They cannot parse a command line after that."""
     command: Command | None = parser.get_default("of_command")
     if command is not None and command.takes_run_flags:
         _add_line_of_run(parser)
@@ -52,7 +52,7 @@ def _add_what_help_leaves_out(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_line_of_run(parser: argparse.ArgumentParser) -> None:
-    """Add what the command reads by itself: which training it is about, and any flag of ms-swift."""
+    """Add what the command reads from `args.flags`: the training command or file, and the flags of ms-swift."""
     if "--config" in parser._option_string_actions:
         parser.add_argument("command", nargs="?", choices=SWIFT_COMMANDS)
     else:

@@ -18,9 +18,9 @@ from swift_vlpack.lengths.cache_folder import lengths_folder
 from swift_vlpack.words import INSTALL, counted
 
 STOP, WARN, NOTE = "stop", "warn", "note"
-"""Training would not start, or not go on; it may fail or be slow; good to know."""
+"""Levels of advice: training would stop; it may fail or be slow; it is good to know."""
 ENOUGH_SHARED = 2 * GB
-"""The batch of one worker with a few large images is some 50 MB, and every worker has two under way."""
+"""A batch with a few large images takes about 50 MB of shared memory, and every worker has two under way."""
 ENOUGH_FILES = 4096
 LEAST_DISK = GB
 
@@ -36,7 +36,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def doctor_report() -> dict[str, Any]:
-    """Return all that was seen, and what to do about it."""
+    """Look at everything. Returns the facts, with advice."""
     cache = lengths_folder(chosen_options(os.environ).get("packing_cache_dir"), os.environ)
     facts = {
         "version": __version__,
@@ -49,7 +49,7 @@ def doctor_report() -> dict[str, Any]:
 
 
 class Advice(NamedTuple):
-    """What is the matter, and the way out."""
+    """A problem, how bad it is, and what to do about it."""
 
     level: str
     text: str
@@ -142,7 +142,7 @@ def _about_packages(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         where = {True: "in", False: "not in", None: "to be compared with"}[swift["fits"]]
         about_swift = f"{swift['version']}, {where} the supported range {swift['wanted']}"
     if found.get("swift_problem") is None and "seam" in found:
-        about_swift += f"; all {found['seam']} places that packing holds on to are there"
+        about_swift += f"; all {found['seam']} places that packing relies on are there"
     others = [f"{name} {package['version'] or '-'}" for name, package in required.items() if name != "ms-swift"]
     installed = [f"{name} {package['version']}" for name, package in optional.items() if package["version"]]
     missing = [f"{name} ({package['use']})" for name, package in optional.items() if not package["version"]]

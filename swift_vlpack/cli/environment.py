@@ -35,7 +35,7 @@ OPTIONAL = {
     "tensorboard": "--report_to tensorboard",
     "wandb": "--report_to wandb",
 }
-"""Packages that training can do without, and what asks for them."""
+"""Packages that training can do without, and what needs them."""
 SHARED_MEMORY = Path("/dev/shm")
 IMPORTER = "swift_vlpack.cli.environment"
 _NAME = re.compile(r"[\w.-]+")

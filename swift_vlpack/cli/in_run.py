@@ -1,14 +1,14 @@
 """Run a command in the environment of the training run that it is about.
 
 A run's environment is more than what a process can set for itself: PYTHONPATH, OMP_NUM_THREADS and CUDA_VISIBLE_DEVICES
-are read when Python or a library starts. So a command about a run is executed twice, in one process with one number:
+are read when Python or a library starts. So a command about a run is executed twice, by the same process:
 
 1. `vlpack plan --config train.yaml` checks what can be checked without a heavy import, then replaces itself (`execve`)
    by `python -m swift_vlpack plan --config train.yaml` with the environment of the run;
 2. there `in_run` finds its mark in the environment, and the command goes on.
 
-From then on stdout has the report alone: what libraries print, also from C, goes to stderr. As the process is still the
-one that the user started, signals, terminal and exit code are its own, and nobody is left to wait for it.
+From then on stdout has the report alone: what libraries print, also from C, goes to stderr. Because the process stays
+the one that the user started, no parent has to hand on signals, the terminal or the exit code.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PACKAGE = Path(__file__).parents[1]
 STDOUT, STDERR = 1, 2
 """File numbers."""
 MARK = "_VLPACK_IN_RUN"
-"""Set to the process number for the second execution: it does not count for processes that inherit the variable."""
+"""Variable with the process id, set for the second execution. In processes that inherit it, the id is another one."""
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 
 
@@ -50,7 +50,7 @@ def in_run(args: argparse.Namespace, *, needs_gpu: bool = False) -> Iterator[tup
         command = [sys.executable, "-m", "swift_vlpack", *args.argv]
         replace_process(command, {**run.environ, MARK: str(os.getpid())})
 
-    logging.disable(logging.WARNING)  # because the first execution has said what there is to warn of
+    logging.disable(logging.WARNING)  # because the first execution has logged the warnings
     run = run_named(args, needs_gpu=needs_gpu)
     logging.disable(logging.NOTSET)
     signal.signal(signal.SIGTERM, end_by_signal)
@@ -97,14 +97,14 @@ def need_ms_swift() -> None:
 
 
 def replace_process(command: list[str], environ: Mapping[str, str]) -> NoReturn:
-    """Go on as another program in this very process."""
+    """Replace this process by another program, under the same process id."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(command[0], command, environ)
 
 
 def end_by_signal(number: int, frame: FrameType | None) -> NoReturn:
-    """Exit with the code by which a shell names a signal; not at once, so that temporary folders are removed."""
+    """Exit with the code by which shells name a signal. By an exception, so that temporary folders are removed."""
     sys.exit(128 + number)
 
 

@@ -126,7 +126,7 @@ class PackViewer:
         """Show packs of a plan; without a plan, of those that the readers of the first rank make from the beginning."""
         collator = collator_of(self._args, self._template, self.feed.seed)
         num_workers = self._args.training_args.dataloader_num_workers
-        batches = self.feed.read_packs(numbers, collator, plan=plan, num_workers=num_workers)
+        batches = self.feed.batches_of(numbers, collator, plan=plan, num_workers=num_workers)
         for number, batch in zip(numbers, batches, strict=False):  # there may be fewer than asked for
             lookup = self._lookup(() if plan is None else address_of(plan, number).samples)
             yield pack_shown(batch, place_of(number), lookup, self.feed.config.packing_length)

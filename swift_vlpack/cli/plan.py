@@ -1,7 +1,7 @@
-"""`vlpack plan`: report what training would see, of a file of lengths or of the very run.
+"""`vlpack plan`: report what training would see, from a file of lengths or from the run itself.
 
-Lengths are planned here, with numpy alone. Of a run, ms-swift's own functions make arguments, template and data, as in
-training; no weights are loaded.
+A file of lengths is planned here, with numpy alone. For a run, ms-swift's own functions make arguments, template and
+data, as in training; no weights are loaded.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _lengths_report(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def config_of(args: argparse.Namespace) -> PackingConfig:
-    """Read the packing options of flags and variables."""
+    """Read the packing options from flags and variables."""
     flags, others = split_flags(args.flags)
     if others:
         args.parser.error(f"unrecognized arguments: {' '.join(others)}")

@@ -1,7 +1,7 @@
 """`vlpack schema`: write JSON schemas, by which editors complete and check training files.
 
-There are three: of a training file, of its `fusion_config`, and of a stream of text. They are made from what reads
-these files (fields, docstrings, ms-swift's source), so no schema can fall behind.
+There are three: for a training file, for its `fusion_config`, and for a stream of text. They are made from the fields,
+docstrings and sources of what reads these files, so no schema can fall behind.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def schema_text(form: str = "training") -> str:
-    """Return the schema of `training`, `fusion` or `stream` files as a file."""
+    """Return the text of the schema file for `training`, `fusion` or `stream` files."""
     schema = {"training": training_schema, "fusion": fusion_schema, "stream": stream_schema}[form]()
     return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
 

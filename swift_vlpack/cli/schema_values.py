@@ -1,4 +1,4 @@
-"""Make JSON schemas for the values of YAML keys that become flags: what argparse takes is right.
+"""Make JSON schemas for the values of YAML keys that become flags. They allow what argparse takes.
 
 >>> import ast
 >>> def schema(text):

@@ -1,4 +1,4 @@
-"""`vlpack sft` and `vlpack pt`: check the run, and become its training process."""
+"""`vlpack sft` and `vlpack pt`: check the run, then replace this process by its training process."""
 
 from __future__ import annotations
 

@@ -38,9 +38,9 @@ class TrainedRun:
     """The output directory of a run, or one checkpoint of it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.segments = segments_of(folder)
-        self.checkpoints = [one for one in checkpoints(folder) if one.is_complete]
+        self.folder = folder.absolute()  # as the run log names folders of segments
+        self.segments = segments_of(self.folder)
+        self.checkpoints = [one for one in checkpoints(self.folder) if one.is_complete]
 
     @property
     def was_planned(self) -> bool:

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from swift_vlpack.cli.command import Command, add_packing_flags, add_run_flags
 from swift_vlpack.cli.in_run import in_run
 from swift_vlpack.cli.lines import labelled, listed
 from swift_vlpack.errors import AttentionError, BoundaryError, DataError, IsolationError, VLPackError
+from swift_vlpack.json_lines import with_numbers
 from swift_vlpack.words import counted
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 EXIT_DOES_NOT_HOLD, EXIT_NOT_VERIFIED = 1, 2
 NUM_SHOWN = 5
-"""Rows of a source that are named; the JSON has all."""
+"""Most rows of a source that the text names; the JSON has all."""
 _IN_WORDS = {
     "equal": "the lengths that packs are planned by are those of the full encoding",
     "fallback": "image headers are not used, every row was encoded to measure it",
@@ -46,7 +46,7 @@ def _run(args: argparse.Namespace) -> int:
             report = verified(run.flags, command=run.command)
         except VLPackError:
             raise
-        except Exception:  # a bug, or a device that gave up: Python would leave with 1, which means "does not hold"
+        except Exception:  # a bug or a device that failed: Python would exit with 1, which means "does not hold"
             traceback.print_exc()
             return EXIT_NOT_VERIFIED
         print(json.dumps(report) if args.json else verify_text(report), file=out)
@@ -93,7 +93,7 @@ def _proved(trainer: Any) -> dict[str, Any]:
     from swift_vlpack.host.use_attention import choose_for
 
     name = attention_of(trainer)
-    attention = {"name": name, "chosen": f"attention {name}: nothing is chosen for rows that are wrong"}
+    attention = {"name": name, "chosen": f"attention {name}: nothing is chosen for wrong sequences"}
     proof = None
     try:
         attention["chosen"] = choose_for(trainer)
@@ -132,7 +132,7 @@ def _numbers(proof: Proof | None) -> dict[str, Any]:
         "num_samples": proof.num_samples,
         "num_samples_in_rows_of_plan": proof.num_more,
         "num_rows_left_out": proof.num_sequences_left_out,
-        "measured": _finite(
+        "measured": with_numbers(
             {
                 "moved_by_others": proof.moved,
                 "packed_to_alone": proof.alone,
@@ -142,13 +142,10 @@ def _numbers(proof: Proof | None) -> dict[str, Any]:
         ),
         "limits": None
         if limits is None
-        else _finite({"moved_by_others": limits.moved, "packed_to_alone": limits.alone, "gradient": limits.gradient}),
+        else with_numbers(
+            {"moved_by_others": limits.moved, "packed_to_alone": limits.alone, "gradient": limits.gradient}
+        ),
     }
-
-
-def _finite(numbers: Mapping[str, float | None]) -> dict[str, float | None]:
-    """Replace NaN and infinity by null, because JSON has neither."""
-    return {name: number if number is not None and math.isfinite(number) else None for name, number in numbers.items()}
 
 
 def _lengths(source: SourceLengths) -> dict[str, Any]:

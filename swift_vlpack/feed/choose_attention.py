@@ -1,4 +1,7 @@
-"""Choose the attention kernel for a model, its template and its packs."""
+"""Choose the attention kernel of a run: record what the model asks of attention, then let `choose_kernel` try kernels.
+
+`print(choose_attention(model, template, packs))` after `prepare_model` is what a trainer of one's own calls.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from swift_vlpack.attention import attention
-from swift_vlpack.attention.choose_kernel import AUTO, OfAll, alone, choose
+from swift_vlpack.attention.choose_kernel import AUTO, choose
 from swift_vlpack.attention.prepare import unwrapped
+from swift_vlpack.comm import ALONE, OfAll
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.feed.collate import NOT_FOR_THE_MODEL, on_device
 from swift_vlpack.feed.packs import Packs
@@ -21,7 +25,7 @@ def choose_attention(
     template: Any,
     packs: Packs,
     *,
-    results_of_all: OfAll = alone,
+    results_of_all: OfAll = ALONE.results_of_all,
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> str:
     """Choose the kernel that `packing_attention` of the packs asks for. Returns a line that says which one and why.

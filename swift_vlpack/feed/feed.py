@@ -132,7 +132,7 @@ class Feed(ABC):
         return self.packs.preview(num_samples)
 
     @abstractmethod
-    def read_packs(
+    def batches_of(
         self, numbers: Sequence[int], collate: Collate, *, plan: EpochPlan | None = None, num_workers: int = 0
     ) -> Iterator[Batch]:
         """Read packs to look at, by their numbers in ascending order, with nothing counted as trained.

@@ -44,7 +44,7 @@ class PlannedFeed(Feed):
         """Plan any epoch, as any number of ranks shared it from these cuts on; the feed stays in its epoch."""
         return self.packs.plan_of(epoch, cuts, num_ranks)
 
-    def read_packs(
+    def batches_of(
         self, numbers: Sequence[int], collate: Collate, *, plan: EpochPlan | None = None, num_workers: int = 0
     ) -> Iterator[Batch]:
         """Encode these packs of a plan (default: that of the epoch) here, one when it is asked for."""

@@ -58,7 +58,7 @@ class StreamedFeed(Feed):
         self._left_out_after: list[LeftOut] = []
         self._has_warned_of_length = False
 
-    def read_packs(
+    def batches_of(
         self, numbers: Sequence[int], collate: Collate, *, plan: EpochPlan | None = None, num_workers: int = 0
     ) -> Iterator[Batch]:
         """Read packs of the first rank from the beginning, and yield those of these numbers."""

@@ -10,7 +10,8 @@ unchanged:
 >>> launch.environ
 {'MAX_PIXELS': '50176', 'VLPACK_PACKING_STRATEGY': 'exact'}
 
-`train_launch` is the process that trains; `run_launch` is the same run for a command that says something of it.
+`train_launch` describes the process that trains; `run_launch` describes the same run for a command about it, such as
+`vlpack plan`.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class TrainLaunch:
 
 @dataclass(frozen=True, slots=True)
 class RunLaunch:
-    """A run to say something of, in one process."""
+    """The same run in one process, for a command about it."""
 
     command: str
     """`sft` or `pt`."""
@@ -84,7 +85,7 @@ class RunLaunch:
 def train_launch(argv: Sequence[str], environ: Mapping[str, str], *, command: str = "sft") -> TrainLaunch:
     """Build the process that `swift sft` or `swift pt` would start and wait for.
 
-    Nobody waits here, so a signal meets the training process itself, or torchrun.
+    `vlpack sft` replaces itself by it, so signals reach the training process itself, or torchrun.
     """
     flags, variables, config = _read_run(argv, environ)
     script = str(source_file("swift", "cli", command))
@@ -92,7 +93,7 @@ def train_launch(argv: Sequence[str], environ: Mapping[str, str], *, command: st
 
 
 def _torchrun(environ: Mapping[str, str]) -> list[str]:
-    """Return what starts the ranks, where ms-swift would start some."""
+    """Return the arguments of torchrun; empty if ms-swift would not start it."""
     if "NPROC_PER_NODE" not in environ and "NNODES" not in environ:
         return []
     given = [part for name in _OF_TORCHRUN if name in environ for part in (f"--{name.lower()}", environ[name])]
@@ -107,20 +108,20 @@ def run_launch(
     num_ranks: int | None = None,
     needs_gpu: bool = False,
 ) -> RunLaunch:
-    """Take the same run for a command about it: one process, and how many ranks the run would have.
+    """Describe the run for a command about it, which is one process.
 
     With `needs_gpu` the process sees the GPUs that one rank of the run has; otherwise none.
     """
     flags, variables, config = _read_run(argv, environ)
     num_ranks = checked_num_ranks(_num_ranks(variables) if num_ranks is None else num_ranks)
     own = {name: value for name, value in variables.items() if name not in _OF_A_RANK}
-    # Where it saw several GPUs, ms-swift would take its one process for a model spread over them.
+    # If one process saw several GPUs, ms-swift would spread the model over them.
     own |= _gpus_of_a_rank(own, num_ranks) if needs_gpu else {_GPUS: ""}
     return RunLaunch(command, flags, own, config, num_ranks)
 
 
 def checked_num_ranks(num_ranks: int) -> int:
-    """Return the number. Raises `ConfigError` if there cannot be so many ranks."""
+    """Return the number, or raise `ConfigError` if it is not at least 1."""
     if num_ranks < 1:
         raise ConfigError(f"num_ranks must be at least 1, got {num_ranks}")
     return num_ranks
@@ -131,23 +132,23 @@ def _num_ranks(environ: Mapping[str, str]) -> int:
     counts = [environ.get(name, "1") for name in ("NPROC_PER_NODE", "NNODES")]
     if not all(count.isdecimal() for count in counts):
         raise ConfigError(
-            f"NPROC_PER_NODE={counts[0]} and NNODES={counts[1]} do not say how many ranks there are; give --num_ranks"
+            f"NPROC_PER_NODE={counts[0]} and NNODES={counts[1]} are no numbers of ranks; give --num_ranks"
         )
     return int(counts[0]) * int(counts[1])
 
 
 def _gpus_of_a_rank(environ: Mapping[str, str], num_ranks: int) -> dict[str, str]:
-    """Choose the first GPU if every rank has its own; a run of one process has all that it sees."""
+    """Choose the first GPU if every rank has its own; a run of one process keeps all that it sees."""
     return {} if num_ranks == 1 else {_GPUS: environ.get(_GPUS, "0").partition(",")[0]}
 
 
 def check_launch(launch: TrainLaunch | RunLaunch) -> None:
-    """Refuse what cannot become a run while it costs nothing: before an import, a model, a network."""
-    if ignores_errors(launch.flags) or not flag_names():  # of an ms-swift whose flags cannot be read
+    """Refuse a run that cannot work, before anything heavy is imported, loaded or downloaded."""
+    if ignores_errors(launch.flags) or not flag_names():  # the source of this ms-swift cannot be read
         return
     options = given_options(launch.flags)
     plugins = [path for name in PLUGINS for path in options.get(name, ())]
-    is_plain = all(map(is_our_plugin, plugins))  # a plugin may register what only the training process knows
+    is_plain = all(map(is_our_plugin, plugins))  # another plugin may register more names
     registered = Registered((), tuner_types()) if is_plain else Registered()
     check_run(options, launch.config, registered, is_training=isinstance(launch, TrainLaunch))
 
@@ -166,11 +167,11 @@ def is_our_plugin(path: str) -> bool:
 def _read_run(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str], dict[str, str], PackingConfig]:
     """Return ms-swift's flags, the environment with the packing options in it, and the checked packing options.
 
-    Idempotent: in the environment that it returns, the same command line gives the same again.
+    Idempotent, because `in_run` runs the same command line again in the environment that this returns.
     """
     flags, rest = split_flags(argv)
     path = rest.pop(0) if rest and rest[0].endswith(OF_TRAINING) else None
-    if rest and not rest[0].startswith("--"):  # it would become part of the file's last list
+    if rest and not rest[0].startswith("--"):  # it would be appended to the last list of the file
         raise ConfigError(loose_word(rest[0]))
     content = {} if path is None else _read_file(path)
     variables = {**_variables(content.pop("ENV", None), path, environ), **environ}
@@ -213,7 +214,7 @@ def _variables(block: Any, path: str | None, environ: Mapping[str, str]) -> dict
 def _without_late_strategy(
     options: Mapping[str, Any], variables: Mapping[str, str], environ: Mapping[str, str], has_plugins: bool
 ) -> dict[str, Any]:
-    """Leave out a strategy that only the training process can find: in a plugin, or on a path of the `ENV` block."""
+    """Leave out a strategy that only training can find: one in a plugin, or on a `PYTHONPATH` of the `ENV` block."""
     name = str(options.get("packing_strategy", ""))
     has_own_path = variables.get("PYTHONPATH") != environ.get("PYTHONPATH")
     is_found_later = has_own_path if ":" in name else has_plugins and name not in known_names()

@@ -48,7 +48,7 @@ def check_adapter(adapter: str) -> None:
 
 
 def check_exists(what: str, path: str, *, expands_home: bool) -> None:
-    """Refuse a file that is not there; `expands_home`: ms-swift takes `~` in it for the home."""
+    """Refuse a file that is not there. With `expands_home`, ms-swift reads `~` in the path as the home folder."""
     if not (Path(path).expanduser() if expands_home else Path(path)).exists():
         raise ConfigError(f"{what} {path}: no such file{_near(path)}")
 

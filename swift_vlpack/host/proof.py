@@ -26,7 +26,7 @@ from swift_vlpack.proof.verdict import Proof
 
 
 def prove_isolation(trainer: Any) -> Proof:
-    """Run the proof on the model as it will train; all ranks run the same forwards."""
+    """Prove isolation on the model as it will train, before step 1. All ranks call it, and run the same forwards."""
     context = trainer.compute_loss_context_manager
     with waiting("the isolation proof"):  # wrapped models exchange data in it
         return proof_of(model_of(trainer), trainer.template, trainer.feed.packs, forward_context=context)
@@ -37,14 +37,14 @@ def prove_first_batch(trainer: Any, batches: Sequence[Batch], num_items: Any) ->
 
     The trainer stays as it was: no batch is used up, no random number drawn, no gradient and no metric left behind.
     """
-    batch = max(batches, key=_size)  # with the most boundaries
-    sequences: list[FirstSequence] = []  # of this rank, which alone has its batch
+    batch = max(batches, key=_size)  # most samples, so most boundaries
+    sequences: list[FirstSequence] = []  # filled with that of this rank; batches are not sent to other ranks
     results_of_all(lambda: sequences.append(_checked_sequence(trainer, batch)), "the first batch")
     try:
         with _unseen(trainer):
             loss, has_engine = partial(_loss, trainer, batch, num_items), trainer.is_deepspeed_enabled
             passes = Passes(unwrapped(model_of(trainer)), loss, _scale_of(trainer), has_engine=has_engine)
-            of = measure_in_training(
+            measured = measure_in_training(
                 passes, sequences[0], lambda work: results_of_all(work, "the first batch in training")
             )
     except CannotSee as error:  # raised on all ranks, because they have the same model
@@ -53,9 +53,11 @@ def prove_first_batch(trainer: Any, batches: Sequence[Batch], num_items: Any) ->
         error.add_note("This was the proof on the first batch, before step 1: packing_verify=false trains without it.")
         raise
     if trainer.model_info.is_moe_model and trainer.args.router_aux_loss_coef:
-        of = replace(of, not_looked_at=(*of.not_looked_at, "the loss that balances experts over the sequence"))
+        measured = replace(
+            measured, not_looked_at=(*measured.not_looked_at, "the loss that balances experts over the sequence")
+        )
     lines: list[str] = []
-    results_of_all(lambda: lines.append(prove_in_training(of)), "the first batch in training")
+    results_of_all(lambda: lines.append(prove_in_training(measured)), "the first batch in training")
     return lines[0]
 
 
@@ -70,7 +72,8 @@ def _checked_sequence(trainer: Any, batch: Batch) -> FirstSequence:
     assert record is not None
     workers = trainer.args.dataloader_num_workers
     samples = encoded_again(feed, record, rank=trainer.args.process_index, num_workers=workers)
-    if not record.sample_ids:  # of a rank that is dry, or of rows that cannot be read: a sequence without a target
+    # No samples: this rank has no data left, or none of its rows could be read. Its sequence has no target.
+    if not record.sample_ids:
         wrong = None
     elif isinstance(samples, str):
         wrong = wrong_without_samples(batch, record)
@@ -89,7 +92,8 @@ def _unseen(trainer: Any) -> Iterator[None]:
     args = trainer.args
     before = trainer.custom_metrics, trainer.lengths_in_sequence, args.router_aux_loss_coef
     trainer.custom_metrics = {mode: type(one)(one.default_factory) for mode, one in before[0].items()}
-    args.router_aux_loss_coef = 0.0  # balances experts over the sequence: no sum over samples
+    # The loss that balances experts is no sum over samples, so it cannot be that of the samples alone.
+    args.router_aux_loss_coef = 0.0
     try:
         yield
     finally:
@@ -97,7 +101,7 @@ def _unseen(trainer: Any) -> Iterator[None]:
 
 
 def _loss(trainer: Any, batch: Batch, num_items: Any, inputs: Mapping[str, Any], packed: bool) -> torch.Tensor:
-    """Return the trainer's loss of the batch with other inputs, or of an un-packed batch, as a part of the step."""
+    """Compute the trainer's loss, as a part of the step, of the batch with other `inputs`, or of an un-packed batch."""
     assert batch.record is not None
     sequence = to_device(batch_of(inputs, batch.record, batch.beside) if packed else dict(inputs), trainer.args.device)
     trainer.lengths_in_sequence = batch.record.lengths_in_sequence if packed else ()
@@ -119,10 +123,10 @@ def _scale_of(trainer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def attention_of(trainer: Any) -> str:
-    """The name of the attention that the model has."""
+    """Return the name of the attention that the model uses."""
     return attention.name_of(unwrapped(model_of(trainer)).config)
 
 
 def model_of(trainer: Any) -> Any:
-    """The model as it will train, in its wrappers."""
+    """Return the model as it will train, with its wrappers."""
     return getattr(trainer, "model_wrapped", None) or trainer.model

@@ -1,6 +1,6 @@
 """Make a training run without training it: arguments, processor, template and data, by the methods of `swift sft`.
 
-For commands about a run. The environment of the run has to be in place before this module, and ms-swift, are imported.
+For commands about a run. The environment of the run has to be set before this module and ms-swift are imported.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from swift_vlpack.host.run_flags import given_options
 from swift_vlpack.host.sources import load_sources
 
 LEFT_OUT = ("ddp_backend", "deepspeed", "fsdp")
-"""Options of a run that decide nothing about packs, and need processes that a command does not start."""
+"""Options of a run that are left out: they change no pack, and need processes that a command does not start."""
 NO_TRACE = ("--report_to", "none", "--add_version", "false")
 
 
@@ -39,7 +39,7 @@ class Run(SwiftSft):
     overridden: tuple[str, ...] = (*NO_TRACE, "--use_cpu", "true")
     """Without `use_cpu` ms-swift refuses bfloat16 on a machine that has no GPU."""
     has_weights = False
-    """False, as in the length pass of training, which has no model either."""
+    """Whether the weights are loaded. Lengths and packs need none."""
 
     def __init__(self, argv: Sequence[str], command: str) -> None:
         if command == "pt":
@@ -54,7 +54,7 @@ class Run(SwiftSft):
 
 
 class TrainableRun(Run):
-    """A run with its weights, on its own device. `run()` is ms-swift's own, but for its data and its training."""
+    """A run with its weights, on its own device. `run()` is ms-swift's own, except for its data and its training."""
 
     left_out = (*LEFT_OUT, "resume_from_checkpoint")
     overridden = NO_TRACE
@@ -62,7 +62,7 @@ class TrainableRun(Run):
     at_training: Callable[[Any], None]
     """Called with the trainer where ms-swift would let it train and save."""
     make_data: Callable[[], list[Any]] | None = None
-    """Returns other data to train on, and to evaluate on."""
+    """If set, returns the data to train on and to evaluate on, in place of the run's own."""
 
     def train(self, trainer: Any) -> None:
         """Take the place of ms-swift's own method."""
@@ -77,7 +77,7 @@ class TrainableRun(Run):
 
 
 class _Prepared(Exception):
-    """The model is prepared, and not a step is to be taken."""
+    """Stops the trainer once its model is prepared, before the first step."""
 
 
 def prepare_to_train(trainer: Any, look: Callable[[], None]) -> None:

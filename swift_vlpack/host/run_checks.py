@@ -1,7 +1,7 @@
 """Check a run before anything heavy is imported: options that clash, and paths that lead nowhere (`path_checks.py`).
 
-`vlpack` asks with the flags it was given, and the plugin with ms-swift's arguments, as soon as it is loaded: in plain
-`swift sft` that is the first moment that this package sees.
+`vlpack` calls `check_run` with the flags that it was given. In plain `swift sft` the plugin calls it with ms-swift's
+arguments when it is loaded, which is the first moment at which code of this package runs.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def check_run(
 ) -> None:
     """Refuse a run that cannot work, as far as that can be known without a model or the network.
 
-    `options` are ms-swift's, by name; those that are absent have their default. A run that is no training writes
-    nothing into its output folder.
+    `options` are ms-swift's, by name; those that are absent have their default. With `is_training` the output folder
+    has to be writable.
     """
     sources = None
     if config.packing:
@@ -100,7 +100,7 @@ def _check_files(options: Mapping[str, Any]) -> None:
 
 def _need_model_and_data(options: Mapping[str, Any], sources: FusionConfig | None) -> None:
     get = options.get
-    if not (get("model") or get("load_args") or get("resume_only_model")):  # which a checkpoint may name too
+    if not (get("model") or get("load_args") or get("resume_only_model")):  # a checkpoint may name the model, too
         raise ConfigError("there is no model to train: give --model, a local folder or a name on the hub")
     if not (get("dataset") or get("cached_dataset") or sources or get("load_data_args")):
         raise ConfigError("there is no data to train on: give --dataset or fusion_config")
@@ -130,8 +130,8 @@ def refuse_combinations(options: Mapping[str, Any], config: PackingConfig) -> No
         (
             config.eval_packing and get("eval_metric"),
             f"--eval_metric {get('eval_metric')} with eval_packing",
-            "it is computed of rows, which packs are not (eval_loss and eval_token_acc are those of rows); leave one "
-            "of them out",
+            "it is computed from rows, which packs are not (eval_loss and eval_token_acc are still those of rows); "
+            "leave one of them out",
         ),
         (get("use_flash_ckpt"), "--use_flash_ckpt true", "it says too early that a checkpoint is saved; leave it out"),
         (
@@ -155,7 +155,7 @@ def refuse_combinations(options: Mapping[str, Any], config: PackingConfig) -> No
 
 
 def _as_sources(options: Mapping[str, Any]) -> str:
-    """Return the fusion_config that draws as many rows of each data set as `--interleave_prob` does."""
+    """Return the hint at a `fusion_config` that draws as many rows of each data set as `--interleave_prob` does."""
     datasets, shares = _many(options.get("dataset")), [float(share) for share in options["interleave_prob"]]
     if len(datasets) != len(shares) or not all(share > 0 for share in shares):
         return "it needs one share above 0 for each --dataset; or give ratios in a fusion_config"

@@ -5,7 +5,8 @@
 >>> given_options(["--model", "m", "--dataset", "a.jsonl", "b.jsonl", "--streaming", "true"])
 {'model': 'm', 'dataset': ['a.jsonl', 'b.jsonl'], 'streaming': True}
 
-ms-swift would find a wrong flag after half a minute of imports; its flags are read from its source (`swift_flags.py`).
+ms-swift finds a wrong flag only after half a minute of imports. Here its flags are read from its source
+(`swift_flags.py`), so a wrong one is refused at once.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def as_flags(keys: Mapping[str, Any]) -> list[str]:
 
 
 def refuse_unknown(keys: Iterable[str], flags: Sequence[str], path: str | None) -> None:
-    """Name every key of the file and every flag that ms-swift does not have, and what was meant."""
+    """Raise `ConfigError` that names all keys and flags that ms-swift does not have, with what was meant."""
     known = flag_names()
     if not known or ignores_errors(flags) or "ignore_args_error" in keys:
         return
@@ -79,12 +80,12 @@ def refuse_unknown(keys: Iterable[str], flags: Sequence[str], path: str | None) 
 
 
 def ignores_errors(flags: Sequence[str]) -> bool:
-    """Tell whether ms-swift was asked to pass over what it does not know."""
+    """Tell whether ms-swift was asked to ignore what it does not know."""
     return any(option_name(flag) == "ignore_args_error" for flag in flags)
 
 
 def _is_known(name: str, known: frozenset[str]) -> bool:
-    """Tell whether ms-swift takes it: a field, its negation, or the beginning of one, as every argparse does."""
+    """Tell whether ms-swift takes the name: an option, `no_` before one, or, as argparse allows, its beginning."""
     name = name.replace("-", "_")
     return any(option.startswith((name, name.removeprefix("no_"))) for option in known)
 

@@ -18,7 +18,7 @@ _OF_FIELD = re.compile(r" {4}(\w+) ?\(.*?\):(?: (.*)|$)")
 
 
 class _Lost(Exception):
-    """The source is not where, or not what, it was."""
+    """The source of ms-swift or transformers is not laid out as this module expects."""
 
 
 class _Place(NamedTuple):
@@ -56,7 +56,7 @@ def flag_names() -> frozenset[str]:
 
 @cache
 def flags() -> dict[str, Flag]:
-    """Return all flags with their declarations; empty if the source cannot be read."""
+    """Read all flags with their declarations; empty if the source cannot be read."""
     try:
         return dict(_fields("swift.arguments", "SftArguments"))
     except (_Lost, OSError, SyntaxError, ValueError):
@@ -65,7 +65,7 @@ def flags() -> dict[str, Flag]:
 
 @cache
 def tuner_types() -> frozenset[str]:
-    """Read the values of `--tuner_type` that need no plugin; none where this ms-swift is built in another way."""
+    """Read the values of `--tuner_type` that need no plugin; empty if this ms-swift is laid out in another way."""
     try:
         built_in = _tree(_place("swift.arguments.base_args.base_args").path)
         mapped = _tree(_place("swift.tuner_plugin.mapping").path)
@@ -91,7 +91,7 @@ def _fields(module: str, name: str) -> Iterator[tuple[str, Flag]]:
 
 
 def _texts(docstring: str) -> dict[str, str]:
-    """Return what a docstring says of each field, written as by Google or Hugging Face; lists in it are left out.
+    """Return what a docstring in the style of Google or Hugging Face says of each field, without its lists.
 
     >>> _texts("Args:\\n    rate (float): How\\n        fast.\\n        - as a list\\n    steps (int): How many.")
     {'rate': 'How fast.', 'steps': 'How many.'}

@@ -1,4 +1,11 @@
-"""Name the likeliest cause of a failed proof. Pure: takes the evidence, returns a sentence."""
+"""Name the likeliest cause of a failed proof from its evidence. Runs no model.
+
+>>> cause_of(Evidence(attention="sdpa"))
+'attention sdpa knows no boundaries; leave attn_impl unset, so that packing chooses its own'
+
+The order of the checks matters: samples that moved with a neighbour are explained before samples that only differ.
+docs/isolation.md has the table of what is seen and what is said.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +44,7 @@ class Profile:
     @property
     def is_edge(self) -> bool:
         """Return whether only a few tokens at its start or end differ."""
+        # A short sample is all edge, so of such a sample only a single token counts.
         if self.first is None or self.last is None or self.num_tokens <= 2 * _FEW:
             return self.first is not None and self.first == self.last
         return self.last < _FEW or self.first >= self.num_tokens - _FEW
@@ -78,7 +86,7 @@ class Evidence:
     """Result of the host's padded batch of two of the samples by the model's own attention: ALONE, ANOTHER or MIXED."""
     window: int | None = None
     rope_type: str = "default"
-    model_types: tuple[str, ...] = field(default=())
+    model_types: tuple[str, ...] = ()
     """Kinds of the model's layers, as its config names them."""
 
 
@@ -121,7 +129,9 @@ def facts_of(config: Any) -> dict[str, Any]:
     """Read the fields of `Evidence` that come from the model's config: window, type of RoPE, kinds of layers."""
     text = text_config_of(config)
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    # Some models have RoPE parameters for each kind of layer: take the first.
     rope = next((one for one in rope.values() if isinstance(one, dict)), rope)
+    # Llama 4 calls its window chunks; Qwen names a window and may not use it.
     window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None)
     return {
         "window": window if isinstance(window, int) and getattr(text, "use_sliding_window", True) else None,
@@ -159,6 +169,7 @@ def _of_moved(evidence: Evidence) -> str:
     boundaries = {at + 1 for at in changed if at + 1 < len(evidence.profiles)}
     few = [of <= min(_FEW, evidence.profiles[moved].num_tokens // 2) for (_, moved), of in evidence.moved.items()]
     is_edge = any(few) or any(profile.is_edge for profile in evidence.profiles)
+    # A single wrong boundary: if all were crossed, boundaries would be lost, not shifted.
     if crossed and is_edge and len(crossed) < max(2, len(boundaries)):
         return (
             f"a boundary is shifted: where sample {min(crossed) + 1} of the sequence starts a few tokens belong to "
@@ -167,6 +178,7 @@ def _of_moved(evidence: Evidence) -> str:
     if crossed and len(crossed) < len(boundaries):
         numbers = ", ".join(str(number + 1) for number in sorted(crossed))
         return f"the boundary before sample {numbers} of the sequence is lost, while others hold (wrong cu_seq_lens)"
+    # The layer is not known, but the model has such layers.
     if not evidence.layer_type and any(map(is_stateful, evidence.model_types)):
         return of_linear_attention()
     return (
@@ -247,6 +259,8 @@ def _of_media(evidence: Evidence) -> str:
 
 
 def _of_attention(evidence: Evidence, differing: list[Profile]) -> str:
+    # The first token that differs tells what is missing: token 0 sees only itself, so it differs by sinks or values;
+    # from token 1 on weights between tokens matter; a window or chunk ends later.
     lacks = f"attention {evidence.attention} does not do what the model asks of attention"
     starts = {profile.first for profile in differing}
     if evidence.window and starts and min(start or 0 for start in starts) >= evidence.window - 1:

@@ -1,4 +1,7 @@
-"""Choose the real samples and sequences that the proof looks at; every rank chooses the same ones."""
+"""Choose the real samples and sequences of a proof, from the plan of the epoch or from the start of a stream.
+
+All ranks choose the same, because they run the same forwards together.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,11 @@ FEWEST = 4
 """Fewest samples in the pack that is measured: some mistakes need more than three samples to show."""
 NUM_STREAMED = 64
 """Number of samples that are read from the start of a stream."""
-_FIRST, _SPREAD, _LOOKED_AT = 6, 18, 250
-"""Rows of a kind that are tried: the shortest ones, then some spread over all lengths, because broken rows are often
-short. The last number limits how many rows are opened to find media that the lengths do not count."""
+_FIRST, _SPREAD = 6, 18
+"""Rows that are tried of each kind: this many of the shortest, then this many spread over all lengths, because broken
+rows are often short."""
+_LOOKED_AT = 250
+"""Most rows that are opened to find kinds of media that the lengths do not count."""
 
 
 def chosen_samples(packs: Packs, is_usable: Callable[[Encoded], bool]) -> list[Encoded]:
@@ -45,7 +50,7 @@ def chosen_samples(packs: Packs, is_usable: Callable[[Encoded], bool]) -> list[E
             break
         chosen.append(sample)
         room -= length_of(sample)
-    return chosen * 2 if len(chosen) == 1 else chosen
+    return chosen * 2 if len(chosen) == 1 else chosen  # a pack of one sample has no neighbour
 
 
 def _in_turn(kinds: Sequence[Iterator[Encoded]]) -> Iterator[Encoded]:
@@ -71,9 +76,8 @@ def short_samples(packs: Packs) -> list[Encoded]:
 def shortest_of_each_kind(samples: Sequence[Encoded]) -> list[int]:
     """Return the index of the shortest sample with each kind of media, and of the shortest without any."""
     by_length = sorted(range(len(samples)), key=lambda at: length_of(samples[at]))
-    return list(
-        {kinds_of_media(samples[at]): at for at in by_length[::-1]}.values()
-    )  # the last one, the shortest, stays
+    # From the longest to the shortest, because the last sample of a kind stays in the dictionary.
+    return list({kinds_of_media(samples[at]): at for at in by_length[::-1]}.values())
 
 
 def candidates_from(packs: Packs) -> list[Iterator[Encoded]]:

@@ -6,7 +6,7 @@ It shows which sample moved which, at which tokens, and in which layer the diffe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,9 +23,9 @@ from swift_vlpack.proof.causes import (
     facts_of,
 )
 from swift_vlpack.proof.limits import Limits, gap_by_token, gap_of
-from swift_vlpack.proof.perturb import can_be_replaced, few_of, kinds_of_media, media_of, replaced, with_other_media
+from swift_vlpack.proof.perturb import can_be_replaced, kinds_of_media, media_of, replaced, with_other_media
 from swift_vlpack.proof.proof_model import VISION_PARTS, ProofModel, length_of
-from swift_vlpack.proof.reference import fitting, own_attention, repeatable_training, untouched
+from swift_vlpack.proof.reference import own_attention_for, repeatable_training, run_alone, untouched
 from swift_vlpack.rows.samples import Encoded
 
 _NOT_MOVED = 1e-5
@@ -44,7 +44,7 @@ def evidence_of(proof_model: ProofModel, sequence: Sequence[Encoded], limits: Li
         with repeatable_training(proof_model.model):
             profiles = _profiles(proof_model, sequence, limits)
             worst = next((at for at, profile in enumerate(profiles) if profile.differs), None)
-            to_change = few_of(len(sequence), worst or 0)
+            to_change = samples_to_change(len(sequence), worst or 0)
             moved = _moved(
                 proof_model, sequence, limits, to_change, lambda sample: _with_other_tokens(proof_model, sample)
             )
@@ -67,6 +67,15 @@ def evidence_of(proof_model: ProofModel, sequence: Sequence[Encoded], limits: Li
         is_only_in_training=any(p.differs for p in profiles) and not any(p.differs for p in in_evaluation),
         **facts,
     )
+
+
+def samples_to_change(num_samples: int, worst: int) -> tuple[int, ...]:
+    """Choose samples to change: all if they are few, else the neighbours of `worst` and both ends.
+
+    Not all of many, because each changed sample costs a forward of the sequence.
+    """
+    around = {0, 1, *range(worst - 2, worst + 3), num_samples - 2, num_samples - 1}
+    return tuple(at for at in range(num_samples) if num_samples <= len(around) or at in around)
 
 
 def where(sequence: Sequence[Encoded], evidence: Evidence) -> str:
@@ -93,8 +102,8 @@ def first_layer(proof_model: ProofModel, sequence: Sequence[Encoded], sample: in
     own = slice(start, start + length_of(sequence[sample]))
     with hidden_states(layers) as packed:
         proof_model.run(sequence, packed=True)
-    with _own_for(proof_model, sequence[sample]), hidden_states(layers) as alone:
-        ran = proof_model.run([sequence[sample]], packed=False)
+    with hidden_states(layers) as alone:
+        ran = run_alone(proof_model, sequence[sample])
     num_tokens = len(ran.logits[0])
     for number, (here, there) in enumerate(zip(packed, alone, strict=False), start=EMBEDDINGS):
         one, other = here.reshape(-1, here.shape[-1])[own].float(), there.reshape(-1, there.shape[-1]).float()
@@ -129,8 +138,8 @@ def _module_of(
     elif worst is not None:
         with _outputs(proof_model, sequence, worst) as here:
             proof_model.run(sequence, packed=True)
-        with _own_for(proof_model, sequence[worst]), _outputs(proof_model, [sequence[worst]], 0) as there:
-            proof_model.run([sequence[worst]], packed=False)
+        with _outputs(proof_model, [sequence[worst]], 0) as there:
+            run_alone(proof_model, sequence[worst])
     else:
         return None
     for name, output in here.items():
@@ -214,11 +223,10 @@ def _profiles(proof_model: ProofModel, sequence: Sequence[Encoded], limits: Limi
     packed = proof_model.run(sequence, packed=True).logits
     profiles = []
     for logits, sample in zip(packed, sequence, strict=True):
-        with _own_for(proof_model, sample):
-            by_token = gap_by_token(logits, proof_model.run([sample], packed=False).logits[0])
-            wrong = torch.nonzero(~(by_token <= limits.alone)).flatten().tolist()
-            first, last = (wrong[0], wrong[-1]) if wrong else (None, None)
-            profiles.append(Profile(len(logits), bool(kinds_of_media(sample)), first, last))
+        by_token = gap_by_token(logits, run_alone(proof_model, sample).logits[0])
+        wrong = torch.nonzero(~(by_token <= limits.alone)).flatten().tolist()
+        first, last = (wrong[0], wrong[-1]) if wrong else (None, None)
+        profiles.append(Profile(len(logits), bool(kinds_of_media(sample)), first, last))
     return profiles
 
 
@@ -248,7 +256,7 @@ def _unpacked(proof_model: ProofModel, sequence: Sequence[Encoded], profiles: Se
     if len(sequence) < 2:
         return ALONE
     two = _two_of(sequence, profiles)
-    with _own_for(proof_model, max(two, key=length_of)):
+    with own_attention_for(proof_model.model, length_of(max(two, key=length_of))):
         try:
             together = proof_model.run(two, packed=False).logits
         except RuntimeError:
@@ -295,15 +303,10 @@ def _given(
         for other, sample in enumerate(sequence):
             if other == at or not _fits(sequence[at], sample):
                 continue
-            with _own_for(proof_model, sequence[at]):
-                alone = proof_model.run([{**sequence[at], **media_of(sample)}], packed=False).logits[0]
+            alone = run_alone(proof_model, {**sequence[at], **media_of(sample)}).logits[0]
             if gap_of(packed[at], alone).over_tokens <= limits.alone:
                 return at, other
     return None
-
-
-def _own_for(proof_model: ProofModel, sample: Encoded) -> AbstractContextManager[None]:
-    return own_attention(proof_model.model, fitting(proof_model.model, length_of(sample)))
 
 
 def _fits(sample: Encoded, other: Encoded) -> bool:

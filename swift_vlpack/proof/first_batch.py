@@ -12,7 +12,7 @@ import torch
 from swift_vlpack.feed.feed import CannotReadAgain, Feed
 from swift_vlpack.feed.sequence import layout, packed_sequence
 from swift_vlpack.proof.perturb import kinds_of_media, replaced, with_other_media
-from swift_vlpack.proof.same_inputs import without_extras
+from swift_vlpack.proof.proof_model import without_extras
 from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.samples import Encoded, PackRecord, SampleId
 

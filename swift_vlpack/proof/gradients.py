@@ -1,4 +1,4 @@
-"""Take gradients of a small set of parameters without leaving a trace on them."""
+"""Compare gradients without leaving a trace on the model: take those of norms and biases only, by `autograd.grad`."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ def small_set_in_float32(model: torch.nn.Module) -> Iterator[tuple[dict[str, tor
     """
     leaves = {name: one.detach().float().requires_grad_(True) for name, one in _norms_and_biases(model).items()}
     by_id = {id(one): leaves[name] for name, one in _norms_and_biases(model).items()}
+    # Only 16-bit weights are widened; others are in float32 already.
     num_bytes = sum(4 * one.numel() for one in model.parameters() if one.element_size() == 2)
     with _run_again(
         model, lambda: (nullcontext(), Float32Mode(next(model.parameters()).device.type, by_id))
@@ -66,6 +67,7 @@ def _run_again(model: torch.nn.Module, contexts: Callable[[], Any] | None = None
 
     `contexts` makes two context managers: for a layer's forward, and for its second run in the backward.
     """
+    # Each layer that is checkpointed keeps the function to do so, as an attribute.
     checkpointed = [
         (module, vars(module)[_CHECKPOINT]) for module in model.modules() if vars(module).get(_CHECKPOINT) is not None
     ]
@@ -79,7 +81,7 @@ def _run_again(model: torch.nn.Module, contexts: Callable[[], Any] | None = None
 
 
 def added(gradients: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Add up the gradients of the samples of a step."""
+    """Add up the gradients of samples alone, to compare them with the gradient of their sequence."""
     total: dict[str, torch.Tensor] = {}
     for gradient in gradients:
         for name, grad in gradient.items():
@@ -94,6 +96,7 @@ def difference(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor
     the bias of attention's keys.
     """
     lengths, gaps = _squares(one, other)
+    # A part counts as at least a thousandth of the whole (these are squares): one with next to no gradient is rounding.
     whole = sum(lengths.values())
     return {part: (gaps[part] / max(length, 1e-6 * whole, 1e-30)) ** 0.5 for part, length in lengths.items()}
 
@@ -122,4 +125,5 @@ def _not_reentrant(contexts: Callable[[], Any] | None) -> Any:
 
 def is_sharded(model: torch.nn.Module) -> bool:
     """Return whether each rank holds only a part of the parameters (FSDP, ZeRO-3)."""
+    # Parameters of FSDP2 are DTensors, which have a mesh; ZeRO-3 leaves empty tensors in their place.
     return any(hasattr(parameter, "device_mesh") or not parameter.numel() for parameter in model.parameters())

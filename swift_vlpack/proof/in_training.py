@@ -9,12 +9,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
+from swift_vlpack.comm import OfAll
 from swift_vlpack.proof import gradients
 from swift_vlpack.proof.choose_samples import shortest_of_each_kind
 from swift_vlpack.proof.first_batch import FirstSequence, Span, is_token
@@ -29,6 +30,7 @@ from swift_vlpack.proof.limits import (
     has_experts,
     precision_of,
     rounded_otherwise,
+    without_noise,
     worst,
 )
 from swift_vlpack.proof.passes import Pass, Passes
@@ -39,6 +41,7 @@ from swift_vlpack.proof.reference import (
     configs_of,
     longest_for_own,
     own_attention,
+    own_attention_for,
     repeatable_training,
     untouched,
 )
@@ -46,9 +49,6 @@ from swift_vlpack.words import counted
 
 NUM_FOR_NOISE = 4
 """Number of samples on which the effect of rounding is measured."""
-
-OfAll = Callable[[Callable[[], Any]], list[Any]]
-"""Runs a function on every rank and returns all results, in order of rank, on each of them."""
 
 
 class Gradients(NamedTuple):
@@ -94,7 +94,7 @@ class InTraining:
     """Limits for results that the same kernels compute from the same numbers."""
     dtype: str
     """The data type that the model computes in."""
-    not_looked_at: Sequence[str] = field(default=())
+    not_looked_at: Sequence[str] = ()
 
     @property
     def is_sharp(self) -> bool:
@@ -243,7 +243,8 @@ class _Compared:
                 continue
             at = self.watched[number]
             inputs = self.sequence.alone(at)
-            with own_attention(self.passes.model, self._attention_for(self.sequence.record.lengths[at])):
+            num_tokens = self.sequence.record.lengths[at]
+            with own_attention_for(self.passes.model, num_tokens, is_trained=not self.is_checkpointed):
                 made.append(_without_padding(self.passes.run(inputs, packed=False), inputs))
         return made
 
@@ -258,17 +259,11 @@ class _Compared:
         missing = min(NUM_FOR_NOISE, self.num_alone) - len(few) if self.passes.is_sharded else 0
         return few + [self.num_alone] * missing
 
-    def _attention_for(self, num_tokens: int) -> str:
-        """Return the attention for a sample alone: the model's own, or sdpa if the sample is too long for it.
-
-        Without checkpointing less fits into memory, because all layers keep their attention weights for the backward.
-        """
-        longest = longest_for_own(self.passes.model, is_trained=not self.is_checkpointed)
-        return OWN if num_tokens <= longest else QUICK
-
     def _long(self) -> list[int]:
         """Return the watched samples that are too long for the model's own attention."""
-        return [at for at in self.watched if self._attention_for(self.sequence.record.lengths[at]) != OWN]
+        # With checkpointing a layer keeps no weights for the backward, so as much fits as in a forward.
+        longest = longest_for_own(self.passes.model, is_trained=not self.is_checkpointed)
+        return [at for at in self.watched if self.sequence.record.lengths[at] > longest]
 
     def _is_quick_equal(self) -> bool:
         """Return whether sdpa equals the model's own attention on the shortest watched sample.
@@ -284,8 +279,7 @@ class _Compared:
                     continue
                 with own_attention(self.passes.model, name):
                     hidden.append(self.passes.run(self.sequence.alone(shortest), packed=False, backward=False).hidden)
-        limit = 4 * FLOORS[self.dtype].logits
-        return not hidden or gap_of(*hidden).over_tokens <= limit * max(1.0, float(hidden[0].abs().max()))
+        return not hidden or gap_of(*hidden).over_tokens <= without_noise(self.dtype, hidden[0])
 
     def _embedded_alone(self) -> list[torch.Tensor]:
         """Return the embeddings of each watched sample, with noise drawn for the sample alone."""

@@ -52,6 +52,8 @@ FLOORS = {
 
 SHARP = Floor(1e-4, 1e-3, 1e-2)
 """Fixed limits for float32, wide enough for any model's rounding there; a mistake of ten times as much is noticed."""
+TIMES_FLOOR = 4
+"""Factor from the floor of the data type to the limit of a comparison for which no noise was measured."""
 NOTICED = Floor(0.0, 1e-2, 3e-2)
 """Widest limits that would notice a mistake. Wider limits, as in 16 bits, show only leaks and gross mistakes."""
 
@@ -93,7 +95,7 @@ class Limits(NamedTuple):
             max(floor.moved * scale, 4 * repeated),
             alone,
             min(MOST_OF_GRADIENT, max(floor.gradient, noise.gradient)),
-            4 * floor.logits,
+            TIMES_FLOOR * floor.logits,
             math.inf if has_experts else TOKEN_TO_SAMPLE * alone,
         )
 
@@ -103,7 +105,7 @@ class Limits(NamedTuple):
         scale = max(1.0, largest_logit)
         alone = SHARP.logits * scale
         token = math.inf if has_experts else TOKEN_TO_SAMPLE * alone
-        return cls(SHARP.moved * scale, alone, SHARP.gradient, 4 * SHARP.logits, token)
+        return cls(SHARP.moved * scale, alone, SHARP.gradient, TIMES_FLOOR * SHARP.logits, token)
 
     def would_notice(self, largest_logit: float) -> bool:
         """Return whether the limits are narrow enough that a mistake would exceed them."""
@@ -123,6 +125,11 @@ class Gap(NamedTuple):
 
     most: float
     over_tokens: float
+
+
+def without_noise(dtype: torch.dtype, expected: torch.Tensor) -> float:
+    """Return how far another kernel may be from `expected` if no noise was measured, as for sdpa and eager."""
+    return TIMES_FLOOR * FLOORS[dtype].logits * max(1.0, float(expected.abs().max()))
 
 
 def has_experts(model: torch.nn.Module) -> bool:

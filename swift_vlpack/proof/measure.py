@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -29,11 +29,11 @@ from swift_vlpack.proof.perturb import replaced, twins, with_other_media
 from swift_vlpack.proof.proof_model import ProofModel, RunResult, length_of, with_cut_head
 from swift_vlpack.proof.reference import (
     Reference,
-    fitting,
     in_float32,
     longest_for_own,
     own_attention,
     repeatable_training,
+    run_alone,
     untouched,
 )
 from swift_vlpack.proof.same_inputs import (
@@ -173,7 +173,7 @@ def measure_pack(
         reference = Reference(proof_model, samples)
         samples = reference.known(samples)
         with own_attention(proof_model.model):
-            proof_model = reference.proof_model = with_cut_head(proof_model, min(samples, key=length_of))
+            proof_model = with_cut_head(proof_model, min(samples, key=length_of))
         experts = has_experts(proof_model.model)
         packs = _PackRuns(proof_model, samples, has_experts=experts)
         # Some kernels add in another order each time. That is noise; a cache or a draw that stays moves far more.
@@ -238,7 +238,9 @@ def _against_known(proof_model: ProofModel, reference: Reference, sequence: Sequ
     is_known = [reference.is_for([sample]) for sample in sequence]
     if not any(is_known):
         return None
-    alone = (reference.of(sample) if known else None for sample, known in zip(sequence, is_known, strict=True))
+    alone = (
+        run_alone(proof_model, sample) if known else None for sample, known in zip(sequence, is_known, strict=True)
+    )
     return AgainstAlone.of(sequence, proof_model.run(sequence, packed=True), alone)
 
 
@@ -257,10 +259,7 @@ def _in_float32(
                 return in_float32(proof_model.forward_context(), device, leaves)
 
             again = replace(proof_model, forward_context=forward_context)
-            alone = []
-            for sample in samples:
-                with own_attention(model, fitting(model, length_of(sample))):
-                    alone.append(again.run([sample], packed=False, parameters=parameters))
+            alone = [run_alone(again, sample, parameters) for sample in samples]
             packed = again.run(samples, packed=True, parameters=parameters)
             off = gradients.difference(packed.gradient, gradients.added([ran.gradient for ran in alone]))
     except Exception as error:  # a kernel for 16 bits only, or too little memory: the packs may be right
@@ -282,12 +281,12 @@ class _PackRuns:
         self.few = [at for at in _short_of_each_kind(samples) if at in graded]
         """Indices of a short sample of each kind."""
         with gradients.small_set(proof_model.model) as parameters:
-            self.options: Any = {"parameters": parameters}
+            self.parameters = parameters
             self.alone, self.dtype = self._alone(samples, graded)
             with own_attention(proof_model.model):
                 self.noise = self._noise(samples, self.few, num_draws=2 if has_experts else 1)
             short = [samples[at] for at in graded]
-            together = proof_model.run(short, packed=True, **self.options)
+            together = proof_model.run(short, packed=True, parameters=parameters)
         self.packed = together if len(short) == len(samples) else proof_model.run(samples, packed=True)
         # Reversed, the pack has its length and other boundaries: this shows a cache of boundaries by length.
         self.turned = proof_model.run(samples[::-1], packed=True)
@@ -319,9 +318,7 @@ class _PackRuns:
 
         def run() -> None:
             for at, sample in enumerate(samples):
-                options = self.options if at in graded else {}
-                with own_attention(self.proof_model.model, fitting(self.proof_model.model, length_of(sample))):
-                    ran.append(self.proof_model.run([sample], packed=False, **options))
+                ran.append(run_alone(self.proof_model, sample, self.parameters if at in graded else None))
 
         dtype = precision_of(self.proof_model.model, run)
         return ran, dtype
@@ -333,9 +330,11 @@ class _PackRuns:
         """
         model, draws = self.proof_model.model, []
         for seed in range(num_draws):
-            options = self.options if seed == 0 else {}
+            parameters = self.parameters if seed == 0 else None
             with rounded_otherwise(model, self.dtype, seed):
-                draws.append([self.proof_model.run([samples[at]], packed=False, **options) for at in chosen])
+                draws.append(
+                    [self.proof_model.run([samples[at]], packed=False, parameters=parameters) for at in chosen]
+                )
         gaps = [
             min(gap_of(ran.logits[0], self.alone[at].logits[0]).over_tokens for ran in of_sample)
             for at, of_sample in zip(chosen, zip(*draws, strict=True), strict=True)

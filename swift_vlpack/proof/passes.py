@@ -1,4 +1,8 @@
-"""Run one forward and backward as training does, and keep their results for every token of the sequence."""
+"""Run one forward and backward with the trainer's own loss, and keep what they give for every token.
+
+A `Pass` holds the hidden states after the last layer, the gradients at both ends of the layers, and the gradients of
+parameters. `in_training` compares passes; nothing is left on the model.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ import numpy as np
 import torch
 
 NUM_KEPT = 2**16
-"""Most values of a parameter's gradient that are kept to be compared; of a larger gradient every n-th."""
+"""Most values that are kept of each parameter's gradient; of a larger gradient only every n-th value is compared."""
 _HIDDEN, _OF_LOSS, _OF_INPUTS, _EMBEDDED = "hidden", "of_loss", "of_inputs", "embedded"
 
 ComputeLoss = Callable[[Mapping[str, Any], bool], torch.Tensor]
@@ -48,7 +52,7 @@ class Pass:
 
 
 class CannotSee(Exception):
-    """The hidden states of a model's layers cannot be captured."""
+    """The hidden states of a model cannot be captured, so nothing can be compared on its first batch."""
 
 
 class Passes:
@@ -71,6 +75,7 @@ class Passes:
         self.compute_loss = compute_loss
         self.scale = scale
         self.decoder = _layers_of(model)
+        # Parameters of FSDP2 are DTensors, which have a mesh; ZeRO-3 gives each parameter a `ds_id`.
         self.is_sharded = any(hasattr(one, "device_mesh") or hasattr(one, "ds_id") for one in model.parameters())
         self.why_no_parameters = "they are sharded" if self.is_sharded else None
         if not self.is_sharded and (has_engine or _is_waited_for(model)):
@@ -81,7 +86,7 @@ class Passes:
 
         Raises `CannotSee` if the hidden states of the model cannot be captured.
         """
-        # Equal draws in every pass: of equal lengths and grids, each token draws what it drew before.
+        # The same seed for every pass: with equal lengths and grids, each token draws the same numbers again.
         _seed_all(seed)
         before = _states_of_torch()
         with (
@@ -153,7 +158,8 @@ def _take(found: dict[str, torch.Tensor], name: str, parameter: torch.Tensor) ->
     assert parameter.grad is not None
     step = -(-parameter.grad.numel() // NUM_KEPT)
     kept = parameter.grad.reshape(-1)[::step].float().clone()
-    found[name] = found[name] + kept if name in found else kept  # a layer that is run again may come twice
+    # Added up, because the hook may run more than once for a layer that is run again in the backward.
+    found[name] = found[name] + kept if name in found else kept
     parameter.grad = None
 
 

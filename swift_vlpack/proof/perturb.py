@@ -1,4 +1,4 @@
-"""Change the content of samples and keep their form, so that the proof sees what depends on what.
+"""Replace the tokens or media of a sample and keep its lengths and shapes: what then moves depended on them.
 
 >>> replaced({"input_ids": [1, 7, 8, 9, 2]}, is_ordinary=lambda token: token > 2)["input_ids"]
 [1, 8, 9, 7, 2]
@@ -13,6 +13,7 @@ import torch
 
 from swift_vlpack.rows.samples import Encoded
 
+# Fields with one value for each token: no media, whatever their type.
 _NO_MEDIA = frozenset(("input_ids", "labels", "loss_scale", "position_ids", "attention_mask", "token_type_ids"))
 
 
@@ -71,15 +72,6 @@ def twins(samples: Sequence[Encoded]) -> list[tuple[int, int]]:
     ]
 
 
-def few_of(num_samples: int, worst: int) -> tuple[int, ...]:
-    """Choose samples to change: all if they are few, else the neighbours of `worst` and both ends.
-
-    Not all of many, because each changed sample costs a forward of the sequence.
-    """
-    around = {0, 1, *range(worst - 2, worst + 3), num_samples - 2, num_samples - 1}
-    return tuple(at for at in range(num_samples) if num_samples <= len(around) or at in around)
-
-
 def _has_content(value: Any) -> bool:
     """Return whether a value holds floating-point numbers, as pixels and spectra do; grids, masks, positions do not."""
     if isinstance(value, (list, tuple)):
@@ -90,4 +82,5 @@ def _has_content(value: Any) -> bool:
 def _other(value: Any, number: int) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_other(inner, number) for inner in value)
+    # Mirrored around `number` / 2: other values in the same shape and type, in about the same range.
     return number - value if isinstance(value, torch.Tensor) and value.is_floating_point() else value

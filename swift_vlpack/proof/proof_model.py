@@ -1,6 +1,11 @@
-"""Define what the proof runs: a model, and two ways to give it samples, as a packed sequence or as a padded batch.
+"""Run the model that is proved on samples, as a packed sequence or as a padded batch, and split the results.
 
-The proof needs no trainer and no template, only an object that makes both kinds of input (`Rows`).
+The proof needs no trainer and no template, only an object that collates samples both ways (`Batches`):
+
+    packed = proof_model.run(samples, packed=True)
+    alone = proof_model.run(samples[:1], packed=False)
+
+If sample 0 sees none of the others, `packed.logits[0]` equals `alone.logits[0]`, up to rounding.
 """
 
 from __future__ import annotations
@@ -61,7 +66,7 @@ class TemplateBatches:
     @contextmanager
     def batch(self, samples: Sequence[Encoded], *, packed: bool) -> Iterator[Collated]:
         """Collate copies of the samples, because the template adds to them and takes from them."""
-        copies = [{name: value for name, value in sample.items() if name != UNUSED_COLUMNS} for sample in samples]
+        copies = list(map(without_extras, samples))
         with layout(self.template, packed=packed):
             if packed:
                 yield Collated.of(packed_sequence(self.template, copies, multiple=self.multiple))
@@ -203,6 +208,11 @@ def _by_sample(positions: torch.Tensor, batch_size: int, cut: Cut, parts: list[i
     axes = positions if positions.dim() == 3 else positions[None]
     of_axes = [cut(axis.expand(batch_size, -1), parts) for axis in axes]
     return tuple(torch.stack(of_sample) for of_sample in zip(*of_axes, strict=True))
+
+
+def without_extras(sample: Encoded) -> Encoded:
+    """Copy a sample without the columns that the template does not know; the template may change the copy."""
+    return {name: value for name, value in sample.items() if name != UNUSED_COLUMNS}
 
 
 def length_of(sample: Encoded) -> int:

@@ -121,13 +121,13 @@ def run_proof(
     """
     name, numbers = attention.name_of(proof_model.model.config), None
     try:
-        of = measure_pack(proof_model, with_twins(samples), sequences, tokens_of_epoch)
-        finding = finding_in(of)
+        measured = measure_pack(proof_model, with_twins(samples), sequences, tokens_of_epoch)
+        finding = finding_in(measured)
         if finding is None:
-            return Proof.of(of)
-        cause, seen, numbers = finding.cause, "", Proof.of(of)
+            return Proof.of(measured)
+        cause, seen, numbers = finding.cause, "", Proof.of(measured)
         if finding.sequence is not None:
-            evidence = _evidence(proof_model, of, finding)
+            evidence = _evidence(proof_model, measured, finding)
             cause, seen = cause_of(evidence), where(finding.sequence, evidence)
     except BoundaryError as error:
         positions, other = "positions are not restarted at the boundaries", "the sequence is not its samples"
@@ -142,19 +142,19 @@ def run_proof(
     raise IsolationError(said, cause=cause, measured=numbers)
 
 
-def _evidence(proof_model: ProofModel, of: Measurements, finding: Finding) -> Evidence:
+def _evidence(proof_model: ProofModel, measured: Measurements, finding: Finding) -> Evidence:
     assert finding.sequence is not None
-    if finding.is_in_float32 and of.in_float32 is not None:
-        return evidence_of(of.in_float32.proof_model, finding.sequence, of.in_float32.limits)
-    return evidence_of(proof_model, finding.sequence, of.limits)
+    if finding.is_in_float32 and measured.in_float32 is not None:
+        return evidence_of(measured.in_float32.proof_model, finding.sequence, measured.in_float32.limits)
+    return evidence_of(proof_model, finding.sequence, measured.limits)
 
 
-def prove_in_training(of: InTraining) -> str:
+def prove_in_training(measured: InTraining) -> str:
     """Judge the measurements of the first batch. Returns a line for the log, or raises `IsolationError`."""
-    finding = finding_in_training(of)
+    finding = finding_in_training(measured)
     if finding is not None:
         raise wrong_first_batch(finding.cause, finding.said)
-    return line_in_training(of)
+    return line_in_training(measured)
 
 
 def wrong_first_batch(cause: str, said: str) -> IsolationError:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from swift_vlpack.proof.limits import FLOORS, coarsest, gap_of
+from swift_vlpack.proof.limits import coarsest, gap_of, without_noise
 from swift_vlpack.proof.proof_model import ProofModel, RunResult, length_of
 from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.families import text_config_of
@@ -41,7 +41,7 @@ _CHOOSING = ("embedding", "__getitem__", "index_select")
 
 
 class Reference:
-    """Runs samples alone by the model's own attention; longer ones by sdpa, if it is equal on this model."""
+    """Tells which samples can be run alone: by the model's own attention, or by sdpa if it is equal on this model."""
 
     def __init__(self, proof_model: ProofModel, samples: Sequence[Encoded]) -> None:
         self.proof_model = proof_model
@@ -57,29 +57,31 @@ class Reference:
         by_length = sorted(samples, key=length_of)
         return [one for one in samples if self.is_for([one])] if self.is_for(by_length[:2]) else by_length[:2]
 
-    def of(self, sample: Encoded) -> RunResult:
-        """Run one sample alone."""
-        with own_attention(self.proof_model.model, fitting(self.proof_model.model, length_of(sample))):
-            return self.proof_model.run([sample], packed=False)
-
     @cached_property
     def _has_equal(self) -> bool:
         """Return whether sdpa equals the model's own attention on a few words.
 
-        sdpa needs no matrix of L x L, so it can run long samples. But it may ignore what the model asks of attention.
+        sdpa can run long samples, because it needs no matrix of L x L. But it drops what some models ask of attention.
         """
         logits = []
         for name in (OWN, QUICK):
             with own_attention(self.proof_model.model, name):
                 logits.append(self.proof_model.run([self.short], packed=False).logits[0])
-        limit = 4 * FLOORS[coarsest([logits[0].dtype])].logits
-        return gap_of(*logits).most <= limit * max(1.0, float(logits[0].abs().max()))
+        return gap_of(*logits).most <= without_noise(coarsest([logits[0].dtype]), logits[0])
 
 
 def _words_of(sample: Encoded, is_ordinary: Callable[[int], bool]) -> Encoded:
     """Make a sample of a few words of another sample."""
     tokens = [token for token in sample["input_ids"] if is_ordinary(token)][:_FEW_WORDS]
     return {"input_ids": tokens, "labels": [NO_LABEL, *tokens[1:]], "length": len(tokens)}
+
+
+def run_alone(
+    proof_model: ProofModel, sample: Encoded, parameters: Mapping[str, torch.Tensor] | None = None
+) -> RunResult:
+    """Run one sample as the host does without packing; with `parameters` also a backward (`ProofModel.run`)."""
+    with own_attention_for(proof_model.model, length_of(sample)):
+        return proof_model.run([sample], packed=False, parameters=parameters)
 
 
 @contextmanager
@@ -126,9 +128,8 @@ def own_attention(model: Any, name: str = OWN) -> Iterator[None]:
     configs = [config for config in configs_of(model) if hasattr(config, "_attn_implementation")]
     settings = _settings(configs)
     try:
-        for (
-            config
-        ) in configs:  # transformers' own setter warns each time about parts that were not loaded, such as a talker
+        # Not by transformers' own setter, which warns each time about parts that were not loaded, such as a talker.
+        for config in configs:
             config._attn_implementation = name
         yield
     finally:
@@ -208,9 +209,12 @@ def longest_for_own(model: Any, *, is_trained: bool = False) -> int:
     return int((most / (10 * num_heads * num_layers)) ** 0.5)  # 10 bytes: float32 for the softmax, and twice in 16 bits
 
 
-def fitting(model: Any, num_tokens: int) -> str:
-    """Return the attention to use as reference for a sample of this length: `OWN`, or `QUICK` if it is too long."""
-    return OWN if num_tokens <= longest_for_own(model) else QUICK
+def own_attention_for(model: Any, num_tokens: int, *, is_trained: bool = False) -> AbstractContextManager[None]:
+    """Let a sample of this length run by the model's own attention; by sdpa if it is too long for that.
+
+    `is_trained` says that a backward follows, for which all layers keep their attention weights.
+    """
+    return own_attention(model, OWN if num_tokens <= longest_for_own(model, is_trained=is_trained) else QUICK)
 
 
 def configs_of(model: torch.nn.Module) -> list[Any]:

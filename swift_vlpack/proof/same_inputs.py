@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from swift_vlpack.feed.collate import UNUSED_COLUMNS
 from swift_vlpack.feed.sequence import packed_sequence
-from swift_vlpack.proof.proof_model import RunResult, length_of
+from swift_vlpack.proof.proof_model import RunResult, length_of, without_extras
 from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.samples import Encoded, PackRecord
 
@@ -213,11 +212,6 @@ def wrong_without_samples(batch: Mapping[str, Any], record: PackRecord) -> str |
         return "labels are not the tokens at their places"
     starts = labels[0, [*accumulate(record.lengths_in_sequence)][:-1]]
     return None if bool((starts == NO_LABEL).all()) else "the first token of a sample is a target of the one before it"
-
-
-def without_extras(sample: Encoded) -> Encoded:
-    """Copy a sample without the columns that the template does not know; the template may change the copy."""
-    return {name: value for name, value in sample.items() if name != UNUSED_COLUMNS}
 
 
 def _on_cpu(batch: Mapping[str, Any]) -> dict[str, Any]:

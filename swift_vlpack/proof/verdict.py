@@ -1,7 +1,7 @@
-"""Judge the measurements: the first finding is the failure of a proof; without one, a line says what was compared.
+"""Judge what a proof has measured: find its first failure, or write the line for the log that says what was compared.
 
-Both proofs are judged alike: the one before training (`measure`) and the one on the first batch (`in_training`).
-All comparisons are written `not size <= limit`, so that NaN fails, too.
+The first half judges the proof before training (`measure`), the second half the one on the first batch (`in_training`).
+All comparisons are written `not size <= limit` and not `size > limit`, so that NaN is a failure, too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NOISE_LIMIT, STEPS_OF_CHANCE = 0.1, 10
 
 
 class Finding(NamedTuple):
-    """A failure in words, with either its cause, or the sequence to examine for the cause."""
+    """A failure in words. It names its cause, or the sequence in which `evidence` looks for the cause."""
 
     said: str
     cause: str = ""
@@ -70,21 +70,21 @@ class Proof:
     """Reason why a model in 16 bits could not be compared in float32; empty for other models."""
 
     @classmethod
-    def of(cls, of: Measurements) -> Proof:
+    def of(cls, measured: Measurements) -> Proof:
         """Summarize the measurements, whether or not the proof holds."""
-        gaps = [gap for compared in of.compared for gap in compared.gaps]
+        gaps = [gap for compared in measured.compared for gap in compared.gaps]
         return cls(
-            num_samples=len(of.samples),
-            moved=worst([*of.moves, *of.moves_by_media]),
+            num_samples=len(measured.samples),
+            moved=worst([*measured.moves, *measured.moves_by_media]),
             alone=worst([gap.most for gap in gaps]),
-            gradient=worst(list(of.gradient.values())) if of.gradient else None,
-            largest_logit=of.largest_logit,
-            num_more=sum(len(compared.gaps) for compared in of.of_plan),
-            left_out=of.left_out,
-            limits=of.limits,
-            dtype=str(of.dtype).removeprefix("torch."),
-            in_float32=None if of.in_float32 is None else _float32_gaps(of.in_float32),
-            not_in_float32=of.not_in_float32,
+            gradient=worst(list(measured.gradient.values())) if measured.gradient else None,
+            largest_logit=measured.largest_logit,
+            num_more=sum(len(compared.gaps) for compared in measured.of_plan),
+            left_out=measured.left_out,
+            limits=measured.limits,
+            dtype=str(measured.dtype).removeprefix("torch."),
+            in_float32=None if measured.in_float32 is None else _float32_gaps(measured.in_float32),
+            not_in_float32=measured.not_in_float32,
         )
 
     @property
@@ -140,88 +140,89 @@ class Proof:
             yield f"{counted(self.left_out.num_samples, 'sample')} too long for the model's own attention left out"
 
 
-def _float32_gaps(of: InFloat32) -> Float32Gaps:
-    gradient = worst(list(of.gradient.values())) if of.gradient else None
-    return Float32Gaps(worst([gap.most for gap in of.compared.gaps]), gradient)
+def _float32_gaps(measured: InFloat32) -> Float32Gaps:
+    gradient = worst(list(measured.gradient.values())) if measured.gradient else None
+    return Float32Gaps(worst([gap.most for gap in measured.compared.gaps]), gradient)
 
 
 def _within(gradient: float | None) -> str:
     return "not compared, parameters are sharded" if gradient is None else f"within {gradient:.1e}"
 
 
-def finding_in(of: Measurements) -> Finding | None:
+def finding_in(measured: Measurements) -> Finding | None:
     """Return the first failure of the proof before training; None if it holds."""
-    return next(_findings(of), None)
+    return next(_findings(measured), None)
 
 
-def _findings(of: Measurements) -> Iterator[Finding]:
+def _findings(measured: Measurements) -> Iterator[Finding]:
     """Yield failures, the ones that explain others first."""
-    limits, said = of.limits, f"(largest logit {of.largest_logit:.3g}, {of.dtype})"
-    if not all(bool(torch.isfinite(logits).all()) for logits in of.alone):
+    limits, said = measured.limits, f"(largest logit {measured.largest_logit:.3g}, {measured.dtype})"
+    if not all(bool(torch.isfinite(logits).all()) for logits in measured.alone):
         yield Finding(f"logits are nan or infinite {said}", "the model itself gives them, without packing, too")
-    if targets := next(filter(None, (compared.targets for compared in of.compared)), None):
+    if targets := next(filter(None, (compared.targets for compared in measured.compared)), None):
         yield Finding(targets, "labels or loss weights of the sequence are not those of its samples")
-    if tokens := next(filter(None, (compared.tokens for compared in of.compared)), None):
+    if tokens := next(filter(None, (compared.tokens for compared in measured.compared)), None):
         yield Finding("compared as whole numbers, which no rounding moves", tokens)
-    if not of.repeated <= limits.alone:
+    if not measured.repeated <= limits.alone:
         yield Finding(
-            f"the same sequence gave logits that differ by {of.repeated:.3g} when it was run again {said}",
-            _cause_of_repeated(of),
+            f"the same sequence gave logits that differ by {measured.repeated:.3g} when it was run again {said}",
+            _cause_of_repeated(measured),
         )
-    for what, moves in (("tokens", of.moves), ("media", of.moves_by_media)):
+    for what, moves in (("tokens", measured.moves), ("media", measured.moves_by_media)):
         if not (moved := worst(moves)) <= limits.moved:
             yield Finding(
                 f"samples of a pack see each other: replacing the {what} of one moved the logits of another by "
                 f"{moved:.3g} {said}",
-                sequence=of.samples,
+                sequence=measured.samples,
             )
-    yield from _gaps_in_float32(of)
-    for number, compared in enumerate(of.compared):
+    yield from _gaps_in_float32(measured)
+    for number, compared in enumerate(measured.compared):
         if not all(map(limits.allow, compared.gaps)):
             turned = ", while a sequence before it, of the same samples in another order, is right"
             yield Finding(
                 "a packed sample does not give what the model's own attention gives it alone: logits differ by "
                 f"{worst([gap.most for gap in compared.gaps]):.3g}{turned if number == 1 else ''} "
-                f"{said}{_or_rounding(of)}",
+                f"{said}{_or_rounding(measured)}",
                 sequence=compared.samples,
             )
     # Media in the wrong order may hardly show in the logits: grids, in 16 bits.
-    if (name := next(filter(None, (compared.inputs for compared in of.compared)), None)) is not None:
+    if (name := next(filter(None, (compared.inputs for compared in measured.compared)), None)) is not None:
         yield Finding(
             f"{name} of a sequence is not that of its samples, one after the other",
             "the media of the sequence are in the wrong order: images, videos or sounds, or their grids, exchanged",
         )
-    yield from _blindness(of, said)
-    yield from _gradients(of)
+    yield from _blindness(measured, said)
+    yield from _gradients(measured)
 
 
-def _gaps_in_float32(of: Measurements) -> Iterator[Finding]:
+def _gaps_in_float32(measured: Measurements) -> Iterator[Finding]:
     """Yield a failure if logits differ in float32, where rounding cannot be the reason."""
-    single = of.in_float32
+    single = measured.in_float32
     if single is not None and not all(map(single.limits.allow, single.compared.gaps)):
         yield Finding(
             "a packed sample does not give what the model's own attention gives it alone, in float32 too: logits "
-            f"differ by {worst([gap.most for gap in single.compared.gaps]):.3g} (largest logit {of.largest_logit:.3g})",
+            f"differ by {worst([gap.most for gap in single.compared.gaps]):.3g} "
+            f"(largest logit {measured.largest_logit:.3g})",
             sequence=single.compared.samples,
             is_in_float32=True,
         )
 
 
-def _or_rounding(of: Measurements) -> str:
-    """Return a hint that a failure may be rounding, for a model that computes in 16 bits; else an empty text."""
-    if torch.finfo(of.dtype).bits > 16:
+def _or_rounding(measured: Measurements) -> str:
+    """Return a hint that a failure may be rounding if the model computes in 16 bits; empty for other models."""
+    if torch.finfo(measured.dtype).bits > 16:
         return ""
-    known = "in float32 they are equal" if of.in_float32 else "it could not be repeated in float32"
+    known = "in float32 they are equal" if measured.in_float32 else "it could not be repeated in float32"
     return f"; {known}, so it may be rounding: `vlpack verify` with --torch_dtype float32 tells it from a mistake"
 
 
-def _cause_of_repeated(of: Measurements) -> str:
+def _cause_of_repeated(measured: Measurements) -> str:
     """Name the cause if the same pack gave other logits in a second run.
 
     Only the first run of the pack was made with gradients. If just that run differs from the samples alone, the cause
     is in what gradients change.
     """
-    with_gradients, without = (all(map(of.limits.allow, compared.gaps)) for compared in of.compared[:2])
+    with_gradients, without = (all(map(measured.limits.allow, compared.gaps)) for compared in measured.compared[:2])
     if without and not with_gradients:
         return (
             "where gradients are asked for, as in training, the sequence is computed by something else than without "
@@ -233,27 +234,31 @@ def _cause_of_repeated(of: Measurements) -> str:
     )
 
 
-def _blindness(of: Measurements, said: str) -> Iterator[Finding]:
+def _blindness(measured: Measurements, said: str) -> Iterator[Finding]:
     """Yield a failure if a sample's own logits ignore its tokens or media: such a model passes all other checks."""
-    blind = [at for at, moved in enumerate(of.own) if not moved > 2 * of.limits.moved]
+    # Twice what a neighbour may move: otherwise "the neighbours did not move" would say nothing.
+    least = 2 * measured.limits.moved
+    blind = [at for at, moved in enumerate(measured.own) if not moved > least]
     if blind:
+        name = name_of(measured.samples[blind[0]], blind[0])
         yield Finding(
-            f"replacing the tokens of {name_of(of.samples[blind[0]], blind[0])} did not move its own logits {said}",
+            f"replacing the tokens of {name} did not move its own logits {said}",
             "the model does not look at its tokens, so nothing can be seen by changing them",
         )
-    blind = [at for at, moved in of.own_media.items() if not moved > 2 * of.limits.moved]
+    blind = [at for at, moved in measured.own_media.items() if not moved > least]
     if blind:
-        name = name_of(of.samples[blind[0]], blind[0])
+        name = name_of(measured.samples[blind[0]], blind[0])
         yield Finding(
             f"replacing or exchanging the media of {name} did not move its logits {said}",
             "media do not reach the model, so nobody can see whether they reach the right sample",
         )
 
 
-def _gradients(of: Measurements) -> Iterator[Finding]:
-    compared = [(of.gradient, of.limits, _or_rounding(of))]
-    if of.in_float32 is not None:
-        compared = [(of.in_float32.gradient, of.in_float32.limits, ", in float32 too"), *compared]
+def _gradients(measured: Measurements) -> Iterator[Finding]:
+    # float32 first: there a difference is no rounding, so the message can say more.
+    compared = [(measured.gradient, measured.limits, _or_rounding(measured))]
+    if measured.in_float32 is not None:
+        compared = [(measured.in_float32.gradient, measured.in_float32.limits, ", in float32 too"), *compared]
     for gradient, limits, said in compared:
         for part, off in gradient.items():
             if not off <= limits.gradient:
@@ -268,68 +273,72 @@ def _gradients(of: Measurements) -> Iterator[Finding]:
 # -- on the first batch -----------------------------------------------------------------------------------------------
 
 
-def line_in_training(of: InTraining) -> str:
+def line_in_training(measured: InTraining) -> str:
     """Return the line for the log. It says "verified" only of what a limit would have noticed."""
-    what = f"{counted(of.num_samples, 'sample')} of {of.num_tokens} tokens"
-    drawn = "with all that is drawn at random" if of.has_drawn else "nothing is drawn at random"
-    again = ", layers run again in the backward" if of.is_checkpointed else ""
-    whole = ", which is what its samples are when they are encoded anew" if of.is_encoded_again else ""
+    what = f"{counted(measured.num_samples, 'sample')} of {measured.num_tokens} tokens"
+    drawn = "with all that is drawn at random" if measured.has_drawn else "nothing is drawn at random"
+    again = ", layers run again in the backward" if measured.is_checkpointed else ""
+    whole = ", which is what its samples are when they are encoded anew" if measured.is_encoded_again else ""
     seen = f"the first batch of the trainer ({what}, {drawn}{again})"
     parts = [
         f"isolation verified in training: {seen}{whole}"
-        if of.is_sharp
+        if measured.is_sharp
         else f"isolation in training: no sample sees another in {seen}{whole}"
     ]
-    if of.moved:
-        of_changed = "" if of.of_changed is None else f", gradients by {of.of_changed.most:.1e}"
-        parts.append(f"other neighbours move hidden states by {worst(of.moved):.1e}{of_changed}")
-    if of.gaps:
-        of_alone = "" if of.of_alone is None else f", gradients within {of.of_alone.most:.1e}"
-        equal = "equals" if len(of.gaps) == 1 else "equal"
-        off = worst([gap.most for gap in of.gaps])
-        alone = f"{counted(len(of.gaps), 'sample')} in it {equal} the model's own attention within {off:.1e}"
-        parts.append(f"{alone} of hidden states up to {of.largest:.1f}{of_alone}")
-        if not of.is_sharp:
+    if measured.moved:
+        of_changed = "" if measured.of_changed is None else f", gradients by {measured.of_changed.most:.1e}"
+        parts.append(f"other neighbours move hidden states by {worst(measured.moved):.1e}{of_changed}")
+    if measured.gaps:
+        of_alone = "" if measured.of_alone is None else f", gradients within {measured.of_alone.most:.1e}"
+        equal = "equals" if len(measured.gaps) == 1 else "equal"
+        off = worst([gap.most for gap in measured.gaps])
+        alone = f"{counted(len(measured.gaps), 'sample')} in it {equal} the model's own attention within {off:.1e}"
+        parts.append(f"{alone} of hidden states up to {measured.largest:.1f}{of_alone}")
+        if not measured.is_sharp:
             parts.append(
-                f"that rests on the rounding of {of.dtype}, for which {of.limits.alone:.1e} would pass, and of "
-                f"gradients {of.limits.gradient:.1e}"
+                f"that rests on the rounding of {measured.dtype}, for which {measured.limits.alone:.1e} would pass, "
+                f"and of gradients {measured.limits.gradient:.1e}"
             )
-    if of.not_looked_at:
-        parts.append(f"not looked at: {', '.join(of.not_looked_at)}")
+    if measured.not_looked_at:
+        parts.append(f"not looked at: {', '.join(measured.not_looked_at)}")
     return "; ".join(parts)
 
 
-def finding_in_training(of: InTraining) -> Finding | None:
+def finding_in_training(measured: InTraining) -> Finding | None:
     """Return the first failure of the proof on the first batch; None if it holds."""
-    return next(_findings_in_training(of), None)
+    return next(_findings_in_training(measured), None)
 
 
-def _findings_in_training(of: InTraining) -> Iterator[Finding]:
+def _findings_in_training(measured: InTraining) -> Iterator[Finding]:
     """Yield failures, the ones that explain others first."""
-    limits, exact = of.limits, of.exact
-    equal_alone = all(map(limits.allow, of.gaps)) and (of.of_alone is None or of.of_alone.most <= limits.gradient)
-    without = " With nothing drawn, the samples are right." if of.has_drawn and of.gaps and equal_alone else ""
+    limits, exact = measured.limits, measured.exact
+    equal_alone = all(map(limits.allow, measured.gaps)) and (
+        measured.of_alone is None or measured.of_alone.most <= limits.gradient
+    )
+    without = (
+        " With nothing drawn, the samples are right." if measured.has_drawn and measured.gaps and equal_alone else ""
+    )
     drawn = (
         "what is drawn at random mixes samples: a dropout, noise or kernel that training takes and a proof without "
         "draws does not see"
     )
     leak = drawn if without else "samples of the trainer's own sequence see each other"
-    wrong = [size for size in of.moved if not size <= exact.moved]
+    wrong = [size for size in measured.moved if not size <= exact.moved]
     if wrong:
-        said = f"other neighbours moved hidden states by {worst(wrong):.3g} of up to {of.largest:.3g}{without}"
+        said = f"other neighbours moved hidden states by {worst(wrong):.3g} of up to {measured.largest:.3g}{without}"
         yield Finding(said, leak)
-    if of.of_changed is not None:
-        yield from _leaks_of_gradients(of.of_changed, of, drawn if without else "")
-    for name, gap in zip(of.names, of.gaps, strict=False):
+    if measured.of_changed is not None:
+        yield from _leaks_of_gradients(measured.of_changed, measured, drawn if without else "")
+    for name, gap in zip(measured.names, measured.gaps, strict=False):
         if not limits.allow(gap):
             yield Finding(
-                f"hidden states of {name} differ by {gap.most:.3g} of up to {of.largest:.3g}, allowed is "
+                f"hidden states of {name} differ by {gap.most:.3g} of up to {measured.largest:.3g}, allowed is "
                 f"{limits.token if limits.token < gap.most else limits.alone:.3g}",
                 "a sample in the trainer's own sequence does not give what it gives alone",
             )
-    if of.of_alone is not None:
-        yield from _gradients_not_of_samples(of.of_alone, of)
-    for name, (size, chance) in zip(of.names, of.noise_sizes, strict=False):
+    if measured.of_alone is not None:
+        yield from _gradients_not_of_samples(measured.of_alone, measured)
+    for name, (size, chance) in zip(measured.names, measured.noise_sizes, strict=False):
         if not abs(size - 1) <= NOISE_LIMIT + STEPS_OF_CHANCE * chance:
             yield Finding(
                 f"the noise of {name} is {size:.3g} times as large as alone",
@@ -338,17 +347,17 @@ def _findings_in_training(of: InTraining) -> Iterator[Finding]:
             )
 
 
-def _leaks_of_gradients(changed: Gradients, of: InTraining, drawn: str) -> Iterator[Finding]:
+def _leaks_of_gradients(changed: Gradients, measured: InTraining, drawn: str) -> Iterator[Finding]:
     """Yield failures of gradients that other neighbours changed, or that reach samples without a loss."""
-    limit = of.exact.gradient
+    limit = measured.exact.gradient
     again = (
         "layers that are run again in the backward (gradient checkpointing) do something else than in the forward, "
         "such as without boundaries; or the backward of attention crosses them"
-        if of.is_checkpointed
+        if measured.is_checkpointed
         else "the backward of a sequence crosses the boundaries of its samples"
     )
-    if not of.beside <= limit:
-        said = f"the loss of some samples has a gradient of {of.beside:.3g} at tokens of others"
+    if not measured.beside <= limit:
+        said = f"the loss of some samples has a gradient of {measured.beside:.3g} at tokens of others"
         yield Finding(said, drawn or again)
     if not changed.loss <= limit:
         said = f"other neighbours changed its gradient by {changed.loss:.3g} of its length"
@@ -360,9 +369,9 @@ def _leaks_of_gradients(changed: Gradients, of: InTraining, drawn: str) -> Itera
     yield from _wrong_part(changed.parts, limit, said, drawn or again)
 
 
-def _gradients_not_of_samples(alone: Gradients, of: InTraining) -> Iterator[Finding]:
+def _gradients_not_of_samples(alone: Gradients, measured: InTraining) -> Iterator[Finding]:
     """Yield failures of gradients that are not those of the samples alone."""
-    limit = of.limits.gradient
+    limit = measured.limits.gradient
     backward = (
         "the backward of the trainer's own sequence is not that of its samples one by one: a function with a backward "
         "of its own, something that is detached, or a layer that is run again otherwise (gradient checkpointing)"

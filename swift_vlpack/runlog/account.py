@@ -8,7 +8,7 @@
 epoch 0: 1 pack, 2 samples, 10 tokens, fill 100.0% (p5 100, p50 100, p95 100), 0 single-long (0.0%), 1 of 3 left out \
 (33.3%): oversize 1; counts add up: 3 read = 2 packed + 1 left out + 0 not reached
 
-What is held when an epoch ends is called not reached: it was planned, but training stopped before it.
+Samples that are held when an epoch ends are called not reached: training stopped before their packs came.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def account_json(counts: Counts, **labels: Any) -> dict[str, Any]:
 
 
 def law_in_words(counts: Counts) -> str:
-    """Say that what was read is what was packed, left out and held; and the same of rows, if rows were cut."""
-    # Source by source, because one with more out than in is a mistake of ours, which a sum over all could hide.
+    """Write read = packed + left out + not reached with its numbers, in samples; also in rows, if rows were cut."""
+    # Source by source, because more packed and left out than read is a bug, which a sum over sources could hide.
     adds_up = all(source.num_held >= 0 for source in (*counts.sources.values(), *counts.rows.values()))
     return (
         f"counts {'add' if adds_up else 'do not add'} up: {_law_of(counts.sources)}"
@@ -85,7 +85,7 @@ def _law_of(sources: Mapping[str, SourceCounts]) -> str:
 def _cut_rows(counts: Counts) -> dict[str, Any]:
     rows = {name: source.as_json() for name, source in sorted(counts.rows.items())}
     for source in rows.values():
-        del source["num_tokens"]  # the same as beside its source: tokens of all parts
+        del source["num_tokens"]  # `sources` has the same number: the tokens of all parts
     lost = {
         reason: {
             "num_parts": counts.num_dropped[reason],

@@ -1,4 +1,4 @@
-"""Count what happened to every sample. Counts of packs, steps, workers, ranks and epochs add up, and they close.
+"""Count what happened to every sample, in numbers that add up over packs, steps, workers, ranks and epochs.
 
 >>> counts = Counts(packing_length=10)
 >>> counts.read("captions", 3)
@@ -14,9 +14,9 @@ True
 >>> both.num_packs, both.num_tokens, both.fill_mean
 (2, 20, 1.0)
 
-The law: read = packed + left out + held, for every source. At the end of an epoch nothing is held. All numbers are
-integers, so that adding them up gives the same in any order; shares and means are derived at the end. `account.py`
-writes the counts of an epoch for people and machines.
+The law: read = packed + left out + held, for every source. Counts are closed when nothing is held, as at the end of an
+epoch. All numbers are integers, so their sum is the same in any order; shares and means are derived at the end.
+`account.py` writes the counts of an epoch for people and machines.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from swift_vlpack.errors import StateMismatch
 from swift_vlpack.reasons import about
 
 NUM_FILL_BINS = 100
-"""Fill is counted in whole per cent, because counts in bins add up over ranks exactly and means of means would not."""
+"""Bins of fill, one for each whole per cent. Counts in bins add up over ranks exactly; means would not."""
 _SOURCES = Named({**dict.fromkeys(("num_read", "num_packed", "num_tokens"), Whole()), "num_dropped": Named(Whole())})
 STATE = {
     "packing_length": Whole(1),
@@ -39,9 +39,9 @@ STATE = {
     "fill_histogram": [Whole()],
     "sources": _SOURCES,
 }
-"""The shape of a saved state: the counts that the account of an epoch needs. The others are in the run log."""
+"""Shape of a saved state: the counts that the account of an epoch needs. The run log has the others."""
 _STATE_OF_CUT_ROWS = {"further": _SOURCES, "lost_tokens": Named(Whole()), "lost_images": Named(Whole())}
-"""What the state has besides if rows were cut."""
+"""Further fields of a saved state, if rows were cut."""
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class SourceCounts:
 
     @property
     def num_held(self) -> int:
-        """Count the samples that are read, but neither packed nor left out yet."""
+        """Return how many samples are read, but neither packed nor left out yet."""
         return self.num_read - self.num_packed - self.num_dropped.total()
 
     def merge(self, other: SourceCounts) -> None:
@@ -67,7 +67,7 @@ class SourceCounts:
             self.num_dropped.update(other.num_dropped)
 
     def without(self, other: SourceCounts) -> SourceCounts:
-        """Return these counts less `other`, which are a part of them; tokens stay, because they are not told apart."""
+        """Subtract counts that are a part of these. Tokens stay, because they are not counted apart."""
         num_dropped = Counter(self.num_dropped)
         num_dropped.subtract(other.num_dropped)
         num_packed = self.num_packed - other.num_packed
@@ -101,7 +101,7 @@ class Counts:
     num_tokens_unpacked: int = 0
     """Tokens of the same samples in padded batches, padding included."""
     num_steps: int = 0
-    """Steps are taken by all ranks together. So this and the next two are set where the counts of ranks are added."""
+    """Optimizer steps. All ranks take them together, so this and the next two are set where ranks are added up."""
     num_tokens_slowest: int = 0
     """Tokens of the rank that had most in each step."""
     milliseconds: int = 0
@@ -110,7 +110,7 @@ class Counts:
     """Packs by fill in whole per cent."""
     sources: dict[str, SourceCounts] = field(default_factory=dict)
     further: dict[str, SourceCounts] = field(default_factory=dict)
-    """Of the samples in `sources`, those that are further parts of rows: without them, the samples are the rows."""
+    """Samples in `sources` that are part 1, 2, ... of a cut row. Without them, `sources` counts rows."""
     lost_tokens: Counter[str] = field(default_factory=Counter)
     """Tokens of parts that cutting left out, by reason."""
     lost_images: Counter[str] = field(default_factory=Counter)
@@ -124,7 +124,7 @@ class Counts:
             _of(self.further, source).num_read += num_further
 
     def read_what_came(self) -> None:
-        """Count as read what was packed or left out, where rows are not known before they come."""
+        """Count as read just what was packed or left out, e.g. of a stream, whose rows are not known in advance."""
         for counts in (*self.sources.values(), *self.further.values()):
             counts.num_read = counts.num_packed + counts.num_dropped.total()
 
@@ -139,7 +139,6 @@ class Counts:
         further: Iterable[str] = (),
     ) -> None:
         """Count one pack of `(source, length)` samples; `further` are the sources of further parts among them."""
-        # Samples, not units: a preference pair or a prefix with branches will be counted as the samples it is made of.
         num_tokens = 0
         for source, length in samples:
             counts = _of(self.sources, source)
@@ -194,48 +193,48 @@ class Counts:
 
     @property
     def num_tokens(self) -> int:
-        """Count the tokens of samples in packs."""
+        """Return the tokens of samples in packs."""
         return sum(counts.num_tokens for counts in self.sources.values())
 
     @property
     def num_read(self) -> int:
-        """Count the samples that came in."""
+        """Return how many samples came in."""
         return sum(counts.num_read for counts in self.sources.values())
 
     @property
     def num_packed(self) -> int:
-        """Count the samples in packs."""
+        """Return how many samples are in packs."""
         return sum(counts.num_packed for counts in self.sources.values())
 
     @property
     def num_held(self) -> int:
-        """Count the samples that still wait. Negative means that a sample was counted twice."""
+        """Return how many samples still wait. A negative number means that a sample was counted twice."""
         return sum(counts.num_held for counts in self.sources.values())
 
     @property
     def num_dropped(self) -> Counter[str]:
-        """Count the samples that are left out, by reason."""
+        """Return how many samples are left out, by reason."""
         return sum((counts.num_dropped for counts in self.sources.values()), Counter())
 
     @property
     def num_padding_saved(self) -> int:
-        """Count the padding that packing saves; negative if packed sequences have more of it than padded batches."""
+        """Return the padding that packing saves; negative if packed sequences have more of it than padded batches."""
         return self.num_tokens_unpacked - self.num_tokens - self.num_padding
 
     @property
     def seconds(self) -> float:
-        """Return the time of training."""
+        """Return the time of training, without evaluation and saving."""
         return self.milliseconds / 1000
 
     @property
     def rows(self) -> dict[str, SourceCounts]:
-        """Return the counts of rows: a row that is cut is counted by its part 0, which is trained if any part is."""
+        """Return the counts of rows. A cut row is counted by its part 0, which is trained if any of its parts is."""
         nothing = SourceCounts()
         return {name: counts.without(self.further.get(name, nothing)) for name, counts in self.sources.items()}
 
     @property
     def is_closed(self) -> bool:
-        """Return whether nothing is held: read = packed + left out, for every source, in samples and in rows."""
+        """Tell whether nothing is held: read = packed + left out, for every source, in samples and in rows."""
         return all(counts.num_held == 0 for counts in (*self.sources.values(), *self.rows.values()))
 
     @property
@@ -278,19 +277,19 @@ class Counts:
         return counts
 
     def as_event(self) -> dict[str, Any]:
-        """Return what a `steps` event of the run log says: what was trained, over all ranks."""
+        """Return the fields of a `steps` event of the run log: what all ranks trained."""
         sources = {
             name: {"num_samples": counts.num_packed, "num_tokens": counts.num_tokens}
             for name, counts in sorted(self.sources.items())
             if counts.num_packed
         }
         numbers = {name: getattr(self, name) for name in NUMBERS}
-        # Samples and tokens are those of all sources; they are there for people who read the file.
+        # `from_event` adds up the sources; the two sums are for people who read the file.
         return {**numbers, "num_samples": self.num_packed, "num_tokens": self.num_tokens, "sources": sources}
 
     @classmethod
     def from_event(cls, event: Mapping[str, Any], packing_length: int) -> Counts:
-        """Return the counts of a `steps` event, read as far as packed; of their fill only the mean is known."""
+        """Return the counts of a `steps` event, with all packed samples as read. Only the mean of the fill is known."""
         counts = cls(packing_length, **{name: event[name] for name in NUMBERS})
         for name, source in event["sources"].items():
             num_samples = source["num_samples"]
@@ -299,7 +298,7 @@ class Counts:
 
 
 NUMBERS = tuple(spec.name for spec in fields(Counts) if spec.type == "int" and spec.name != "packing_length")
-"""The numbers that are simply added."""
+"""The fields that are plain sums: `merge` adds them, and `steps` events have them."""
 
 
 def padded(lengths: Sequence[int], batch_size: int) -> int:
@@ -313,7 +312,7 @@ def padded(lengths: Sequence[int], batch_size: int) -> int:
 
 
 def share(part: float, whole: float) -> float:
-    """Return `part` of `whole`; 0 if there is nothing."""
+    """Return `part` as a share of `whole`; 0 if there is no whole."""
     return part / whole if whole else 0.0
 
 

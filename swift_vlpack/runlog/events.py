@@ -7,18 +7,18 @@
 >>> [(event["event"], event["step"]) for event in read_events(log.path)]
 [('start', 0), ('steps', 10)]
 
-Everything that is known of a run later is in this file, one JSON object a line, with `event`, `when` and the optimizer
-`step` after which it happened:
+The file has all that cannot be found out about a run later, one JSON object a line, with `event`, `when` and the
+optimizer `step` after which it happened:
 
 | event | when it is written | what else it says |
 |---|---|---|
-| `start`, `resume` | training begins | ranks, options, variables, sources, `log_bytes`; `resume`: the checkpoint |
+| `start`, `resume` | training begins | ranks, options, variables, sources, bytes of ms-swift's log; the checkpoint |
 | `epoch` | an epoch begins or goes on | the feed's `state`; of a plan the number of packs and how even ranks are |
 | `steps` | a line is logged or a checkpoint is saved | what all ranks trained since the last such event (`counts.py`) |
 | `checkpoint` | a checkpoint is complete | its folder |
 | `end` | training ends by itself | |
 
-`segments.py` is the reader: it joins the events of one process group to a segment, and the segments to a run.
+To read a log, begin with `segments.py`: it joins events to segments, and segments to a run.
 """
 
 from __future__ import annotations

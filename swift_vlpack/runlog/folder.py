@@ -43,7 +43,7 @@ class RunFolder:
 
     path: Path
     others: tuple[str, ...] = ()
-    """Names of older versions beside it, which were not asked for."""
+    """Names of the older versions beside it, which are not reported."""
 
 
 def find_run(given: Path) -> RunFolder:
@@ -93,7 +93,7 @@ class Checkpoint:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether it can be resumed from: the state is the last file that is written."""
+        """Tell whether it can be resumed from: the state is the last file that is written."""
         return (self.path / STATE).is_file()
 
     @property

@@ -1,4 +1,4 @@
-"""The rows of a run that were trained in no pack: how many, why, and where every one of them is listed."""
+"""Report the rows of a run that were trained in no pack: how many, why, and which file lists them all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ ALL = "left_out_of_all_segments.jsonl"
 
 
 def left_out_report(folder: Path, folders: Sequence[Path], epochs: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """Counts by reason, of different rows and of rows of epochs, and the files that list them."""
+    """Count left-out rows by reason and by source, and name the file that lists them.
+
+    `num_rows` counts a row once; `num_lines` counts it once for every epoch that it was left out of.
+    """
     paths = [path for path in (one / FOLDER / FILE for one in folders) if path.is_file()]
     lines = left_out_rows(paths)
     rows = {(line["id"], line["reason"]) for line in lines}
@@ -51,7 +54,10 @@ def left_out_rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def _not_listed(lines: Sequence[Mapping[str, Any]], epochs: Mapping[int, Mapping[str, Any]]) -> dict[str, int]:
-    """What epoch reports count and no line of the epoch has; a row that an epoch has twice is listed once."""
+    """Return the counts of reasons that an epoch's report has, but no line of that epoch.
+
+    Only whole reasons are compared, because a row that an epoch has twice is counted twice and listed once.
+    """
     listed = {(line["epoch"], line["reason"]) for line in lines}
     missing: Counter[str] = Counter()
     for epoch, report in epochs.items():
@@ -62,13 +68,13 @@ def _not_listed(lines: Sequence[Mapping[str, Any]], epochs: Mapping[int, Mapping
 def _about(reason: str) -> dict[str, str]:
     try:
         known = about(reason)
-    except ValueError:  # of a later version
+    except ValueError:  # written by another version of this package
         return {"meaning": "", "remedy": ""}
     return {"meaning": known.meaning, "remedy": known.remedy}
 
 
 def _one_file(folder: Path, paths: Sequence[Path], lines: Sequence[Mapping[str, Any]]) -> str | None:
-    """The file with every row; made where segments of the run have their own."""
+    """Return the file that lists every row. If segments have a file each, write one with the lines of all."""
     if len(paths) < 2:
         return str(paths[0]) if paths else None
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

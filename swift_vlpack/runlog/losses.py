@@ -65,7 +65,7 @@ def losses_of(folder: Path, segments: Sequence[Segment]) -> list[Loss]:
         return list(losses_in(_lines(folder / LOG)))
     found: list[Loss] = []
     for segment in segments:
-        # The log has no mark where a segment begins, and an earlier run may have written to it: hence its size then.
+        # ms-swift appends to one log and marks no beginning, so the start event says how long the log was then.
         lines = _lines(segment.folder / LOG, segment.start.get("log_bytes", 0), segment.log_end)
         losses = losses_in(lines, after=segment.start["step"])
         found += [loss for loss in losses if segment.is_kept({"step": loss.last})]
@@ -75,7 +75,7 @@ def losses_of(folder: Path, segments: Sequence[Segment]) -> list[Loss]:
 def losses_in(lines: Iterable[Mapping[str, Any]], after: int = 0) -> Iterator[Loss]:
     """Yield the losses of log lines that begin after a step, in order of steps.
 
-    A line is the mean since the line before it. A step that comes again was resumed before: the later line counts.
+    A line has the mean since the line before it. If a step comes again, the run was resumed, and the later line counts.
     """
     found: list[Loss] = []
     for line in lines:

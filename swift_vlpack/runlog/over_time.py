@@ -1,4 +1,4 @@
-"""Say how a run went: what happened when (the timeline), and its numbers over steps (the series of a chart)."""
+"""Tell how a run went: what happened when (the timeline), and its numbers over steps (the series of a chart)."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _point(number: int, segment: Segment, event: Event, loss: float | None) -> P
     return {
         "step": event["step"],
         "when": event["when"],
-        "leg": number,  # a segment; the name is that of the first reports
+        "leg": number,  # the number of the segment, under the name that readers of `--json` know
         "fill": round(counts.fill_mean, 4) if counts.num_room else None,
         "tokens_per_second": round(share(counts.num_tokens, counts.seconds), 1),
         "padding_saved": round(share(counts.num_padding_saved, counts.num_tokens_unpacked), 4),

@@ -20,7 +20,7 @@ from swift_vlpack.runlog.events import FOLDER
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 64 * 1024**2
-"""Bound of a file that was not asked for; with the older half twice as much is kept, about 8 million samples a rank."""
+"""Size at which a file that nobody asked for becomes the older half. Both hold about 8 million samples a rank."""
 _PREFIX = "packs_rank"
 
 
@@ -40,7 +40,7 @@ class PackLog:
         return cls(path) if is_switched_on(RECORD_PACKS, environ) else None
 
     def append(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Write packs. A bounded file that is full becomes the older half, in place of the half before."""
+        """Write packs. A full file first replaces the older half, and a new one is begun."""
         if not self._is_writable:
             return
         try:
@@ -79,7 +79,7 @@ def read_packs(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def packs_of_step(lines: Iterable[dict[str, Any]], step: int) -> list[dict[str, Any]]:
-    """Select the packs of a step; of a step that was trained twice, those of the later time."""
+    """Select the packs of a step; if it was trained twice, those that were trained last."""
     latest: list[dict[str, Any]] = []
     step_before = None
     for line in lines:

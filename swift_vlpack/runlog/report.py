@@ -1,4 +1,4 @@
-"""Report a run as plain numbers and texts: what `vlpack report` prints, and `--json` has as it is.
+"""Report a run as plain numbers and texts: `vlpack report` prints them, and `--json` has them as they are.
 
 What was trained comes from the run log, where steps that a resume trained again count once. If the log is missing, the
 epoch reports, the checkpoints and ms-swift's log tell less: no times, and nothing about padding.
@@ -22,7 +22,7 @@ from swift_vlpack.runlog.segments import Segment, resumed_folder, segments_of
 from swift_vlpack.words import counted
 
 Report = dict[str, Any]
-_WITHOUT_LOG = "What was trained is that of its epoch reports and checkpoints, without time and padding"
+_WITHOUT_LOG = "The numbers are from epoch reports and checkpoints, which know neither time nor padding"
 _MAX_STEPS_NAMED = 5
 _FILL_UNITS = 10_000
 """Fill in epoch reports has four digits, so it is a whole number of these."""
@@ -232,13 +232,13 @@ def _notes(run: RunFolder, segments: Sequence[Segment]) -> Iterator[str]:
         if lost := list(segment.lost_steps):
             num_tokens = sum(event["num_tokens"] for event in lost)
             yield (
-                f"steps up to {lost[-1]['step']} of {segment.folder.name} come after step {segment.stops_at}, which "
-                f"was resumed from: {num_tokens} tokens were trained again, and count once"
+                f"{segment.folder.name} was resumed from step {segment.stops_at}, and its steps up to "
+                f"{lost[-1]['step']} were lost: {num_tokens} tokens were trained again, and count once"
             )
     first = segments[0]
     if first.start["event"] == RESUME:
         folder = resumed_folder(first)
-        why = "is not there any more" if folder is None else f"has no run log in {folder / FOLDER}"
+        why = "is gone" if folder is None else f"has no run log in {folder / FOLDER}"
         yield (
             f"the run was resumed from {first.start['checkpoint']}, whose run {why}: the numbers begin after step "
             f"{first.start['step']}"

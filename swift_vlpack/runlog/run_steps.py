@@ -89,8 +89,7 @@ def find_step(step: int, spans: Sequence[EpochSpan], plan_of: PlanOf, *, num_epo
 
 def packs_of_step(plan: EpochPlan, span: EpochSpan, step: int) -> list[PackOfStep]:
     """Return the packs of a step of the span, rank by rank."""
-    # Packs are counted off, because every step takes as many of a rank. `packing_batch` will let steps differ: then the
-    # plan has to say which packs a step has.
+    # Packs can be counted off, because every step takes the same number of each rank.
     first = (step - span.step - 1) * span.accumulation
     return [
         PackOfStep(rank, number)
@@ -100,8 +99,8 @@ def packs_of_step(plan: EpochPlan, span: EpochSpan, step: int) -> list[PackOfSte
 
 
 def step_of_pack(plan: EpochPlan, span: EpochSpan, number: int) -> tuple[int, int]:
-    """Return the rank that trains a pack of the span, and the step in which it does."""
-    # Only the last cut counts: those before it were shared by other ranks, and their packs have no number here.
+    """Return the rank that trains a pack of the span, and the step in which that happens."""
+    # Only the last cut counts, because numbers start after it: packs before it were shared among other ranks.
     num_trained_before = plan.cuts[-1].num_consumed // plan.num_ranks
     rank, nth = number % plan.num_ranks, number // plan.num_ranks - num_trained_before
     return rank, span.step + 1 + nth // span.accumulation

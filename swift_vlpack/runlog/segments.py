@@ -66,7 +66,7 @@ class Segment:
 
     @property
     def lost_steps(self) -> Iterator[Event]:
-        """Yield the `steps` events of which the samples were trained again by the next segment."""
+        """Yield the `steps` events whose samples the next segment trained again."""
         return (event for event in self._of_kind(STEPS) if not self.is_kept(event))
 
     @property
@@ -86,11 +86,11 @@ class Segment:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether training ended by itself."""
+        """Tell whether training ended by itself."""
         return any(self._of_kind(END))
 
     def is_kept(self, event: Event) -> bool:
-        """Return whether an event lies before the point from which the next segment went on."""
+        """Tell whether an event lies before the point from which the next segment went on."""
         return self.stops_at is None or event["step"] <= self.stops_at
 
     def spans(self) -> list[EpochSpan]:
@@ -147,7 +147,7 @@ def _resumed_by(segment: Segment) -> Segment | None:
     is_same = folder.resolve() == segment.folder.resolve()
     earlier = _segments_in(segment.folder)[: segment.number] if is_same else _segments_in(folder)
     earlier = [one for one in earlier if one.start["when"] <= segment.start["when"]]
-    # A run that was killed between a checkpoint and its event has none of that step: then the latest one wrote it.
+    # A run that was killed between a checkpoint and its event has no such event: then the latest segment wrote it.
     wrote = [one for one in earlier if _wrote_checkpoint(one, segment.start["step"])]
     return next(reversed(wrote or earlier), None)
 
@@ -157,7 +157,7 @@ def _wrote_checkpoint(segment: Segment, step: int) -> bool:
 
 
 def _segments_in(folder: Path) -> list[Segment]:
-    """Return all segments that a folder has a log of, of one run or of several, in the order of the file."""
+    """Return all segments in the log of a folder, which may be of several runs, in the order of the file."""
     groups: list[list[Event]] = []
     for event in read_events(folder / FOLDER / FILE):
         if event["event"] in (START, RESUME):

@@ -31,11 +31,11 @@ _MAX_SOURCES = 4
 _WHOLE = 0
 
 Entry = tuple[str, str, int]
-"""(label, text, most lines that it may take). `_WHOLE` marks a command to copy, which is never cut."""
+"""(label, text, lines that it may take). `_WHOLE` in place of a number keeps a command to copy in one line."""
 
 
 def start_text(facts: Mapping[str, Any]) -> str:
-    """Sum up the facts of `facts_at_start` in at most 24 lines of 100 columns; a command may be longer."""
+    """Sum up the facts of `host.callback.facts_at_start` in at most 24 lines of 100 columns; commands may be longer."""
     lines = [_title(facts)]
     for label, text, most in _entries(facts):
         lines += _wrapped(label, text, most)

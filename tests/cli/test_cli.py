@@ -141,7 +141,7 @@ def test_help_of_training_has_its_own_defaults(capsys):
     with pytest.raises(SystemExit):
         main(["sft", "--help"])
     said = " ".join(capsys.readouterr().out.split())
-    assert "--packing {true,false} turns packing on; ms-swift's own flag too (default: true)" in said
+    assert "--packing {true,false} turn packing on; this is ms-swift's own flag, too (default: true)" in said
     assert "after images are expanded (default: --max_length)" in said
 
 

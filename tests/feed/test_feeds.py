@@ -217,6 +217,25 @@ def test_samples_of_a_pack_are_encoded_again_from_its_record(kind):
     assert len(packs) > 5
 
 
+@pytest.mark.parametrize("kind", ["plan", "buffer"])
+def test_packs_to_look_at_are_those_that_are_trained_and_change_nothing(kind):
+    """SEE-1"""
+    make = {"plan": lambda: planned_feed(fused(), Template(), CONFIG),
+            "buffer": lambda: streamed_feed(StreamedRows(rows(), Template()), Template(), CONFIG)}[kind]  # fmt: skip
+    feed, trained = make(), make()
+    packs = [pack for [pack] in loader_over(trained, collate_fn=list)] if kind == "plan" else list(trained.packs)
+    state = json.dumps([feed.state(), feed.rank_state()])
+    numbers = [1, 4, 5]
+    expected = [
+        pack.record for at, pack in enumerate(packs) if (pack.record.number if kind == "plan" else at) in numbers
+    ]
+    assert [batch.record for batch in feed.batches_of(numbers, lambda batch: batch[0])] == expected
+    assert list(feed.batches_of([], lambda batch: batch[0])) == []
+    assert json.dumps([feed.state(), feed.rank_state()]) == state
+    if kind == "buffer":
+        assert list(feed.batches_of([999], lambda batch: batch[0])) == [], "there may be fewer than asked for"
+
+
 def test_error_of_the_thread_reaches_the_trainer(monkeypatch):
     """PLAN-14"""
 

@@ -66,7 +66,10 @@ def test_segments_on_other_ranks_and_in_other_folders_are_one_run(tmp_path):
     assert made["balance"]["trained"] == pytest.approx(
         (3 * 200 + 2 * 300 + 3 * 100) / made["trained"]["num_tokens"], abs=1e-4
     )
-    assert [note.split(" of ")[0] for note in made["notes"]] == ["steps up to 5", "steps up to 6"]
+    assert [note.split(" were lost")[0].split(", ")[1] for note in made["notes"]] == [
+        "and its steps up to 5",
+        "and its steps up to 6",
+    ]
     assert "380 tokens" in made["notes"][0]
     assert [point["step"] for point in made["series"]] == list(range(1, 9))
     assert [point["leg"] for point in made["series"]] == [0, 0, 0, 1, 1, 2, 2, 2]
@@ -119,7 +122,7 @@ def test_checkpoint_that_is_gone_is_said(tmp_path):
     train(tmp_path / "out", range(4, 6), 1, resume="/gone/run/checkpoint-3")
     made = report(tmp_path / "out")
     assert made["trained"]["num_steps"] == 2
-    assert "/gone/run/checkpoint-3, whose run is not there any more: the numbers begin after step 3" in made["notes"][0]
+    assert "/gone/run/checkpoint-3, whose run is gone: the numbers begin after step 3" in made["notes"][0]
 
 
 def test_logs_that_lead_in_a_circle_end(tmp_path):

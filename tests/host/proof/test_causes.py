@@ -16,9 +16,8 @@ from swift_vlpack.proof.causes import (
     cause_of,
     facts_of,
 )
-from swift_vlpack.proof.evidence import evidence_of, where
+from swift_vlpack.proof.evidence import evidence_of, samples_to_change, where
 from swift_vlpack.proof.limits import Limits
-from swift_vlpack.proof.perturb import few_of
 from swift_vlpack.proof.reference import own_attention
 from tests.host.proof import sabotage as s
 from tests.host.proof.proof_models import text_samples
@@ -125,9 +124,9 @@ def test_evidence_names_sample_tokens_and_layer():
 
 def test_of_a_long_row_the_samples_around_the_wrong_one_are_changed():
     """ISO-15"""
-    assert few_of(9, 4) == tuple(range(9))
-    assert few_of(60, 30) == (0, 1, 28, 29, 30, 31, 32, 58, 59)
-    assert few_of(60, 59) == (0, 1, 57, 58, 59)
+    assert samples_to_change(9, 4) == tuple(range(9))
+    assert samples_to_change(60, 30) == (0, 1, 28, 29, 30, 31, 32, 58, 59)
+    assert samples_to_change(60, 59) == (0, 1, 57, 58, 59)
 
 
 def test_boundary_that_is_lost_in_a_long_row_is_named():
