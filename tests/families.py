@@ -1,5 +1,7 @@
 """Templates of families that bring pixels, or grids under other names: ms-swift's own, with processors at real sizes.
 
+Only `tests/host/rows/test_contents.py` asks for these, which counts patches. A new family goes into `family_models.py`.
+
 Nothing is downloaded: configs are tiny, and every tokenizer is Qwen's with the family's words for images added.
 """
 

@@ -50,7 +50,6 @@ class Family:
     """Then it needs qwen_omni_utils."""
     note: str = ""
     """What docs/families.md says of it."""
-    """Tried by `make test`, not only by `make families`."""
     run_dtype: str = "float32"
     """Of its whole run; some processors give bfloat16 whatever the model has."""
     ids: tuple[tuple[str, str], ...] = ()

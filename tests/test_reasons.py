@@ -64,32 +64,38 @@ def given_in(nodes):
 
 def missing(reason, given, given_to_parts, page):
     """What is missing of a reason, each with the place where to add it."""
-    about, name = reason.about, f"Reason.{reason.name}"
+    about, name, others = reason.about, f"Reason.{reason.name}", [other for other in Reason if other is not reason]
     is_of_encoding = about.kind is Kind.ENCODING
     is_of_part = about.kind is Kind.CUT or reason.name in given_to_parts
-    codes = [other.about.code for other in Reason if other.about.code is not None]
-    part_codes = [other.about.part_code for other in Reason if other.about.part_code is not None]
+    is_to_fail = is_of_encoding and reason not in OF_LENGTH
+    codes = sorted(other.about.code for other in others if other.about.code is not None)
+    part_codes = {other.about.part_code for other in others if other.about.part_code is not None}
+    next_code = next(code for code in range(1, 1000) if code not in codes)
     wanted = {
         f"swift_vlpack/reasons.py: {name} needs a meaning": bool(about.meaning),
-        f"swift_vlpack/reasons.py: an encoding finds {name}, so it needs a code, the next is {max(codes) + 1}": (
-            (about.code is not None) == is_of_encoding
-        ),
-        f"swift_vlpack/reasons.py: the code of {name} is another one's, or leaves a gap": (
-            about.code is None or (codes.count(about.code) == 1 and about.code <= len(codes))
-        ),
-        f"swift_vlpack/reasons.py: say when a row that failed with {name} is retried": (
-            bool(about.retried) == is_of_encoding
-        ),
-        f"swift_vlpack/reasons.py: {name} is given to parts, so it needs a part_code, the next is "
+        f"swift_vlpack/reasons.py: an encoding finds {name}, so declare it with `_unreadable(...)`, or say when it is "
+        f"retried; its code is {next_code}": not is_of_encoding or (bool(about.retried) and about.code is not None),
+        f"swift_vlpack/reasons.py: {name} is of Kind.{about.kind.name}; only what an encoding finds (Kind.ENCODING) "
+        f"has a code, is_failure or is retried": is_of_encoding
+        or (about.code is None and not about.retried and not about.is_failure),
+        f"swift_vlpack/reasons.py: the code of {name} must be {next_code}, which is free; {about.code} is another "
+        f"reason's, or leaves a gap": about.code in (None, next_code) or CODES.get(about.code) == reason.value,
+        f"swift_vlpack/reasons.py: {name} is given to parts, so it needs a part_code, which would be "
         f"{max(part_codes) + 1}": about.part_code is not None or not is_of_part,
+        f"swift_vlpack/reasons.py: the part_code {about.part_code} of {name} is another reason's; "
+        f"{max(part_codes) + 1} is free": (
+            about.part_code not in part_codes or PART_CODES.get(about.part_code) == reason.value
+        ),
         f"swift_vlpack/plan/parts.py: {name} has a part_code and is given to no part": (
             about.part_code is None or reason.name in given_to_parts
         ),
-        f"swift_vlpack/reasons.py: the part_code of {name} is another one's": (
-            about.part_code is None or part_codes.count(about.part_code) == 1
+        f"swift_vlpack/reasons.py: {name} must have is_failure (`_unreadable` sets it), so that too many of such rows "
+        f"stop a run; if a length is the reason, add it to OF_LENGTH in tests/test_reasons.py": (
+            about.is_failure or not is_to_fail
         ),
-        f"swift_vlpack/reasons.py: is_failure is for what an encoding finds, other than a length, and for all of that; "
-        f"{name} is of Kind.{about.kind.name}": about.is_failure == (is_of_encoding and reason not in OF_LENGTH),
+        f"swift_vlpack/reasons.py: {name} is in OF_LENGTH in tests/test_reasons.py, so it is no failure": (
+            not about.is_failure or reason not in OF_LENGTH
+        ),
         f"nothing gives {name}: where it is found, write LeftOut(sample_id, {name}.value, ...), a Fault or a "
         f"SampleError; or delete it": reason.name in given,
         f"docs/reasons.md: run `make docs-tables`, which writes the row of {name}": reason_row(reason) in page,

@@ -48,7 +48,7 @@ def test_files_in_configs_are_what_the_command_writes(form, tmp_path, capsys):
     assert (tmp_path / "made.json").read_text() == written == schema_text(form)
     committed, made = json.loads(FILES[form].read_text()), json.loads(written)
     if form != "training" or committed["$comment"] == made["$comment"]:
-        assert committed == made
+        assert committed == made, f"run `vlpack {' '.join(['schema', *flags_of_command])} --output {FILES[form]}`"
     else:  # another ms-swift has other options of its own
         ours = [*option_names(), "ENV"]
         assert [committed["properties"][name] for name in ours] == [made["properties"][name] for name in ours]
