@@ -18,7 +18,7 @@ import yaml
 
 import swift_vlpack
 import swift_vlpack.text
-from swift_vlpack.cli import all_commands, main
+from swift_vlpack.cli import command_of, main
 from swift_vlpack.config import ENV_PREFIX, NO_OPTIONS, PackingConfig, option_names
 from swift_vlpack.host.swift_flags import flag_names
 from swift_vlpack.plan.registry import WINDOW
@@ -115,7 +115,7 @@ def check_flags(program, words, line):
         return
     known = set(flag_names())
     if program == "vlpack":
-        [command] = [command for command in all_commands() if command.name == words[0]]
+        command = command_of(words[0])
         parser = ArgumentParser()
         command.add_flags(parser)
         below = [choices for action in parser._actions if isinstance(choices := action.choices, dict)]

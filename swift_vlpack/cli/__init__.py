@@ -102,11 +102,6 @@ def parser(names: Iterable[str] = COMMANDS) -> Parser:
     return made
 
 
-def all_commands() -> list[Command]:
-    """Import every command, in the order of the help."""
-    return [command_of(name) for name in COMMANDS]
-
-
 def command_of(name: str) -> Command:
     """Import a command: the constant of its module that is named after it."""
     module = import_module(f"swift_vlpack.cli.{COMMANDS[name]}")

@@ -64,7 +64,7 @@ def _run(args: argparse.Namespace) -> int:
     try:
         padded = measured_apart(args.argv, "padded", tokens_of_pack=packed["plan"]["packing_length"])
     except PhaseFailed as error:  # the packed numbers are known; padded batches may be what does not fit
-        padded = {"problem": str(error), "rows": [], "memory": None, "seconds": 0.0}
+        padded = {"problem": str(error), "measurements": [], "memory": None, "seconds": 0.0}
     report = bench_report(packed, padded, seconds=time.perf_counter() - start)
     print(json.dumps(report) if args.json else bench_text(report))
     return 0
@@ -110,13 +110,14 @@ def bench_report(packed: Mapping[str, Any], padded: Mapping[str, Any], *, second
 
 
 def _training(found: Mapping[str, Any]) -> dict[str, Any]:
-    rows = found["rows"]
-    speed = speed_of(rows)
+    measurements = found["measurements"]
+    speed = speed_of(measurements)
+    pauses = [one["between"] / one["batches"] for one in measurements]
     return {
         "speed": None if speed is None else speed._asdict(),
-        "between": round(float(np.median([row["between"] / row["batches"] for row in rows])), 4) if rows else None,
+        "between": round(float(np.median(pauses)), 4) if pauses else None,
         "memory": found["memory"],
-        "measurements": rows,
+        "measurements": measurements,
         "problem": found.get("problem"),
     }
 

@@ -80,7 +80,6 @@ def _packed_data(run: TrainableRun, args: argparse.Namespace, found: dict[str, A
     feed = planned_feed(rows, run.template, run.args, config)
     found["length_pass"] = _length_pass(rows, seconds, run.args.dataset_num_proc or 1)
     found["plan"] = _about_plan(feed)
-    found["accumulation"] = run.args.gradient_accumulation_steps
     return [feed, None]
 
 
@@ -112,7 +111,7 @@ def _measure(args: argparse.Namespace, found: dict[str, Any], trainer: Any) -> N
     start = time.perf_counter()
     with suppress(Enough):
         trainer.train()
-    found |= {"device": str(trainer.args.device), "rows": timer.measured()}
+    found |= {"device": str(trainer.args.device), "measurements": timer.measured()}
     found["seconds"] = round(time.perf_counter() - start, 2)
 
 

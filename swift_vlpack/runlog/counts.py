@@ -46,7 +46,7 @@ _STATE_OF_CUT_ROWS = {"further": _SOURCES, "lost_tokens": Named(Whole()), "lost_
 
 @dataclass(slots=True)
 class SourceCounts:
-    """What became of the samples of one source."""
+    """Counts of what became of the samples of one source."""
 
     num_read: int = 0
     num_packed: int = 0

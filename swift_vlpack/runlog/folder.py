@@ -39,7 +39,7 @@ _VERSION = re.compile(r"v(\d+)-.+")
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Where a run is."""
+    """The folder of a run."""
 
     path: Path
     others: tuple[str, ...] = ()

@@ -50,11 +50,11 @@ def test_both_phases_measure_the_same_rows_and_leave_nothing(measure, tmp_path):
     assert all(one["first_batch_seconds"] > 0 for one in packed["loader"])
     assert packed["loader"][0]["samples_per_second"] > 0
     assert packed["attention"].startswith("attention vlpack")
-    assert len(packed["rows"]) == len(padded["rows"]) == 3
-    assert all(0 < row["tokens"] <= 200 and row["batches"] == 1 for row in packed["rows"])
-    assert all(row["tokens"] >= 200 and row["samples"] == 2 * row["batches"] for row in padded["rows"])
-    assert all(row["seconds"] > 0 for row in [*packed["rows"], *padded["rows"]])
-    assert sum(row["patches"] for row in packed["rows"]) > 0
+    assert len(packed["measurements"]) == len(padded["measurements"]) == 3
+    assert all(0 < one["tokens"] <= 200 and one["batches"] == 1 for one in packed["measurements"])
+    assert all(one["tokens"] >= 200 and one["samples"] == 2 * one["batches"] for one in padded["measurements"])
+    assert all(one["seconds"] > 0 for one in [*packed["measurements"], *padded["measurements"]])
+    assert sum(one["patches"] for one in packed["measurements"]) > 0
     assert not (tmp_path / "out").exists()
     report = bench_report(packed, padded, seconds=1.0)
     json.dumps(report)
