@@ -75,7 +75,7 @@ def missing(reason, given, given_to_parts, page):
         f"swift_vlpack/reasons.py: {name} needs a meaning": bool(about.meaning),
         f"swift_vlpack/reasons.py: an encoding finds {name}, so declare it with `_unreadable(...)`, or say when it is "
         f"retried; its code is {next_code}": not is_of_encoding or (bool(about.retried) and about.code is not None),
-        f"swift_vlpack/reasons.py: {name} is of Kind.{about.kind.name}; only what an encoding finds (Kind.ENCODING) has "
+        f"swift_vlpack/reasons.py: {name} is of Kind.{about.kind.name}; only what an encoding finds has "
         f"a code, is_failure or is retried": is_of_encoding
         or (about.code is None and not about.retried and not about.is_failure),
         f"swift_vlpack/reasons.py: the code of {name} must be {next_code}, which is free; {about.code} is another "

@@ -127,7 +127,7 @@ def main(names: Sequence[str] = (), num_images: int = 1000) -> None:
     os.environ |= {"USE_HF": "1", "HF_HUB_OFFLINE": "1", "MODELSCOPE_CACHE": tempfile.mkdtemp()}
     use_ids_of_tokenizer()
     if unknown := set(names) - set(FAMILIES):
-        sys.exit(f"no family {', '.join(sorted(unknown))}; FAMILIES in tests/family_models.py has {', '.join(FAMILIES)}")
+        sys.exit(f"no family {', '.join(sorted(unknown))}; tests/family_models.py has {', '.join(FAMILIES)}")
     before = saved()[0] if names else {}
     found = {}
     with tempfile.TemporaryDirectory() as folder:
