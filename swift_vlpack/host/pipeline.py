@@ -1,4 +1,14 @@
-"""Build the data of a packed run: its rows, their lengths, its packs, the feed of its trainer, its validation rows."""
+"""Build the data of a packed run: its rows, their lengths, its packs, the feed of its trainer, its validation rows.
+
+`host/install.py` calls `prepare_dataset` in place of ms-swift's own, after the model and the template are loaded:
+
+    prepare_dataset(pipeline) -> [feed, validation rows]        as ms-swift's trainer takes them
+      build_feed              rows -> lengths -> epochs -> feed; the one place that decides planned or streamed
+      check_...               ranks that differ, rows that cannot be read, RoPE: refused before step 1
+      evaluation_data         validation rows, packed only under `eval_packing` (host/evaluation.py)
+
+Any run shows it at work: `vlpack plan --config train.yaml` stops after `build_feed`, without weights (host/run.py).
+"""
 
 from __future__ import annotations
 
