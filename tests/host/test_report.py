@@ -206,7 +206,7 @@ def test_run_that_went_on_counts_every_step_once(run, sizes, capsys):
     assert report["run"]["step"] == report["run"]["num_steps"] == max(pack.step for pack in packs)
     assert report["trained"]["num_steps"] == report["run"]["step"]
     (note,) = report["notes"]
-    assert f"after step {resumed}, which was resumed from" in note
+    assert f"was resumed from step {resumed}" in note
     assert {name: source["asked_share"] for name, source in report["sources"].items()} == {
         "captions": pytest.approx(NUM_CAPTIONS / (NUM_CAPTIONS + 2 * NUM_SCANS), abs=1e-4),
         "scans": pytest.approx(2 * NUM_SCANS / (NUM_CAPTIONS + 2 * NUM_SCANS), abs=1e-4),
