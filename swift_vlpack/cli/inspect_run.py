@@ -18,11 +18,11 @@ from typing import Any
 from swift_vlpack.cli.inspect_packs import PackFilter, PackViewer
 from swift_vlpack.cli.stream_rows import with_places
 from swift_vlpack.cli.trained_run import TrainedRun
-from swift_vlpack.config import RECORD_PACKS, is_planned
+from swift_vlpack.config import RECORD_PACKS
 from swift_vlpack.errors import ConfigError, StateMismatch
 from swift_vlpack.feed.feed import Feed
 from swift_vlpack.feed.planned import address_of
-from swift_vlpack.host.args import packing_config
+from swift_vlpack.host.args import packing_config, plans_ahead
 from swift_vlpack.host.pipeline import build_feed
 from swift_vlpack.host.run import Run, feed_of
 from swift_vlpack.pages.make_values import Place, overview_of
@@ -91,12 +91,11 @@ class InspectResult:
 def look(run: Run, request: InspectRequest) -> InspectResult:
     """Find what is asked for, in a run that is to be started or in one that was trained."""
     trained = None if request.run is None else TrainedRun(request.run)
-    config = packing_config(run.args)
-    plans = is_planned(config, is_sized=not run.args.streaming)
+    plans = plans_ahead(run.args)
     if trained is not None and request.is_of_steps and not (plans and trained.was_planned):
         return _recorded(run, trained, request)
     if not plans:
-        feed, _ = build_feed(run.args, run.template, config)
+        feed, _ = build_feed(run.args, run.template, packing_config(run.args))
         return _first_packs(run, feed, request)
     planned = feed_of(run)[0] if trained is None else trained.feed(run)
     return _PlannedRun(run, planned, trained, with_thumbnails=request.html is not None).find(request)

@@ -1,4 +1,4 @@
-"""Let ranks agree, pack by pack, before they consume: all of them go on, or all are at the end of the epoch.
+"""Let ranks agree before every pack: either all train one more, or the epoch ends for all.
 
     fetch the next pack -> vote (asynchronous) -> train the pack before -> read the votes -> ...
 
@@ -23,7 +23,7 @@ class AnotherRankFailed(VLPackError):
 
 
 class Vote(IntEnum):
-    """What a rank has for the next step; the largest vote of all ranks counts."""
+    """Tell what a rank has for the next step. The largest vote counts: a failure stops all, a pack keeps all going."""
 
     DRY = 0
     PACK = 1

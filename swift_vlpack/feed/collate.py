@@ -36,7 +36,7 @@ UNUSED_COLUMNS = "_extra_kwargs"
 """Columns of a row that the template does not know; without `remove_unused_columns` it adds them to a batch."""
 SHARED_MEMORY = "/dev/shm"
 _NO_ROOM = "No space left on device"
-_has_warned_of_memory = False  # of short memory, once in a process
+_has_warned_of_memory = False  # once in a process
 
 
 class Batch(dict[str, Any]):
@@ -60,7 +60,7 @@ class Batch(dict[str, Any]):
 
 
 def batch_of(inputs: Mapping[str, Any], record: PackRecord | None, beside: Mapping[str, Any]) -> Batch:
-    """Make a batch with a record."""
+    """Make a batch that carries a record, and fields beside the inputs of the model."""
     own_type = type("Batch", (Batch,), {"record": record, "beside": beside})
     made: Batch = own_type(inputs)
     return made
@@ -143,7 +143,7 @@ class WorkerCollator(Collator):
 
 
 def carried(batch: Any) -> Any:
-    """Serialize a batch for the queue of a worker; outside of a worker return the batch itself."""
+    """Serialize a batch for the queue of a worker. Outside of a worker, return the batch itself."""
     worker = get_worker_info()
     if worker is None:
         return batch

@@ -39,13 +39,13 @@ def left_out_by(plan: EpochPlan, rows: FusionCaptionDataset) -> list[LeftOut]:
 
 
 def left_out_warning(plan: EpochPlan, left_out: Sequence[LeftOut], config: PackingConfig) -> str | None:
-    """Say what to do about what an epoch leaves out; None if that is little."""
+    """Warn of the samples that an epoch leaves out, and say what to do; None if they are few."""
     reasons = Counter(one.reason for one in left_out)
     return warning_of_left_out(reasons, num_of=len(plan.schedule), what=config.what_is_packed)
 
 
 def count_rows(counted: Counts, plan: EpochPlan, rows: FusionCaptionDataset) -> None:
-    """Count all samples of an epoch, and those of them that are in no pack."""
+    """Count all samples of an epoch, and those that are in no pack."""
     schedule, further = plan.schedule, plan.is_further_part
     num_further = np.bincount(schedule.source[further], minlength=len(schedule.names)).tolist()
     for name, num_samples, num in zip(schedule.names, schedule.num_rows_per_source, num_further, strict=True):
@@ -103,7 +103,7 @@ def size_of_step(epoch: EpochPlan, *, accumulation: int) -> StepSize:
 
 
 def _cut(epoch: EpochPlan, dataset: FusionCaptionDataset) -> dict[str, Any]:
-    """Count the rows that cutting made parts of, with the account that the epoch will have when it is trained."""
+    """Count the rows that are cut into parts, and predict the account of the epoch after it was trained."""
     num_samples = len(epoch.schedule)
     is_part = np.zeros(num_samples, dtype=bool) if epoch.spans is None else epoch.spans.astype(bool).max(axis=0)
     account = account_json(_account_of(epoch, dataset))
@@ -118,7 +118,7 @@ def _cut(epoch: EpochPlan, dataset: FusionCaptionDataset) -> dict[str, Any]:
 
 
 def _account_of(epoch: EpochPlan, dataset: FusionCaptionDataset) -> Counts:
-    """Count an epoch as if all of its packs were trained; one pack stands for all, as the account asks for samples."""
+    """Count an epoch as if it were trained. All samples count as one pack, because the account needs samples only."""
     counted = Counts(packing_length=epoch.packs.config.packing_length)
     count_rows(counted, epoch, dataset)
     members, names = epoch.packs.members, epoch.schedule.names
@@ -130,7 +130,7 @@ def _account_of(epoch: EpochPlan, dataset: FusionCaptionDataset) -> Counts:
 
 
 def left_out_rows(epoch: EpochPlan, dataset: FusionCaptionDataset) -> Iterator[dict[str, Any]]:
-    """List every row that is in no pack, in the form of `left_out.jsonl`; no epoch, if it can be packed in none."""
+    """List every row that is in no pack, as lines of `left_out.jsonl`. Rows that no epoch can pack have no epoch."""
     origins = {source.name: source.origin or source.name for source in dataset.sources}
     for number, source in enumerate(dataset.sources):
         for left_out in deleted_by_loader(source):

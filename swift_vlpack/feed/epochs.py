@@ -1,4 +1,4 @@
-"""Plan the epochs of a run: all of the same number of packs, and the next one while one trains."""
+"""Plan the epochs of a run, all with the same number of packs; the next one is planned while one trains."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ come, and a later epoch that needs more packs simply has more."""
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How long a run is: a number of epochs, or, if the run is bounded by steps, as many as `num_packs` packs take."""
+    """Bound a run: by a number of epochs, or, if it is bounded by steps, by the packs that these steps take."""
 
     num_epochs: int = 1
     num_packs: int | None = None
-    """Packs that all ranks train together."""
+    """Packs that all ranks train in the whole run; None if epochs bound it."""
 
     def needs(self, epoch: int, most_packs: int) -> bool:
-        """Return whether the length of this epoch matters, if each epoch before it has `most_packs` packs or fewer."""
+        """Return whether to look at this epoch: the run may reach it if no epoch before has more than `most_packs`."""
         if self.num_packs is None:
             return epoch < max(1, self.num_epochs)
         return epoch == 0 or (epoch < NUM_EPOCHS_LOOKED_AT and epoch * most_packs < self.num_packs)
 
     def has(self, epoch: int) -> bool:
-        """Return whether the run has such an epoch, as far as that is known."""
+        """Return whether the run has this epoch. True if steps bound it, because then nobody knows yet."""
         return self.num_packs is not None or epoch < self.num_epochs
 
 
@@ -67,6 +67,7 @@ class Epochs:
                 packed = pack_epoch(recipe, epoch, name_of if epoch == 0 else None)
                 if epoch == 0:  # kept, because training begins with it and a large plan takes long
                     self._ahead = 0, _done(packed)
+                # Rounded up, because every rank trains equally many packs.
                 self.num_packs = max(self.num_packs, -(-len(packed.packs) // recipe.num_ranks) * recipe.num_ranks)
                 fewest_samples = min(fewest_samples, len(packed.packs.with_remainder().members))
                 epoch += 1
@@ -74,7 +75,7 @@ class Epochs:
         _check_steps(self.num_packs, fewest_samples, recipe)
 
     def plan(self, epoch: int, cuts: Sequence[Cut] = ()) -> EpochPlan:
-        """Plan an epoch, or wait for the thread that is at it; an error of that thread is raised here."""
+        """Plan an epoch, or wait for the thread that plans it already; an error of that thread is raised here."""
         return plan_epoch(self.recipe, epoch, cuts, least_packs=self.num_packs, packed=self.packed(epoch))
 
     def packed(self, epoch: int) -> PackedEpoch:
@@ -96,7 +97,7 @@ class Epochs:
         threading.Thread(target=_fill, args=(future, self.recipe, epoch, self._name_of), daemon=True).start()
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave out what is made ahead: spawned workers plan nothing."""
+        """Leave out the epoch that is planned ahead: spawned workers plan nothing."""
         return {**self.__dict__, "_ahead": None}
 
 

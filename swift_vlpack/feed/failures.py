@@ -16,9 +16,11 @@ logger = logging.getLogger(__name__)
 NUM_ROWS = 1000
 """Rows whose share of failures is watched: the last ones that this rank read."""
 FEWEST_ROWS = 100
-"""Rows below which a share says too little to stop a run; between two epochs `FEWEST_ROWS_OF_EPOCH` are enough."""
+"""Rows below which a share says too little to stop a run within an epoch."""
 FEWEST_ROWS_OF_EPOCH = 20
+"""The same between two epochs, because a small epoch has no more rows."""
 SHARE_WARNED_OF = 0.05
+"""Share of failures from which on a warning is logged."""
 MAX_FAILED_IN_SUCCESSION = 100
 """More unreadable rows in succession stop the run, because a disk is gone. By chance, at the share of 20 % that stops a
 run anyway, a hundred in succession has a probability of 1e-70."""
@@ -40,15 +42,15 @@ class FailedShare:
 
     def __init__(self, most: float) -> None:
         self.most = most
-        self._reasons: deque[str] = deque(maxlen=NUM_ROWS)  # of each row why it failed; "" if it was read
+        self._reasons: deque[str] = deque(maxlen=NUM_ROWS)  # for each row why it failed; "" if it was read
         self._last: LeftOut | None = None
         self._is_warned_of = False
 
     def count(self, num_read: int, left_out: Iterable[LeftOut] = ()) -> None:
-        """Count the rows of a pack."""
+        """Count the rows of a pack that were read, and of those left out the ones that failed."""
         self._reasons.extend([""] * num_read)
         for one in left_out:
-            # A row that is left out for its length is no sign of a broken disk.
+            # Not rows left out for their length, because these are no sign of a broken disk.
             if is_failure(one.reason):
                 self._reasons.append(one.reason)
                 self._last = one

@@ -1,9 +1,9 @@
-"""Feed a trainer with packs: everything that a trainer, a proof or a command asks of the data of a run, in every mode.
+"""Define `Feed`: all that a trainer, a proof or a command asks of the data of a run, whichever way it is packed.
 
     begin(epoch) -> loader(...) -> consumed(records) ... state() -> checkpoint -> restore(state)
 
 `PlannedFeed` (planned_feed.py) trains packs that are planned ahead of time, `StreamedFeed` (streamed_feed.py) trains
-packs that are made as rows come. `build_feed` (host/pipeline.py) chooses one; no other code asks which one it has.
+packs that are made as rows come. `build_feed` (host/pipeline.py) chooses one; the trainer never asks which one it has.
 
 >>> from swift_vlpack import PackingConfig, PackingDataset
 >>> from swift_vlpack.feed.planned_feed import PlannedFeed
@@ -44,7 +44,7 @@ from swift_vlpack.runlog.counts import Counts
 
 Collate = Callable[[Sequence[PackedSamples]], Batch]
 MakeLoader = Callable[..., Any]
-"""Makes a dataloader. Also takes `feed`, and passes every batch through `feed.batches`."""
+"""A function that makes a dataloader. It is given `feed` too, and its loader yields `feed.batches(loaded batches)`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +77,7 @@ class Feed(ABC):
     def __init__(
         self, packs: Packs, *, objective: Mapping[str, Any] | None = None, unpacked_batch_size: int | None = 1
     ) -> None:
-        """`objective` has settings of training that are neither rows nor packing options; part of the fingerprint."""
+        """Feed from these packs. `objective` has the settings of training that go into the fingerprint."""
         self.packs = packs
         self.objective = dict(objective or {})
         self.unpacked_batch_size = unpacked_batch_size
@@ -121,14 +121,14 @@ class Feed(ABC):
         return self.packs.epoch_plan
 
     def plan_of(self, epoch: int, cuts: Sequence[Cut] = (), num_ranks: int | None = None) -> EpochPlan | None:
-        """Plan any epoch, as any number of ranks shared it from these cuts on; None if the feed plans nothing.
+        """Plan an epoch as `num_ranks` ranks would share it after these cuts; None if the feed plans nothing.
 
         The feed stays in its epoch.
         """
         return None
 
     def preview(self, num_samples: int) -> Iterator[Encoded]:
-        """Encode the first samples that are trained, one when it is asked for; rows that fail are passed over."""
+        """Yield the first samples that will be trained, encoded when they are asked for; skip rows that fail."""
         return self.packs.preview(num_samples)
 
     @abstractmethod
@@ -143,14 +143,14 @@ class Feed(ABC):
 
     @abstractmethod
     def samples_again(self, record: PackRecord, *, rank: int, num_workers: int) -> Iterator[Encoded | SampleError]:
-        """Encode the samples of a pack of the epoch again, here and with the same random draws, in any order.
+        """Encode the samples of a pack of this epoch a second time, in this process and with the same random draws.
 
-        Raises `CannotReadAgain` if that is not possible.
+        Yields them in any order. Raises `CannotReadAgain` if that is not possible.
         """
 
     @cached_property
     def saved_rows(self) -> RunRows:
-        """Return the rows in the form that checkpoints save; read when training begins, as a plan needs them not."""
+        """Return the rows in the form that checkpoints save. Made on first use: commands that plan need none."""
         return RunRows(self.sources)
 
     # -- epochs -----------------------------------------------------------------------------------------------------

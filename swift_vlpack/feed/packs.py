@@ -1,4 +1,4 @@
-"""Hold what planned and streamed packs have in common: rows, options, and the number of the epoch they are of.
+"""Hold what planned and streamed packs have in common: rows, options, and the number of the present epoch.
 
 `PlannedPackingDataset` (planned.py) knows every pack of an epoch ahead of time, `StreamedPackingDataset` (streamed.py)
 makes packs as rows come. A trainer, a proof or a command that looks at packs asks only for what `Packs` has.
@@ -26,7 +26,7 @@ from swift_vlpack.rows.streams import StreamedRows
 
 
 class Packs:
-    """Packs of the samples of some rows, epoch after epoch; the one place that holds the number of the epoch."""
+    """Rows packed epoch after epoch. The number of the epoch is kept here and nowhere else."""
 
     def __init__(
         self, dataset: Any, template: Template, config: PackingConfig, *, seed: int = 0, num_ranks: int = 1
@@ -43,11 +43,11 @@ class Packs:
 
     @property
     def epoch(self) -> int:
-        """Return the number of the epoch that was set last, also in a worker that was started before."""
+        """Return the epoch that was set last; right in a dataloader worker that was started before, too."""
         return int(self._epoch[0])
 
     def set_epoch(self, epoch: int) -> None:
-        """Mix the sources anew and pack anew; dataloader workers that live on follow."""
+        """Mix the sources and pack for another epoch. Persistent dataloader workers see the change."""
         self._epoch[0] = epoch
 
     @property
@@ -62,12 +62,12 @@ class Packs:
         return sources
 
     def preview(self, num_samples: int) -> Iterator[Encoded]:
-        """Encode the first samples that are trained, one when it is asked for; rows that fail are passed over."""
+        """Yield the first samples that will be trained, encoded when they are asked for; skip rows that fail."""
         raise NotImplementedError
 
 
 def rows_of(dataset: Any, template: Template) -> FusionCaptionDataset | StreamedRows:
-    """Return rows in one of the two forms that packs are made of; a plain list becomes a source of its own."""
+    """Return rows in one of the two forms that packs are made of; a plain list becomes a single source."""
     if isinstance(dataset, (str, bytes, PathLike)):  # iterating a name would take its letters for rows
         raise DataError(
             f"PackingDataset takes rows, not the name of a file; read {str(dataset)!r} first: "
@@ -81,7 +81,7 @@ def rows_of(dataset: Any, template: Template) -> FusionCaptionDataset | Streamed
 
 
 def make_packing(template: Template, rows: FusionCaptionDataset | StreamedRows, config: PackingConfig) -> None:
-    """Let rows be encoded as these options want them, and the template collate packs, if it is fit for that."""
+    """Let rows be encoded by these options, and the template collate packs. Raises `ConfigError` if it cannot."""
     # The rows may be read by another template, such as a copy that asks for URLs in another way.
     for used in {id(one): one for one in (template, rows.template)}.values():
         check_ready(used, needs_model=False)
@@ -93,7 +93,7 @@ def make_packing(template: Template, rows: FusionCaptionDataset | StreamedRows, 
 def packed_samples(
     samples: Sequence[Encoded], epoch: int, number: int, config: PackingConfig, left_out: Sequence[LeftOut]
 ) -> PackedSamples:
-    """Put samples into one pack, with the record that travels beside its tensors and ends in the counters."""
+    """Make a pack of samples, with the record by which the trainer and the counters know what is in it."""
     sizes = [size_of(sample) for sample in samples]
     record = PackRecord(
         epoch=epoch,

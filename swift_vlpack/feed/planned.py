@@ -1,7 +1,7 @@
 """Plan the packs of an epoch before the first image is opened: `len()` packs, `[i]` encodes the samples of pack i.
 
 `PlannedPackingDataset` owns the epochs of a run: their plans, how far one was trained before a resume, and which one is
-set. A trainer of your own iterates it with a plain `DataLoader`; `PlannedFeed` is the side of ms-swift's trainer.
+set. A trainer of your own iterates it with a plain `DataLoader`; ms-swift's trainer gets it through a `PlannedFeed`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from swift_vlpack.rows.source import RowSource
 from swift_vlpack.words import counted
 
 MOST_FAILURES_OF_PREVIEW = 16
-"""Rows that may fail in a preview: if a disk is gone, training says so better, and sooner than a try of every row."""
+"""Failing rows that a preview skips at most. If a disk is gone, trying every row takes long; training will say so."""
 
 
 class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
@@ -55,7 +55,7 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         num_epochs: int = 1,
         num_packs: int | None = None,
     ) -> None:
-        """Plan for `num_epochs`; if the run is bounded by steps instead, for as many as `num_packs` packs take."""
+        """Plan `num_epochs` epochs; if steps bound the run, as many as it takes to train `num_packs` packs."""
         super().__init__(dataset, template, config, seed=seed, num_ranks=num_ranks)
         if not isinstance(self.dataset, FusionCaptionDataset):
             raise DataError("data without a length cannot be planned; use PackingDataset, which packs it as it comes")
@@ -73,7 +73,7 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         self.reader = PackReader(rows, self.config, self.seed, self.num_packs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Give a spawned worker the addresses of the epoch's packs and neither plan nor sizes."""
+        """Pickle neither plan nor sizes: a spawned worker reads the addresses of packs from the published files."""
         if self._plan is not None:
             self._published.publish(self._plan)
         return {**self.__dict__, "_plan": None, "_epochs": None, "dataset": None}
@@ -89,7 +89,7 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
     def epoch_plan(self) -> EpochPlan:
         """Return the plan of the epoch that was set."""
         if self._plan is None:
-            raise DataError("a copy of the packs in another process knows addresses only; ask the original")
+            raise DataError("a copy of the packs in another process has no plan, only addresses; ask the original")
         return self._plan
 
     @property
@@ -105,7 +105,7 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         return epochs.plan(epoch, cuts)
 
     def set_epoch(self, epoch: int) -> None:
-        """Mix the sources anew and pack anew; dataloader workers that live on follow."""
+        """Mix the sources and pack for another epoch. Persistent dataloader workers see the change."""
         if epoch == self.epoch:
             return
         plan = self._epochs.plan(epoch)
@@ -127,7 +127,7 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         self._epochs.make_ahead(epoch)
 
     def resume(self, epoch: int, cuts: Sequence[Cut], digest: str) -> None:
-        """Set an epoch of which some packs are trained, by any number of ranks; `digest` is that of the saved plan."""
+        """Set an epoch that was trained in part, by any number of ranks. `digest` is the digest of the saved plan."""
         packed = self._epochs.packed(epoch)
         try:
             # Check the digest before the packs are shared anew: saved counts refer to the old layout.
@@ -143,7 +143,7 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         self._go_to(plan)
 
     def take_sizes(self, sources: Sequence[RowSource]) -> None:
-        """Plan with the sizes of a saved run, which differ where a file is gone since, or came back."""
+        """Plan with the sizes of a saved run, which are others for rows whose file is gone since, or came back."""
         if tuple(sources) != self.dataset.sources:
             self.dataset = self.dataset.with_sources(sources)
             self._plan_epochs(self._epochs.extent)
@@ -171,7 +171,7 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         return self._plan if self._plan is not None and self._plan.epoch == self.epoch else None
 
     def preview(self, num_samples: int) -> Iterator[Encoded]:
-        """Encode the first samples of the epoch, one when it is asked for; rows that fail are passed over."""
+        """Yield the first samples of the epoch, encoded when they are asked for; skip rows that fail."""
         epoch = self.epoch_plan
         tried = epoch.samples(epoch.packs.members[: num_samples + MOST_FAILURES_OF_PREVIEW].tolist())
         samples = (self.dataset.sample_or_error(Address(*where)) for where in tried)
@@ -208,6 +208,7 @@ def names_of(rows: FusionCaptionDataset) -> NameOfRow:
 # -- for workers that live on -----------------------------------------------------------------------------------------
 
 SAMPLE = np.dtype([("source", "<i4"), ("row", "<i8"), ("size", "<i4", (4,)), ("span", "<i4", (len(Span._fields),))])
+"""One sample of a pack, as `PublishedPacks` writes it."""
 
 
 class PublishedPacks:
@@ -220,18 +221,18 @@ class PublishedPacks:
     def __init__(self) -> None:
         # Named now, so that workers that are forked before anything is published know where to look.
         self._folder = Path(tempfile.gettempdir()) / f"vlpack-epoch-{uuid.uuid4().hex}"
-        self._there: list[int] = []  # epochs that have files, the latest last
-        self._read: tuple[int, NDArray[np.int64], NDArray[np.void]] | None = None
+        self._written: list[int] = []  # epochs that have files, the latest last
+        self._mapped: tuple[int, NDArray[np.int64], NDArray[np.void]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_folder": self._folder, "_there": [], "_read": None}
+        return {"_folder": self._folder, "_written": [], "_mapped": None}
 
     def publish(self, plan: EpochPlan) -> None:
         """Write the files of an epoch, unless they are there."""
-        if plan.epoch in self._there:
-            self._there.sort(key=lambda epoch: epoch == plan.epoch)
+        if plan.epoch in self._written:
+            self._written.sort(key=lambda epoch: epoch == plan.epoch)  # to the end, so that it is kept longest
             return
-        if not self._there:
+        if not self._written:
             # For the owner only: temporary folders are shared by all users of a machine.
             self._folder.mkdir(mode=0o700)
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
@@ -243,11 +244,11 @@ class PublishedPacks:
             samples["span"] = plan.spans[:, members].T
         np.save(self._file(plan.epoch, "samples"), samples)
         np.save(self._file(plan.epoch, "offsets"), plan.packs.offsets)
-        self._there.append(plan.epoch)
-        for epoch in self._there[:-2]:  # workers may still read the epoch before this one
+        self._written.append(plan.epoch)
+        for epoch in self._written[:-2]:  # workers may still read the epoch before this one
             for name in ("samples", "offsets"):
                 self._file(epoch, name).unlink(missing_ok=True)
-        self._there = self._there[-2:]
+        self._written = self._written[-2:]
 
     def address(self, epoch: int, number: int) -> PackAddress:
         """Return what a pack of the epoch is made of, in a worker."""
@@ -268,11 +269,11 @@ class PublishedPacks:
 
     def _arrays(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.void]]:
         """Map where packs begin, with the end of the last, and their samples."""
-        if self._read is None or self._read[0] != epoch:
+        if self._mapped is None or self._mapped[0] != epoch:
             # Mapped and not read: all workers of a machine share the pages.
             offsets, samples = (np.load(self._file(epoch, name), mmap_mode="r") for name in ("offsets", "samples"))
-            self._read = epoch, offsets, samples
-        return self._read[1:]
+            self._mapped = epoch, offsets, samples
+        return self._mapped[1:]
 
     def _file(self, epoch: int, name: str) -> Path:
         return self._folder / f"{epoch}-{name}.npy"

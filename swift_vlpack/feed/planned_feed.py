@@ -1,4 +1,4 @@
-"""Feed a trainer with planned packs: each rank trains its part of an epoch, cuts say how far all ranks have come."""
+"""Feed a trainer with planned packs: each rank trains its share of an epoch, and cuts say how far all ranks are."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PlannedFeed(Feed):
         return self.packs.epoch_plan
 
     def plan_of(self, epoch: int, cuts: Sequence[Cut] = (), num_ranks: int | None = None) -> EpochPlan:
-        """Plan any epoch, as any number of ranks shared it from these cuts on; the feed stays in its epoch."""
+        """Plan an epoch as `num_ranks` ranks would share it after these cuts; the feed stays in its epoch."""
         return self.packs.plan_of(epoch, cuts, num_ranks)
 
     def batches_of(
@@ -52,8 +52,8 @@ class PlannedFeed(Feed):
         return (collate([self.packs[address_of(plan, number)]]) for number in numbers)
 
     def samples_again(self, record: PackRecord, *, rank: int, num_workers: int) -> Iterator[Encoded | SampleError]:
-        """Encode the samples of a pack of the epoch again, here and with the same random draws."""
-        # A reader of its own: one that trains keeps the row that its last pack ended in.
+        """Encode the samples of a pack of this epoch a second time, in this process and with the same random draws."""
+        # Not by the reader that trains, because that one keeps the row that its last pack ended in.
         reader = PackReader(self.dataset, self.config, self.seed, len(self))
         return iter(reader.encoded(address_of(self.epoch_plan, record.number)))
 
@@ -79,7 +79,7 @@ class PlannedFeed(Feed):
         return self.epoch_plan.is_finished
 
     def batches_trained(self, accumulation: int) -> int:
-        """Return what was consumed of the epoch, in whole steps of the present ranks."""
+        """Return how many batches of each rank were trained in the epoch, in whole steps of the present ranks."""
         consumed = self.epoch_plan.num_consumed
         return batches_trained(consumed, num_ranks=self.num_ranks, accumulation=accumulation)
 
@@ -91,7 +91,7 @@ class PlannedFeed(Feed):
     # -- batches ----------------------------------------------------------------------------------------------------
 
     def loader(self, rank: int, make: MakeLoader, *, ranks: Callable[[], Voting], **options: Any) -> Any:
-        """Make a loader whose sampler hands out addresses, so that workers that live on need no plan. No rank votes."""
+        """Make a loader whose sampler hands out addresses, so that persistent workers need no plan. No rank votes."""
         return make(self.packs.reader, feed=self, batch_sampler=PackSampler(self, rank), **options)
 
     def consumed(self, records: Sequence[PackRecord]) -> None:
@@ -109,14 +109,14 @@ class PlannedFeed(Feed):
     # -- the state in a checkpoint ----------------------------------------------------------------------------------
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return everything that the plans of all epochs follow from; each plan's digest covers the order itself."""
+        """Return everything that determines the plans of all epochs. The order itself is in the digest of each plan."""
         sizes = [source.sizes for source in self.saved_rows.sources if source.sizes is not None]
         columns = [of_source.columns[:NUM_PLANNED_COLUMNS] for of_source in sizes]
         columns += [part for of_source in sizes if of_source.cut is not None for part in of_source.cut.arrays]
         return {
             "seed": self.seed,
             **self.saved_rows.fingerprint(self.dataset.mix),
-            # Without the tokens with a label, which decide nothing.
+            # Not the tokens with a label, because no plan depends on them.
             "lengths": digest_of(*(column.astype("<i8").tobytes() for column in columns)),
             **self.config.pack_options(),
             **self.config.objective(),
@@ -125,13 +125,13 @@ class PlannedFeed(Feed):
         }
 
     def state(self) -> dict[str, Any]:
-        """Return how far all ranks have come, and the digest of the plan that this counts in."""
+        """Return how far all ranks are in the epoch, and the digest of the plan in whose order packs are counted."""
         cuts = with_consumed(self.epoch_plan.cuts, self._num_trained * self.num_ranks)
         return {"epoch": self.epoch, "cuts": cuts, "plan": self.epoch_plan.digest()}
 
     def restore(self, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None) -> None:
         """Resume an epoch of which some packs were trained, by any number of ranks."""
-        # Where a file is gone since, or came back, the plan is made of the sizes of the saved run.
+        # Saved sizes, so that the plan stays as it was although files are gone since, or came back.
         self.packs.take_sizes(self.saved_rows.sources)
         self.packs.resume(state["epoch"], cuts_from(state["cuts"]), state["plan"])
         self._num_trained = 0
@@ -140,8 +140,7 @@ class PlannedFeed(Feed):
 class PackSampler:
     """The packs of one rank in order, as addresses.
 
-    A step takes the next packs of each rank. An order in which a step keeps the samples of an un-packed step would be
-    an order of the plan (`numbers_left`), so nothing changes here for it.
+    A step takes the next packs of each rank. Any other order of packs is a matter of the plan (`numbers_left`).
     """
 
     def __init__(self, feed: PlannedFeed, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Encode planned packs in a dataloader worker: an address comes in, its rows are encoded, and what fits is kept."""
+"""Encode planned packs in a dataloader worker: take the address of a pack, encode its rows, keep those that fit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class PackReader(Dataset[PackedSamples]):
-    """Encode packs by their addresses, without plan and schedule, and in a spawned worker without the sizes of rows."""
+    """Encode packs by their addresses. Knows neither plan nor schedule, and in a spawned worker no sizes of rows."""
 
     def __init__(self, dataset: FusionCaptionDataset, config: PackingConfig, seed: int, num_packs: int) -> None:
         self.dataset = dataset
@@ -32,9 +32,9 @@ class PackReader(Dataset[PackedSamples]):
         self.seed = seed
         self._num_packs = num_packs
         self._num_failed_in_a_row = 0
-        self._failed_row: tuple[int, int] | None = None
-        self._draws_at_random = False
-        self._kept: dict[tuple[int, Address], Encoded] = {}  # by epoch, the row that the last pack ended in
+        self._failed_row: tuple[int, int] | None = None  # the last row that failed
+        self._draws_at_random = False  # True once the template has drawn a random number
+        self._kept: dict[tuple[int, Address], Encoded] = {}  # by epoch and address, the row that the last pack ended in
 
     def __len__(self) -> int:
         """Return the packs of an epoch, over all ranks, because a trainer shows the number."""
@@ -45,7 +45,7 @@ class PackReader(Dataset[PackedSamples]):
         return {**self.__dict__, "dataset": unsized, "_kept": {}}
 
     def __getitem__(self, address: PackAddress) -> PackedSamples:
-        """Encode the samples of a pack; by their true lengths, so what does not fit is left out with a reason."""
+        """Encode the samples of a pack. True lengths decide: a sample that has grown and no longer fits is left out."""
         found: list[tuple[Encoded, bool]] = []
         left_out: list[LeftOut] = []
         for where, size, sample in zip(address.samples, address.sizes, self.encoded(address), strict=True):
@@ -63,9 +63,9 @@ class PackReader(Dataset[PackedSamples]):
         return packed_samples(kept, address.epoch, address.number, self.config, left_out + longer)
 
     def _fitting(self, found: list[tuple[Encoded, bool]]) -> tuple[list[Encoded], list[LeftOut]]:
-        """Keep the samples that fit beside each other, in their order. Returns them, and those that are left out."""
+        """Choose the samples that fit into the pack. Returns them in their order, and the samples that are left out."""
         keeps, left_out, num_tokens = [False] * len(found), [], 0
-        # If rows are cut, a row that grew beyond a pack has to be cut as well, which the next run does.
+        # If rows are cut, a row that has grown beyond a pack must be cut too: the next run does it, with the new size.
         may_be_longer = self.config.packing_allow_single_long and not self.config.cuts_rows
         # Samples as long as planned come first: they fit by the plan, and samples that grew give way to them.
         for at in sorted(range(len(found)), key=lambda at: found[at][1]):
@@ -93,7 +93,7 @@ class PackReader(Dataset[PackedSamples]):
         }
         missing = [row for row in cut if row not in rows]
         encoded = self._rows(address, missing, whole)
-        rows.update(zip(missing, encoded, strict=False))
+        rows.update(zip(missing, encoded, strict=False))  # which begins with the missing rows
         samples = iter(encoded[len(missing) :])
         self._kept = {}
         if self.config.packing_strategy == WINDOW and cut and not isinstance(last := rows[cut[-1]], SampleError):
@@ -122,7 +122,7 @@ class PackReader(Dataset[PackedSamples]):
             return of_cut + [self.dataset.sample_or_error(row) for row in whole]
 
     def _row_to_cut(self, row: Address, epoch: int) -> Encoded | SampleError:
-        """Encode a row by random numbers of its own, so that its parts in several packs are of the same tokens."""
+        """Encode a row with random numbers of its own, so that its parts in several packs come from the same tokens."""
         with RandomStream(self.seed, epoch, "parts", *row[:2]):
             return self.dataset.sample_or_error(row)
 
@@ -132,7 +132,7 @@ def _row_of(where: Address) -> Address:
 
 
 def threads_per_worker() -> int:
-    """Share the cores of this machine out to its ranks and their dataloader workers."""
+    """Return this worker's share of the cores, which all ranks on the machine and their workers divide equally."""
     worker = get_worker_info()
     num_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * (worker.num_workers if worker else 1)
     # The cores that this process may use, which in a container are fewer than the machine has.

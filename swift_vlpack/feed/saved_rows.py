@@ -1,7 +1,7 @@
-"""Save what a checkpoint needs of the rows: the sizes that its plan was made of, and digests of their content.
+"""Save the sizes of rows that a plan was made of, and digests of their content, and compare them on resume.
 
-With them a resumed run has the plan it had, although a file of a row is gone or came back meanwhile. If the data itself
-changed, the error names the rows.
+With the saved sizes a resumed run makes the same plan, although a file of a row is gone or came back meanwhile. If the
+data itself has changed, the error names the rows.
 
     rows = RunRows(sources)                                   digests of the rows as they are now
     rows.as_file() -> vlpack_rows.npz -> from_bytes(...)      in a checkpoint, and out of it
@@ -32,7 +32,7 @@ from swift_vlpack.rows.sizes import NUM_COLUMNS, LengthIndex
 from swift_vlpack.rows.source import RowSource, row_bytes
 
 NUM_ROWS_WITH_DIGEST = 10_000
-"""Rows of a source whose content is compared, because reading all would take too long; all rows have a size."""
+"""Rows of a source whose content is compared: reading all would take too long. Sizes are compared for all rows."""
 NUM_CHANGES_NAMED = 3
 """Rows of each kind of change that the error of a resume names; a reader looks at one or two."""
 _CUT = ("cut", "cut_offsets", "cut_parts")
@@ -43,7 +43,7 @@ NUM_PLANNED_COLUMNS = 3
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SavedSource:
-    """A source as a checkpoint has it: sizes of all rows, digests of some."""
+    """A source as a checkpoint keeps it: the sizes of all rows, the digests of some."""
 
     name: str
     sizes: LengthIndex
@@ -54,8 +54,8 @@ class SavedSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Some:
-    """How many rows changed in one way, and the first of them in words."""
+class ChangedRows:
+    """Count the rows that changed in one way, and describe the first of them."""
 
     num_rows: int = 0
     first: tuple[str, ...] = ()
@@ -63,8 +63,8 @@ class Some:
     def __bool__(self) -> bool:
         return self.num_rows > 0
 
-    def __add__(self, other: Some) -> Some:
-        return Some(self.num_rows + other.num_rows, (*self.first, *other.first)[:NUM_CHANGES_NAMED])
+    def __add__(self, other: ChangedRows) -> ChangedRows:
+        return ChangedRows(self.num_rows + other.num_rows, (*self.first, *other.first)[:NUM_CHANGES_NAMED])
 
     def __str__(self) -> str:
         more = self.num_rows - len(self.first)
@@ -75,13 +75,13 @@ class Some:
 class Changes:
     """The rows that differ from the saved ones, by what became of them."""
 
-    texts: Some = Some()
+    texts: ChangedRows = ChangedRows()
     """Rows with other content."""
-    sizes: Some = Some()
+    sizes: ChangedRows = ChangedRows()
     """Rows with another size although their files are there, then and now."""
-    gone: Some = Some()
+    gone: ChangedRows = ChangedRows()
     """Rows that cannot be read any more, because of a file."""
-    back: Some = Some()
+    back: ChangedRows = ChangedRows()
     """Rows that could not be read, and can be now."""
 
     def __add__(self, other: Changes) -> Changes:
@@ -98,13 +98,13 @@ class RunRows:
         self._written: bytes | None = None
 
     def as_file(self) -> bytes:
-        """Return the content of `vlpack_rows.npz`, which is made once: every checkpoint of the run has the same."""
+        """Return the content of `vlpack_rows.npz`. Made once, because every checkpoint of the run has the same."""
         if self._written is None:
             self._written = to_bytes([saved_source(*both) for both in zip(self.sources, self.contents, strict=True)])
         return self._written
 
     def compared(self, saved: Sequence[SavedSource]) -> Changes | None:
-        """Compare the rows with saved ones; None if the sources themselves are others."""
+        """Compare the rows with saved ones; None if the names of the sources differ."""
         # The order of names counts too: schedules draw by name, and sizes are kept by place.
         if [one.name for one in saved] != [source.name for source in self.sources]:
             return None
@@ -115,7 +115,7 @@ class RunRows:
         self.sources, self._written = with_sizes(self.sources, saved), None
 
     def fingerprint(self, mix: Mix) -> dict[str, Any]:
-        """Return what the schedules of all epochs follow from."""
+        """Return everything that determines the schedules of all epochs."""
         contents = zip(self.sources, self.contents, strict=True)
         return {
             "shuffle": mix.shuffle,
@@ -146,7 +146,7 @@ def _indices(source: RowSource) -> list[int]:
 
 
 def saved_source(source: RowSource, contents: NDArray[np.uint64]) -> SavedSource:
-    """Collect what is saved of a source; without lengths its sizes are 0."""
+    """Collect what a checkpoint keeps of a source. If no lengths are known, the sizes are 0."""
     sizes = source.sizes or LengthIndex(np.zeros((NUM_COLUMNS, len(source.rows)), dtype=np.int64), {})
     return SavedSource(name=source.name, sizes=sizes, contents=contents, numbers=_numbers(source))
 
@@ -156,7 +156,7 @@ def _numbers(source: RowSource) -> NDArray[np.int64]:
 
 
 def _content(source: RowSource, digests: NDArray[np.uint64]) -> list[bytes]:
-    """List what a source is made of: how it takes part, which rows of its file it has, and what is in them."""
+    """List what makes a source: its settings, which rows of its file it has, and their digests."""
     numbers = () if source.row_numbers is None else source.row_numbers
     part = [source.name, source.system, source.max_pixels, source.seed]
     return [
@@ -167,7 +167,7 @@ def _content(source: RowSource, digests: NDArray[np.uint64]) -> list[bytes]:
 
 
 def digest_of(*parts: bytes) -> str:
-    """Return a digest of 16 hexadecimal digits of some parts."""
+    """Return a digest of 16 hexadecimal digits."""
     total = hashlib.sha256()
     for part in parts:
         # Each part's length goes before it, or ("ab", "c") would be ("a", "bc").
@@ -236,9 +236,9 @@ def changes(saved: SavedSource, source: RowSource, contents: NDArray[np.uint64])
     """Compare the rows of a source with the saved ones; `contents` are the digests of its rows now."""
     num_now = len(source.rows)
     if len(saved.sizes) != num_now:
-        return Changes(texts=Some(1, (_first_of_another_number(saved, source, contents),)))
+        return Changes(texts=ChangedRows(1, (_first_of_another_number(saved, source, contents),)))
     others = rows_with_digest(num_now)[saved.contents != contents]
-    texts = _some(others, lambda at: f"{_place(source, at)} is not the row that was saved")
+    texts = _changed_rows(others, lambda at: f"{_place(source, at)} is not the row that was saved")
     if source.sizes is None:
         return Changes(texts=texts)
     sizes = source.sizes
@@ -252,15 +252,15 @@ def changes(saved: SavedSource, source: RowSource, contents: NDArray[np.uint64])
     def said(at: int) -> str:
         return f"{_place(source, at)} has {_size(sizes, at)}, saved was {_size(saved.sizes, at)}"
 
-    return Changes(texts=texts, **{kind: _some(rows, said) for kind, rows in kinds.items()})
+    return Changes(texts=texts, **{kind: _changed_rows(rows, said) for kind, rows in kinds.items()})
 
 
-def _some(rows: Sequence[int] | NDArray[np.int64], said: Callable[[int], str]) -> Some:
-    return Some(len(rows), tuple(said(int(at)) for at in rows[:NUM_CHANGES_NAMED]))
+def _changed_rows(rows: Sequence[int] | NDArray[np.int64], said: Callable[[int], str]) -> ChangedRows:
+    return ChangedRows(len(rows), tuple(said(int(at)) for at in rows[:NUM_CHANGES_NAMED]))
 
 
 def with_sizes(sources: Iterable[RowSource], saved: Iterable[SavedSource]) -> tuple[RowSource, ...]:
-    """Give the sources the sizes that the saved plan was made of; a source that has them is returned as it is."""
+    """Give the sources the sizes that the saved plan was made of; a source that has them already stays as it is."""
     return tuple(map(_with_sizes, sources, saved))
 
 
@@ -269,7 +269,7 @@ def _with_sizes(source: RowSource, saved: SavedSource) -> RowSource:
         return replace(source, sizes=saved.sizes)
     if np.array_equal(_planned(source.sizes), _planned(saved.sizes)) and source.sizes.cut == saved.sizes.cut:
         return source
-    # A checkpoint has reasons without details; the details of now hold for rows that fail for the saved reason.
+    # A checkpoint keeps reasons without details. Details of now count if a row fails for the same reason as then.
     said = {at: fault for at, fault in source.sizes.faults.items() if saved.sizes.failures.get(at) == fault.reason}
     return replace(source, sizes=replace(saved.sizes, faults=said))
 
@@ -281,7 +281,7 @@ def _planned(sizes: LengthIndex) -> NDArray[np.int64]:
 def _first_of_another_number(saved: SavedSource, source: RowSource, contents: NDArray[np.uint64]) -> str:
     num_then, num_now = len(saved.sizes), len(source.rows)
     said = f"{source.name} has {num_now} rows, saved were {num_then}"
-    if max(num_then, num_now) > NUM_ROWS_WITH_DIGEST:  # the digests are of different rows then
+    if max(num_then, num_now) > NUM_ROWS_WITH_DIGEST:  # then the digests are of different rows
         return said
     then = dict(zip(saved.numbers.tolist(), saved.contents.tolist(), strict=True))
     at_number = {source.row_number(at): at for at in range(num_now)}

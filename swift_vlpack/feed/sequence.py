@@ -20,18 +20,19 @@ from swift_vlpack.rows.encoder import Template
 from swift_vlpack.rows.samples import Encoded
 
 TYPES = "mm_token_type_ids"
-"""Which tokens are media; a tensor of one number a token."""
+"""The field that tells text from media: a tensor with one number for each token."""
 PIXELS = ("pixel_values", "pixel_values_videos")
+"""Fields with the pictures of a sample."""
 _PLACEHOLDER_ROW = {"messages": [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]}
 
 
 def packed_sequence(
     template: Template, samples: list[Encoded], name: str = "the pack", *, multiple: int = 1
 ) -> dict[str, Any]:
-    """Let the template make the sequence of these samples; without a sample, one that has no loss.
+    """Let the template make one sequence of these samples. Without samples, make one that has no loss.
 
-    The sequence is padded to a multiple of `multiple` tokens by a segment of its own. `name` is what errors call it.
-    Raises `BoundaryError` if it is not exactly these samples.
+    Padding to a multiple of `multiple` tokens becomes a segment of its own. `name` is for errors.
+    Raises `BoundaryError` if the sequence does not hold exactly these samples.
     """
     samples = completed(padded(template, samples or [placeholder(template)], multiple))
     lengths = tuple(int(sample["length"]) for sample in samples)
@@ -43,7 +44,7 @@ def packed_sequence(
 
 @contextmanager
 def layout(template: Template, *, packed: bool) -> Iterator[None]:
-    """Let the template make packed sequences, or padded batches, and leave it as it was."""
+    """Switch the template to packed sequences or padded batches within the block."""
     before = template.packing, template.padding_free
     template.packing = template.padding_free = packed
     try:
@@ -54,7 +55,7 @@ def layout(template: Template, *, packed: bool) -> Iterator[None]:
 
 def check_sequence(sequence: dict[str, Any], boundaries: Boundaries, name: str) -> None:
     """Raise `BoundaryError` unless the sequence has exactly these samples: tokens, positions and boundaries."""
-    # TODO(sequence-parallel): asked of a whole sequence; a rank that holds a slice of one has to be told which.
+    # TODO(sequence-parallel): this takes a whole sequence; a rank that holds a slice must know which slice it is.
     num_sequences, num_tokens = sequence["input_ids"].shape
     if num_sequences != 1 or num_tokens != boundaries.num_tokens:
         raise BoundaryError(
@@ -74,7 +75,7 @@ def check_sequence(sequence: dict[str, Any], boundaries: Boundaries, name: str) 
 
 
 def boundary_tensors(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """Return what variable-length attention reads, for templates that do not add it themselves."""
+    """Return the boundaries as variable-length attention reads them, for templates that do not add them."""
     # int32, because the variable-length kernels of flash-attn and torch take no other.
     ends = torch.tensor(Boundaries(lengths).cu_seqlens, dtype=torch.int32)
     longest = torch.tensor(max(lengths))
@@ -85,7 +86,7 @@ def boundary_tensors(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
 
 
 def placeholder(template: Template) -> Encoded:
-    """Encode a sample of a few tokens, none of them with a label: it stands in for a pack that has no sample."""
+    """Encode a sample of a few tokens without labels, which stands in for the samples of an empty pack."""
     sample: Encoded = template.encode(_PLACEHOLDER_ROW, return_length=True)
     sample["labels"] = [NO_LABEL] * len(sample["input_ids"])
     return sample
@@ -108,7 +109,7 @@ def padding(template: Template, num_tokens: int) -> Encoded:
     like = placeholder(template)
     num_there = len(like["input_ids"])
     sample = {name: _resized(value, num_there, num_tokens) for name, value in like.items()}
-    token = template.tokenizer.pad_token_id  # which ms-swift's templates cannot be without
+    token = template.tokenizer.pad_token_id  # always set: ms-swift's templates need one
     return {**sample, "input_ids": [token] * num_tokens, "labels": [NO_LABEL] * num_tokens, "length": num_tokens}
 
 
@@ -125,7 +126,7 @@ def _resized(value: Any, num_there: int, num_tokens: int) -> Any:
 
 
 def completed(samples: list[Encoded]) -> list[Encoded]:
-    """Give every sample the per-token fields that any of them has, and all pictures one shape.
+    """Give every sample the per-token fields that any sample has, and all pictures one shape.
 
     Templates join the fields of samples end to end, and would lose what only some of them have.
     """
@@ -140,7 +141,7 @@ def completed(samples: list[Encoded]) -> list[Encoded]:
 
 
 def _complete_types(samples: list[Encoded]) -> None:
-    """Give text its token types, which say that no token of it is media.
+    """Add token types to samples of text alone: zeros, because no token is media.
 
     The types are dropped if they do not count all tokens: GLM-4.5V's template gives them for the media alone.
     """
@@ -156,10 +157,10 @@ def _complete_types(samples: list[Encoded]) -> None:
 
 
 def _fill_up(samples: list[Encoded], name: str) -> None:
-    """Put the tiles or pictures of all samples into one tensor, as the family's processor does for one sample.
+    """Join the tiles or pictures of all samples in one tensor, as the family's processor does for one sample.
 
-    Processors of tiles (images, tiles, 3, height, width), and of pictures of any size beside `image_sizes`, append
-    zeros, which their models pass over. Templates only join tensors of one shape.
+    Tiles (images, tiles, 3, height, width), and pictures of any size with `image_sizes`, are filled up with zeros,
+    which their models ignore. Without this, the template fails: it only joins tensors of one shape.
     """
     with_media = [sample for sample in samples if isinstance(sample.get(name), torch.Tensor)]
     if len(with_media) < 2 or not all(_is_filled_up(sample, name) for sample in with_media):

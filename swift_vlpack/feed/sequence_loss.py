@@ -1,11 +1,11 @@
 """Make the losses of sequences add up to the loss of a step, and weigh samples in it.
 
-The loss of a sequence is a sum over tokens, divided by the tokens of the step; or a mean over tokens, which
-`MeanOfStep` turns into a share of the step's mean; `Losses` tells by measured numbers which of the two it is.
+The loss of a sequence is either a sum over tokens, divided by the tokens of the step, or a mean over its own tokens.
+`Losses` tells by measured numbers which of the two it is; `MeanOfStep` turns a mean into a share of the step's mean.
 
 `packing_loss` weighs samples by their tokens, equally, or by the root of their tokens. `weigh_samples` writes that as
-weights of tokens that are 1 on average over the step, so that the sum is still divided by the number of tokens, and so
-is whatever else is measured with it (a balance of experts, say).
+weights of tokens that are 1 on average over the step. So the sum is still divided by the number of tokens, and so is
+all that is measured with it (a balance of experts, say).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SCALE = "loss_scale"
 class MeanOfStep:
     """Turn a mean over the tokens of a sequence into the sequence's share of the mean over all tokens of the step.
 
-    An evaluation, which accumulates nothing, gives no number of tokens, and gets the mean itself.
+    Without a number of tokens, as in an evaluation, which accumulates nothing, return the mean itself.
     """
 
     def __init__(self, mean_of_sequence: Loss) -> None:
@@ -48,12 +48,12 @@ class MeanOfStep:
 
 
 def num_targets(labels: torch.Tensor) -> torch.Tensor:
-    """Count the tokens that are predicted."""
+    """Count the tokens that are predicted; the first token of a sequence never is."""
     return (labels[..., 1:] != NO_LABEL).sum()
 
 
 class Losses(NamedTuple):
-    """Measured losses of two samples, each in a sequence of its own and both in one, as parts of one step."""
+    """Losses of two samples as parts of one step: each in a sequence of its own, and both in one sequence."""
 
     first: float
     second: float
@@ -77,8 +77,10 @@ class Losses(NamedTuple):
 
 
 def with_fewer_targets(sample: Encoded) -> Encoded:
-    """Keep the first third of a sample's targets, because equal samples cannot tell a mean over tokens from one over
-    samples."""
+    """Keep the first third of a sample's targets.
+
+    Samples with equally many targets could not tell a mean over tokens from a mean over samples.
+    """
     kept = max(1, num_supervised(sample) // 3)
     labels = []
     for label in sample["labels"]:
@@ -92,7 +94,7 @@ def _close(one: float, other: float, tolerance: float) -> bool:
 
 
 def weight_of_samples(num_targets: torch.Tensor, kind: str) -> torch.Tensor:
-    """Return the weights of samples by their numbers of targets; a sample without targets weighs nothing.
+    """Return the weight of each sample by its number of targets; a sample without targets weighs nothing.
 
     >>> weight_of_samples(torch.tensor([9, 0, 4]), "sqrt").tolist()
     [3.0, 0.0, 2.0]
@@ -110,7 +112,7 @@ def weigh_samples(batches: Sequence[Batch], kind: str, total: Total) -> None:
     num_targets = torch.stack([one.sum() for one in targets]).sum().to(torch.float32)
     num_of_step, weight_of_step = total(torch.stack([num_targets, torch.stack([one.sum() for one in weights]).sum()]))
     for batch, num, weight in zip(batches, targets, weights, strict=True):
-        if not num.numel():  # a sequence without samples has no loss either
+        if not num.numel():  # without samples there is no loss to scale
             continue
         of_token = weight / num.clamp(min=1) * num_of_step / weight_of_step.clamp(min=1e-9)
         lengths = torch.tensor(_lengths(batch), device=of_token.device)
@@ -123,7 +125,7 @@ def _lengths(batch: Batch) -> tuple[int, ...]:
 
 
 def _num_targets(batch: Batch) -> torch.Tensor:  # (num_samples,)
-    """Count the tokens of each sample that are predicted; the first of a sequence has nothing before it."""
+    """Count the tokens of each sample that are predicted; nothing precedes the first token of a sequence."""
     is_target = (batch["labels"] != NO_LABEL).flatten()
     is_target[0] = False
     lengths = _lengths(batch)

@@ -1,9 +1,9 @@
 """Pack samples as rows come: the iterable form of `PackingDataset`.
 
 Every dataloader worker of every rank reads its own share of the rows (plan/shares.py), encodes and packs it; no sample
-travels between processes. Each pack carries the state of its worker after it, as JSON: how many rows were read, which
-samples still wait. The training process keeps the latest state of each worker (`ReaderProgress`) for the checkpoint. A
-resumed worker encodes the waiting samples again: a state has their ids and lengths, never their tensors.
+travels between processes. Each pack carries the state that its worker had after it, as JSON: how many rows were read,
+which samples still wait. The training process keeps the latest state of each worker (`ReaderProgress`) for the
+checkpoint. A resumed worker encodes the waiting samples again: a state has their ids and lengths, never their tensors.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ PROGRESS = {
         {
             **dict.fromkeys(("worker", "num_read", "num_packs", "num_failed_in_a_row"), Whole()),
             "is_at_end": bool,
-            "ready": [[(None, Whole(1), Whole(), Whole())]],
+            "ready": [[(None, Whole(1), Whole(), Whole())]],  # packs of items: id, length, images, patches
             "packer": Named(None),
         }
     ],
 }
-"""The shape of a rank's saved state; the packer checks its part by itself."""
+"""The shape of a rank's saved state; the packer checks its own part."""
 
 
 class StreamedPackingDataset(Packs, IterableDataset[PackedSamples]):
@@ -80,16 +80,16 @@ class StreamedPackingDataset(Packs, IterableDataset[PackedSamples]):
         )
 
     def preview(self, num_samples: int) -> Iterator[Encoded]:
-        """Encode the first samples of epoch 0, one when it is asked for; rows that fail are passed over.
+        """Yield the first samples of epoch 0, encoded when they are asked for; skip rows that fail.
 
-        Samples and not packs: to see the first pack, a whole buffer would be read and thrown away before step 1.
+        Not of the first pack: to fill it, a whole buffer would be read and thrown away before step 1.
         """
         cutter = self.dataset.encoder.cutter
         read = chain.from_iterable(in_parts(row, cutter) for row in self.dataset.samples(0))
         return islice((sample for _, sample in read if isinstance(sample, dict)), num_samples)
 
     def restore(self, progress: ReaderProgress) -> None:
-        """Iterate the saved epoch from the pack after the last trained one."""
+        """Continue the saved epoch after the last pack that was trained."""
         self._restored = progress
         self.set_epoch(progress.epoch)
 
@@ -98,7 +98,7 @@ class StreamedPackingDataset(Packs, IterableDataset[PackedSamples]):
         worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
         saved = None
         if self._restored is not None and self._restored.epoch == self.epoch:
-            # A dataloader asks its worker 0 first; the saved run would have asked worker `turn` next.
+            # A dataloader asks its worker 0 first, the saved run would have asked worker `turn`: so 0 takes its part.
             worker = (worker + self._restored.turn) % num_workers
             saved = self._restored.workers.get(worker)
         cutter = self.dataset.encoder.cutter
@@ -109,25 +109,25 @@ class StreamedPackingDataset(Packs, IterableDataset[PackedSamples]):
 
 
 class ReaderProgress:
-    """How far a rank has trained an epoch, with the state of each of its workers."""
+    """Keep how far a rank has trained an epoch, with the state of each of its workers."""
 
     def __init__(self, num_workers: int) -> None:
         self.num_workers = max(1, num_workers)
         self.epoch = 0
         self.turn = 0
         self.num_trained = 0
-        """Batches of the epoch, those without loss included, so that all ranks have the same number."""
+        """Batches of the epoch, including those without loss, so that all ranks have the same number."""
         self.workers: dict[int, WorkerState] = {}
 
     def trained(self, record: PackRecord) -> None:
-        """Note a pack that has been trained; the first pack of another epoch starts the count anew."""
-        # By the epoch of the pack, because readers may be in the next epoch already.
+        """Note a pack that has been trained. The first pack of another epoch starts a new count."""
+        # The epoch of the pack, because readers may be in the next epoch already.
         if record.epoch != self.epoch:
             self.epoch, self.turn, self.num_trained, self.workers = record.epoch, 0, 0, {}
         self.num_trained += 1
         for state in record.progress:
             self.workers[state["worker"]] = state
-            # The worker that a dataloader asks next: it takes turns, and passes over workers that are at their end.
+            # The worker that a dataloader asks next, or the first after it that is not at its end.
             self.turn = (state["worker"] + 1) % self.num_workers
 
     def state(self) -> dict[str, Any]:
@@ -155,8 +155,11 @@ class ReaderProgress:
 class _Buffer:
     """The encoded samples of one worker that wait for a pack: the packer decides by lengths, this holds the tensors.
 
-    The id of a sample is the number of its row in the share (0, 1, 2 ...); of a part of a row (number of row, part);
-    of a part in a window of a token stream, which no row knows, (number of row, *span).
+    The packer knows a sample by an id that finds it again after a resume:
+
+        number                  a whole row, by its number in the share (0, 1, 2 ...)
+        (number, part)          a part of a row
+        (number, *span)         a part in a window of a token stream, where the row alone does not tell its parts
     """
 
     def __init__(
@@ -176,9 +179,9 @@ class _Buffer:
         self._is_at_end = False
 
     def packs(self, dataset: Any, share: Share) -> Iterator[PackedSamples]:
-        """Pack a share. One pack is kept back, so that what is left out at the end has a record to travel in."""
+        """Pack a share. One pack is kept back, so that samples left out at the end have a record to travel in."""
         samples = dataset.samples(self._epoch, share, start=self._num_read, held=set(self._held_rows()))
-        # First, because the iterator yields the rows of waiting samples before the rows that are new.
+        # First, because the iterator yields the rows of waiting samples before new rows.
         self._encode_held_again(samples)
         if not self._is_at_end:
             for sample in samples:
@@ -193,7 +196,7 @@ class _Buffer:
             yield self._pack([])  # without samples, for its record
 
     def state(self) -> WorkerState:
-        """Return, as JSON without tensors, what a fresh buffer needs to make the same packs from here on.
+        """Return, as JSON without tensors, what a new buffer needs to make the same packs from here on.
 
         Samples left out so far are not part of it, because the record of the pack has them.
         """
@@ -250,15 +253,15 @@ class _Buffer:
             if isinstance(sample, LeftOut):
                 self._left_out.append(sample)
             elif not isinstance(sample, SampleError):
-                self._waiting[_id(number, span)] = sample
-                self._ready += [pack.items for pack in self._packer.push(_item(_id(number, span), sample))]
+                self._waiting[_item_id(number, span)] = sample
+                self._ready += [pack.items for pack in self._packer.push(_item(_item_id(number, span), sample))]
 
     def _cut_again(
         self, number: int, row: Encoded, items: Sequence[Item]
     ) -> Mapping[ItemId, Encoded | SampleError | LeftOut]:
         """Cut a row again into its waiting samples; in windows of a token stream by the spans in their ids."""
         if self._cutter is None or not self._cutter.lays_end_to_end:
-            return {_id(number, span): sample for span, sample in in_parts(row, self._cutter)}
+            return {_item_id(number, span): sample for span, sample in in_parts(row, self._cutter)}
         found: dict[ItemId, Encoded | SampleError | LeftOut] = {}
         for item in items:
             with suppress(SampleError):  # `_unchanged` refuses a sample that is missing
@@ -270,7 +273,7 @@ class _Buffer:
         samples = []
         for item in self._ready.popleft():
             sample = self._waiting.pop(item.id)
-            if isinstance(sample, SampleError):  # it could be read before the run was interrupted, and now it cannot
+            if isinstance(sample, SampleError):  # readable before the run was interrupted, and not now
                 self._left_out.append(counted_failure(sample, 1))
             else:
                 samples.append(sample)
@@ -280,19 +283,19 @@ class _Buffer:
         left_out, self._left_out = self._left_out, []
         self._num_packs += 1
         pack = packed_samples(samples, self._epoch, self._num_packs - 1, self._config, left_out)
-        # Taken now, because the samples of this pack no longer wait: the state is that after the pack.
+        # Taken now that the samples of this pack no longer wait, because it is the state after the pack.
         pack.record = replace(pack.record, progress=(self.state(),))
         return pack
 
     def _name(self, number: ItemId) -> str:
-        return str(_id_of(self._waiting[number]))
+        return str(_sample_id(self._waiting[number]))
 
     def _dropped(self, item: Item, reason: Reason) -> None:
         said = f"{item.length} tokens, {item.images} images"
-        self._left_out.append(LeftOut(_id_of(self._waiting.pop(item.id)), reason.value, said))
+        self._left_out.append(LeftOut(_sample_id(self._waiting.pop(item.id)), reason.value, said))
 
 
-def _id(number: int, span: Span | None) -> ItemId:
+def _item_id(number: int, span: Span | None) -> ItemId:
     if span is None:
         return number
     return (number, *span) if span.row_length else (number, span.number)
@@ -314,7 +317,7 @@ def _part_of(item: Item) -> int | None:
 
 
 def _unchanged(sample: Encoded | SampleError | LeftOut | None, row: Encoded, item: Item) -> Encoded:
-    """Return a waiting sample that was encoded again. Raises `StateMismatch` if it is not what it was."""
+    """Return a waiting sample that was encoded again. Raises `StateMismatch` if its length is another."""
     if isinstance(sample, dict) and sample["length"] == item.length:
         return sample
     now = f"{sample['length']} tokens" if isinstance(sample, dict) else "another number of parts"
@@ -330,6 +333,6 @@ def _item(key: ItemId, sample: Encoded) -> Item:
     return Item(key, size.length, size.images, size.patches)
 
 
-def _id_of(sample: Encoded | SampleError) -> SampleId:
+def _sample_id(sample: Encoded | SampleError) -> SampleId:
     sample_id: SampleId = sample.sample_id if isinstance(sample, SampleError) else sample["sample_id"]
     return sample_id

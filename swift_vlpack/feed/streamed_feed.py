@@ -1,4 +1,7 @@
-"""Feed a trainer with packs that readers make as rows come; the ranks keep in step, one pack at a time."""
+"""Feed a trainer with packs that are made as rows come; the ranks keep in step, one pack at a time.
+
+The dataloader workers that read and pack are called readers here.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +36,11 @@ from swift_vlpack.words import by_reason
 logger = logging.getLogger(__name__)
 
 NUM_ROWS_COMPARED = 16
-"""Rows by which a stream's data is recognized: to read more would cost what streams are there to save."""
+"""First rows by which a stream is recognized: reading more would cost the time that streams are there to save."""
 AFTER_ALL_ROWS = 2**43
-"""A row that no share reaches: to start there reads the rows that are asked for, and no others."""
+"""A start that no share reaches: from there, `samples` yields the rows that are asked for by number, and no others."""
 FARTHEST_ROW = 20_000
-"""Highest row of a stream that is read a second time, because the stream has to be read from its start."""
+"""Highest row that is read a second time: a stream has to be read from its start to get there."""
 
 
 class StreamedFeed(Feed):
@@ -70,9 +73,9 @@ class StreamedFeed(Feed):
         return (batch for number, batch in enumerate(islice(made, stop)) if number in numbers)
 
     def samples_again(self, record: PackRecord, *, rank: int, num_workers: int) -> Iterator[Encoded | SampleError]:
-        """Encode the samples of a pack of the epoch again, from the shares of this rank's readers."""
+        """Encode the samples of a pack of this epoch a second time, from the shares of this rank's readers."""
         if self.config.packing_strategy == WINDOW:
-            raise CannotReadAgain("where a stream cuts its rows depends on all that came before")
+            raise CannotReadAgain("where a stream cuts a row depends on all rows before it")
         if self._stream is not None:
             if isinstance(self._stream.rows, Iterator):
                 raise CannotReadAgain("the stream cannot be read again")
@@ -81,7 +84,7 @@ class StreamedFeed(Feed):
         return self._samples_of(record, rank, max(1, num_workers))
 
     def _samples_of(self, record: PackRecord, rank: int, num_workers: int) -> Iterator[Encoded | SampleError]:
-        """Yield the samples of a pack's rows, or the parts they are cut into; of each reader of the rank, its rows."""
+        """Encode the rows of a pack again, reader by reader. A row that is cut yields the parts of other packs too."""
         rows, wanted = self.dataset, {key._replace(part=None) for key in record.sample_ids}
         for worker in range(num_workers):
             share = share_of(rank, self.num_ranks, worker, num_workers)
@@ -94,19 +97,19 @@ class StreamedFeed(Feed):
     # -- epochs -----------------------------------------------------------------------------------------------------
 
     def begin(self, epoch: int) -> EpochStart:
-        """Begin an epoch: readers that live on see its number when they are asked for the next packs."""
+        """Begin an epoch. Persistent readers see its number when they are asked for the next packs."""
         self.packs.set_epoch(epoch)
         return EpochStart()
 
     def batches_trained(self, accumulation: int) -> int:
-        """Return all that were trained: readers go on by themselves, and steps end where they would have ended."""
+        """Return all trained batches, not rounded to steps, because the readers continue exactly where they were."""
         return self.progress.num_trained
 
     # -- batches ----------------------------------------------------------------------------------------------------
 
     def loader(self, rank: int, make: MakeLoader, *, ranks: Callable[[], Voting], **options: Any) -> Any:
         """Make a loader whose workers read shares of their own."""
-        # Now, and not at the first vote: making a group is a point that all ranks have to come to.
+        # Now, and not at the first vote, because all ranks have to make the group at the same point.
         self._ranks = ranks()
         self._collate = options["collate_fn"]
         self._device = options.get("device")
@@ -121,7 +124,7 @@ class StreamedFeed(Feed):
     def fill_up(self, num_missing: int) -> list[Batch]:
         """Return batches without loss, so that the last step of an epoch is whole.
 
-        Hugging Face's Trainer does not know how long the epoch is: it would leave the gradients of an incomplete step
+        transformers' Trainer does not know how long the epoch is. It would leave the gradients of an incomplete step
         to the first step of the next epoch, divided by that step's number of tokens.
         """
         return [self._without_loss() for _ in range(num_missing)]
@@ -131,7 +134,7 @@ class StreamedFeed(Feed):
         return batch if self._device is None else batch.to(self._device)
 
     def _trainable(self, loaded: Iterator[Batch]) -> Iterator[Batch]:
-        """Pass over packs without a sample; what their records tell goes with the next pack, or is told at the end."""
+        """Skip packs without a sample. What they left out is added to the next pack, or kept for `left_out_after`."""
         empty: list[PackRecord] = []
         for batch in loaded:
             assert batch.record is not None
@@ -149,7 +152,7 @@ class StreamedFeed(Feed):
         self._left_out_after = _left_out(empty)
 
     def consumed(self, records: Sequence[PackRecord]) -> None:
-        """Note where the readers of these trained packs stand."""
+        """Keep the states of the readers after these packs, which were trained."""
         for record in records:
             self.progress.trained(record)
         if not self._has_warned_of_length:
@@ -161,7 +164,7 @@ class StreamedFeed(Feed):
     # -- the account of an epoch ------------------------------------------------------------------------------------
 
     def left_out_after(self) -> list[LeftOut]:
-        """Return what the readers of this rank left out after their last packs, and forget it."""
+        """Return, and forget, the samples that the readers of this rank left out after their last packs."""
         left_out, self._left_out_after = self._left_out_after, []
         return left_out
 
@@ -170,17 +173,15 @@ class StreamedFeed(Feed):
         counted.read_what_came()
 
     def end(self, counted: Counts) -> str | None:
-        """Raise `DataError` for an epoch without a pack: the next one would have none either, for ever."""
+        """Return a warning. Raises `DataError` if the epoch had no pack, because then no epoch would ever have one."""
         if not counted.num_packs:
-            raise DataError(
-                f"epoch {self.epoch} has no pack; of its rows were left out: {by_reason(counted.num_dropped)}"
-            )
+            raise DataError(f"epoch {self.epoch} has no pack; its rows were left out: {by_reason(counted.num_dropped)}")
         return warning_of_left_out(counted.num_dropped, num_of=counted.num_read, what=self.config.what_is_packed)
 
     # -- the state in a checkpoint ----------------------------------------------------------------------------------
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return everything that the packs of every reader follow from."""
+        """Return everything that determines the packs of every reader."""
         stream = self._stream
         return {
             "num_ranks": self.num_ranks,
@@ -193,15 +194,15 @@ class StreamedFeed(Feed):
         }
 
     def state(self) -> dict[str, Any]:
-        """Return the epoch; where the readers are is a matter of each rank."""
+        """Return the epoch. Each rank saves the states of its own readers (`rank_state`)."""
         return {"epoch": self.epoch}
 
     def rank_state(self) -> dict[str, Any] | None:
-        """Return where the readers of this rank are."""
+        """Return the states of this rank's readers."""
         return self.progress.state()
 
     def restore(self, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None) -> None:
-        """Let the readers go on where they were when the states were saved."""
+        """Let the readers continue from their saved states."""
         assert rank_state is not None
         self.progress = ReaderProgress.of(rank_state)
         self.packs.restore(self.progress)

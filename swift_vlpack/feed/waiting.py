@@ -1,7 +1,8 @@
 """Report which ranks are missing when a rank waits for long, and which have left, and why, when a collective fails.
 
-All ranks reach the same points in the same order. Each rank writes to the store that the run was started with: the
-number of the point that it has reached, and the error with which it leaves. The waiting rank reads what others wrote.
+All ranks reach the same points (a collective, a vote, a checkpoint) in the same order. Each rank writes two things to
+the store through which the ranks found each other: the number of the point that it has reached, and the error with
+which it leaves. A rank that waits reads what the others wrote.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _CONNECTING = timedelta(seconds=10)
 _OF_GLOO = ("gloo/", "Application timeout caused pair closure", "Connection closed by peer", "Connection reset by peer")
 """Texts by which an error of a gloo collective is recognized, because its class is only RuntimeError."""
 _LONGEST_ERROR = 300
+"""Characters of an error that are kept for the other ranks."""
 _num_points = 0
 
 
@@ -36,7 +38,7 @@ class RankGone(VLPackError):
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Wrap work that all ranks have to reach.
+    """Watch work that ends only when all ranks have reached it.
 
     After a while, log which ranks are missing. Raises `RankGone`, with the ranks that have left, if a collective fails.
     """

@@ -5,7 +5,8 @@ ms-swift makes its arguments in one long `__post_init__`; `host/install.py` call
     settle_options(args)   first: a `VLPACK_*` variable becomes a value, all are checked
     prepare_args(args)     later, when the model's length is known: the `PackingConfig` of the run is made, and kept
 
-From then on `packing_config(args)` returns that one config. Nothing reads the variables again.
+From then on `packing_config(args)` returns that one config, and `plans_ahead(args)` says whether the packs of the run
+are planned or made as rows come. Nothing reads the variables again.
 """
 
 from __future__ import annotations
@@ -49,24 +50,26 @@ OURS = (SftArguments, PretrainArguments)
 _NO_ARCHITECTURE = "null"
 """ms-swift stores this as the architecture of a model type that has none."""
 OWN_ATTENTION = (None, "sdpa", "eager", attention.NAME)
+"""Values of `--attn_impl` under which the model gets the attention `vlpack`; other values are left to ms-swift."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Settled:
-    """What a run was asked for that ms-swift's arguments have no field for."""
+    """The options of a run that ms-swift's arguments have no field for."""
 
     options: Mapping[str, Any]
-    """Packing options by name, of flags, the training file and variables."""
+    """Packing options by name, from flags, the training file and variables."""
     config: PackingConfig | None = None
-    """All options; None until the model's length is known."""
+    """All options with their defaults; None until the model's length is known."""
     unpacked_batch_size: int = 1
+    """`per_device_train_batch_size` as it was given."""
 
 
 _settled: dict[int, _Settled] = {}
-"""By the `id` of the arguments, and gone with them.
+"""By the `id` of the arguments, and deleted with them.
 
-Not an attribute on them: ms-swift writes its arguments to args.json and compares them, ours would travel along. Not a
-`WeakKeyDictionary`: a dataclass that can be compared has no hash.
+Not an attribute of the arguments, because ms-swift writes these to args.json and compares them. Not a
+`WeakKeyDictionary`, because a dataclass that can be compared has no hash.
 """
 
 
@@ -82,21 +85,27 @@ def is_ours(args: Any) -> bool:
 
 
 def packing_config(args: Any) -> PackingConfig:
-    """Return the options of the run, which `prepare_args` has settled."""
+    """Return the one config of the run, which `prepare_args` has made."""
     config = _settled[id(args)].config
     assert config is not None, "ms-swift asked for the packing options before it checked its own"
     return config
 
 
+def plans_ahead(args: Any) -> bool:
+    """Return whether the packs of the run are planned before training. False if they are made as rows come."""
+    return is_planned(packing_config(args), is_sized=not args.streaming)
+
+
 def unpacked_batch_size(args: Any) -> int:
-    """Return how many samples of this rank would share a padded batch without packing."""
+    """Return how many samples would share a padded batch of one rank without packing."""
     return _settled[id(args)].unpacked_batch_size
 
 
 def settle_options(args: Any) -> None:
-    """Settle where each option comes from, a flag, the training file or a variable, and check all of them.
+    """Collect the options from flags, the training file and variables, and check all of them.
 
-    Called before ms-swift looks at a field or asks a hub for a model. ms-swift's own fields get what a variable says.
+    Called before ms-swift looks at a field or asks a hub for a model. Values of variables are written into ms-swift's
+    own fields.
     """
     given = _flags_given(args)
     args.packing = _wants_packing(args, given)
@@ -112,7 +121,7 @@ def settle_options(args: Any) -> None:
         options["packing_overflow"] = _overflow_of_split(options)
         config = dataclasses.replace(config, packing_overflow=options["packing_overflow"])
         args.truncation_strategy = "delete"  # which leaves long rows to packing_overflow
-    _refuse_what_cannot_be(args, config)
+    _refuse_contradictions(args, config)
     _keep(args, _Settled(options))
     for name in set(options) & {"packing_length", "packing_strategy"}:
         setattr(args, name, getattr(config, name))
@@ -122,7 +131,7 @@ def _refuse_unknown_types(args: Any) -> None:
     """Refuse an unknown type and suggest the one that was meant; ms-swift would print its several hundred types."""
     for name, known in (("model_type", MODEL_MAPPING), ("template", TEMPLATE_MAPPING)):
         if (given := getattr(args, name)) and given not in known:
-            raise ConfigError(f"--{name} {given} is nothing that ms-swift knows{did_you_mean(given, known)}")
+            raise ConfigError(f"--{name} {given} is not known to ms-swift{did_you_mean(given, known)}")
 
 
 def _read_training_file_again() -> None:
@@ -133,7 +142,7 @@ def _read_training_file_again() -> None:
 
 
 def _overflow_of_split(options: Mapping[str, Any]) -> str:
-    """Return the packing option that `--truncation_strategy split` means; refuse another one beside it."""
+    """Return the `packing_overflow` that `--truncation_strategy split` means; refuse another one beside it."""
     given = str(options.get("packing_overflow", "split"))
     if given != "split":
         raise ConfigError(f"--truncation_strategy split and packing_overflow={given} contradict each other; give one")
@@ -141,7 +150,7 @@ def _overflow_of_split(options: Mapping[str, Any]) -> str:
 
 
 def _wants_packing(args: Any, given: set[str]) -> bool:
-    """Return the option `packing` alone. A run that does not pack may have any other variable, even a misspelt one."""
+    """Read the option `packing` and no other. A run that does not pack may have any variable, even a misspelt one."""
     variable = f"{ENV_PREFIX}PACKING"
     environ = {variable: os.environ[variable]} if variable in os.environ else {}
     flags = {"packing": args.packing} if "packing" in given else {}
@@ -185,7 +194,7 @@ _OTHERS = {"RLHFArguments": "`swift rlhf`"}
 
 
 def portable(args: Any) -> Any:
-    """Copy the arguments without what only this package has; plugins of the user stay.
+    """Copy the arguments without the plugin, callback and attention of this package; plugins of the user stay.
 
     `swift infer` and `swift export` read the copy (args.json) on machines that may not have this package.
     """
@@ -219,7 +228,7 @@ def prepare_args(args: Any, *, flash_check: Callable[[Any], None]) -> None:
         flash_check(args)  # ms-swift's own check of the name
     args.padding_free = True
     _fold_batch_size(args)
-    if not is_planned(config, is_sized=not args.streaming) or config.packing_loss != "token":
+    if not plans_ahead(args) or config.packing_loss != "token":
         _count_tokens_of_all_ranks(args)
     if CALLBACK not in args.callbacks:
         args.callbacks = [*args.callbacks, CALLBACK]
@@ -241,7 +250,8 @@ def _refuse_another_model(args: Any) -> None:
     )
 
 
-def _refuse_what_cannot_be(args: Any, config: PackingConfig) -> None:
+def _refuse_contradictions(args: Any, config: PackingConfig) -> None:
+    """Refuse options of ms-swift and packing options that contradict each other."""
     cutting = Cutting.of(config)
     if cutting is not None and cutting.how != "drop" and args.truncation_strategy in ("left", "right"):
         raise ConfigError(
@@ -259,18 +269,18 @@ def _refuse_what_cannot_be(args: Any, config: PackingConfig) -> None:
 def _count_tokens_of_all_ranks(args: Any) -> None:
     """Let ms-swift divide by the tokens of all ranks.
 
-    A mean of the ranks' means would count a rank that has run dry as a loss of 0, and weigh samples by their rank.
+    A mean of the ranks' means would count a rank without packs as a loss of 0, and weigh samples by their rank.
     """
     if not args.average_tokens_across_devices and args.global_world_size > 1:
         args.average_tokens_across_devices = True
         logger.warning(
-            "packing: --average_tokens_across_devices becomes true: packs of different ranks may weigh unlike, and in "
-            "buffer mode a rank may have none for a step"
+            "packing: --average_tokens_across_devices becomes true, because packs of different ranks can weigh "
+            "differently, and in buffer mode a rank can be without a pack for a step"
         )
 
 
 def _fold_batch_size(args: Any) -> None:
-    """Turn a batch larger than one into accumulation, because one sequence is one pack; the effective batch stays."""
+    """Turn a batch size above one into accumulation, because a batch is one pack; the effective batch size stays."""
     per_device = args.per_device_train_batch_size
     accumulation = args.gradient_accumulation_steps
     if accumulation is None:  # ms-swift's own default

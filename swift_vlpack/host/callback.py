@@ -1,4 +1,4 @@
-"""Act around training: before the first step choose the attention, prove it and say what will be trained; count steps.
+"""Act at ms-swift's events: choose and prove the attention before step 1, count each step, report each epoch.
 
 The facts that are known before the first step are shown in the log as a summary (`runlog/summary.py`), and kept in the
 run log for `vlpack report` and `vlpack inspect --run`.
@@ -29,8 +29,9 @@ from swift_vlpack.runlog.summary import end_text, start_text
 logger = get_logger()
 
 _ROOT_OF_IMAGES = "ROOT_IMAGE_DIR"
+"""The variable by which ms-swift finds images that rows name by relative paths."""
 _NOT_KEPT = ("checkpoint", "step", "output_dir", "data")
-"""Facts of the summary that the run log does not keep as they are; of `data` it keeps what follows."""
+"""Facts of the summary that the run log does not keep as they are; of `data` it keeps a part (`_kept`)."""
 
 
 class PackingCallback(TrainerCallback):
@@ -61,11 +62,11 @@ class PackingCallback(TrainerCallback):
         self.trainer.count_step()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Close the epoch's account over all ranks; log it and write it beside the checkpoints."""
+        """Add up the epoch over all ranks, log the account and write it to `vlpack/epoch_N.json`."""
         self.trainer.close_epoch()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note that the run has ended by itself, and log what it trained and where to look."""
+        """Note that the run was not interrupted, and log what it trained and where to look."""
         trainer = self.trainer
         trainer.events.end(state.global_step)
         if is_master():
@@ -91,7 +92,7 @@ def show_in_tensorboard(trainer: Any, text: str, step: int) -> None:
 
 
 def facts_at_start(trainer: Any, *, attention: str, proof: str | None) -> dict[str, Any]:
-    """Collect what is known before the first step. `plan` and `data` are None for a stream. First rank only."""
+    """Collect what is known before the first step; `plan` and `data` are None without a plan. First rank only."""
     feed, args, state = trainer.feed, trainer.args, trainer.state
     plan = feed.epoch_plan
     checkpoint = trainer.checkpoint_resumed
@@ -135,7 +136,7 @@ def _kept(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _facts_to_look_back(trainer: Any) -> dict[str, Any]:
-    """Collect what the run cannot be asked for later, and what `vlpack inspect --run` needs to build its feed again."""
+    """Collect what nobody can look up after the run, and what `vlpack inspect --run` needs to build the feed again."""
     feed = trainer.feed
     names = {*variables_read_by(type(trainer.template)), _ROOT_OF_IMAGES}
     log = Path(trainer.args.output_dir) / LOG

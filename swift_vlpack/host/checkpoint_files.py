@@ -20,17 +20,18 @@ from swift_vlpack.comm import Comm
 from swift_vlpack.envelope import Named, Whole
 
 Records = Mapping[str, Sequence[Sequence[Any]]]
-"""Maps a file, by its path in the checkpoint, to pairs [bytes, digest]: one for each version that some node wrote."""
+"""Path of a file in the checkpoint -> [bytes, digest] of each version of it; nodes may have written different ones."""
 RECORDS = Named([(Whole(), str)])
 """The shape of records in a saved state."""
 BYTES_OF_PIECE = 64 * 1024**2
-"""Bytes of one piece. Pieces of a file are read in parallel, so that a single large file is no bottleneck."""
+"""Bytes of a piece. The pieces of a file are read in parallel, so that a single large file is no bottleneck."""
 NUM_THREADS = 4
 _HEADER_OF_SAFETENSORS = 8
+"""Bytes at the start of a safetensors file, which are the length of its header."""
 
 
 class FileIdentity(NamedTuple):
-    """The identity of a file: ranks that see equal values see the same file, on a disk that they share."""
+    """Tell files apart: ranks that see equal values see the same file, on a disk that they share."""
 
     size: int
     inode: int
@@ -135,9 +136,9 @@ def _damage(path: Path, records: Sequence[Sequence[Any]]) -> str | None:
 
 
 def unreadable(folder: Path, without: str = "") -> list[str]:
-    """Describe every file of a checkpoint that is empty or cut off by its own format, without reading it whole.
+    """Describe every file of a checkpoint that is empty, or shorter than its own format says; reads no file whole.
 
-    Files whose names begin with `without` are passed over, if it says something.
+    Skips files whose names begin with `without`, unless it is empty.
     """
     paths = [path for path in sorted(folder.iterdir()) if not (without and path.name.startswith(without))]
     return [said for path in paths if path.is_file() and (said := _defect(path))]

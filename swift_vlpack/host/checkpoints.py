@@ -1,4 +1,4 @@
-"""Keep the order on disk: a checkpoint is whole and safe there before an older one is deleted."""
+"""Delete an older checkpoint only when the new one is complete and safe on the disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from swift_vlpack.host.state import FILE, StateNotSaved
 
 @contextmanager
 def nothing_deleted(training_args: Any) -> Iterator[None]:
-    """Keep the trainer from deleting checkpoints while it saves: it would delete before the new one is complete."""
+    """Keep the trainer from deleting checkpoints while it saves, because then the new one is not complete yet."""
     limit, training_args.save_total_limit = training_args.save_total_limit, None
     try:
         yield
@@ -27,7 +27,7 @@ def nothing_deleted(training_args: Any) -> Iterator[None]:
 
 
 def save_training_args(checkpoint: Path, training_args: Any) -> None:
-    """Save the arguments again, because `nothing_deleted` had taken the limit out when the trainer saved them."""
+    """Save the arguments again, because the trainer saved them while `nothing_deleted` had taken out the limit."""
     if (checkpoint / TRAINING_ARGS_NAME).exists():
         torch.save(training_args, checkpoint / TRAINING_ARGS_NAME)
 
@@ -38,13 +38,13 @@ def sync(checkpoint: Path) -> None:
         sync_tree(checkpoint)
     except OSError as error:
         raise StateNotSaved(
-            f"{checkpoint} cannot be brought to the disk: {error}. Mend the output directory and resume from an "
+            f"{checkpoint} cannot be flushed to the disk: {error}. Mend the output directory and resume from an "
             "earlier checkpoint"
         ) from error
 
 
 def rotate(current: Path, limit: int | None, best: str | None) -> None:
-    """Delete checkpoints until `limit` are left, incomplete ones first, then the oldest; never this or the best one."""
+    """Delete checkpoints until `limit` are left: incomplete ones first, then the oldest; never `current` or `best`."""
     if limit is None or limit <= 0:
         return
     kept = {current.resolve()} | ({Path(best).resolve()} if best else set())
@@ -60,7 +60,7 @@ def rotate(current: Path, limit: int | None, best: str | None) -> None:
 
 
 def _age(checkpoint: Path) -> tuple[bool, float, int]:
-    """Sort by completeness, then time: a run resumed from an earlier step writes newer checkpoints of lower steps."""
+    """Sort incomplete ones first, then by time. Not by step: after a resume, newer checkpoints can have lower steps."""
     return (checkpoint / FILE).is_file(), checkpoint.stat().st_mtime, _step(checkpoint) or 0
 
 

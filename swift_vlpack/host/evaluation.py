@@ -69,7 +69,7 @@ def evaluation_data(rows: Any, pipeline: Any, config: PackingConfig) -> Any:
 
 
 def _without_loss_of_rows(config: PackingConfig) -> PackingConfig:
-    """Keep every row, and whole: an evaluation averages rows, and has no next epoch for a remainder."""
+    """Return options by which every row stays, and stays whole, because an evaluation averages over all rows."""
     return dataclasses.replace(
         config,
         packing_strategy="greedy" if config.packing_strategy == WINDOW else config.packing_strategy,
@@ -87,7 +87,7 @@ class EvaluatesRows(Seq2SeqTrainer):
     _pack_evaluated: PackRecord | None = None
     """The pack in the model, while packs are evaluated."""
     _losses_evaluated: dict[int, SampleLoss]
-    """By row, since the evaluation of packs began."""
+    """By number of the row; filled while packs are evaluated."""
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, **kwargs: Any) -> Any:
         """Return ms-swift's loader of evaluation rows. Packs are loaded one at a time, and none is dropped."""
@@ -106,7 +106,7 @@ class EvaluatesRows(Seq2SeqTrainer):
         self._losses_evaluated = {}
         gather = self.gather_function
         super().evaluation_loop(dataloader, *args, **kwargs)
-        self.gather_function = gather  # the loop clears it at its end
+        self.gather_function = gather  # the loop has cleared it
         rows = LossesOfRows(gathered(self._losses_evaluated, "the losses of an evaluation"))
         # The trainer now distributes, repeats and cuts off batches exactly as it does for rows without packing.
         batches = DataLoader(rows, self.args.eval_batch_size, drop_last=self.args.dataloader_drop_last)
@@ -134,20 +134,20 @@ class EvaluatesRows(Seq2SeqTrainer):
             return self._losses_of_samples(self._pack_evaluated, model, inputs, return_outputs)
         if self.is_evaluating and is_mean(self):
             num_items_in_batch = None  # else ms-swift would multiply this rank's mean by the number of ranks
-        if self.label_smoother is not None:  # ms-swift does not tell it
+        if self.label_smoother is not None:  # ms-swift does not pass it the number
             self.label_smoother.num_items = num_items_in_batch
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def prepare_logits_to_keep(self, inputs: dict[str, Any]) -> None:
-        """Drop the logits without a target, but not of a pack on several GPUs of one process.
+        """Let ms-swift drop logits without a target, but not those of a pack if one process has several GPUs.
 
-        There ms-swift keeps the last logits of the sequence, from the middle of some sample on.
+        There ms-swift keeps the last logits of the sequence, which begin in the middle of some sample.
         """
         if self._pack_evaluated is None or not is_mp():
             super().prepare_logits_to_keep(inputs)
 
     def _losses_of_samples(self, record: PackRecord, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        """Note the loss of every sample of a pack, computed by ms-swift's own code for losses of tokens."""
+        """Note the loss of every sample of a pack. ms-swift's own code computes the loss of each token."""
         losses = LossPerSample(record.lengths, loss_of_sample(self), inputs.get("logits_to_keep"))
         scale = inputs.get("loss_scale")
         if scale is None:  # given weights, ms-swift computes a loss per token; otherwise the model takes the mean
@@ -160,7 +160,7 @@ class EvaluatesRows(Seq2SeqTrainer):
         return result
 
     def _loss_of_batch(self, total: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
-        """Return this rank's loss of a batch of rows; the mean over ranks is the loss without packing."""
+        """Return this rank's loss of a batch of rows. The mean over ranks is the loss of a run without packing."""
         num, num_shared = num_tokens.sum(), 1
         if self.args.average_tokens_across_devices and not is_mean(self):
             num, num_shared = self.accelerator.reduce(num, reduction="sum"), self.accelerator.num_processes
@@ -179,7 +179,7 @@ class LossPerSample:
     """A loss function for a trainer that also notes the loss of every sample in a packed sequence."""
 
     def __init__(self, lengths: Sequence[int], of_sample: LossOfSample, kept: torch.Tensor | None = None) -> None:
-        """Take the lengths of the samples; `kept` marks the tokens of the sequence that have logits (None: all)."""
+        """Compute losses of samples of these lengths; `kept` marks the tokens that have logits (None: all)."""
         self.of_sample = of_sample
         self.samples: list[SampleLoss] = []
         ends = torch.tensor([0, *accumulate(lengths)])
@@ -206,7 +206,7 @@ class LossPerSample:
     def _apart(
         self, outputs: Any, labels: torch.Tensor, loss_scale: torch.Tensor | None
     ) -> Iterator[tuple[CausalLMOutput, torch.Tensor, torch.Tensor | None]]:
-        """Yield each sample in the form that it has as an un-packed batch of one."""
+        """Yield outputs, labels and weights of each sample, as they would be in an un-packed batch of one."""
         for start, stop in pairwise(self._ends.tolist()):
             # With `kept`, the label of a sample's last target stands one position after its last kept logit.
             tokens = slice(start, stop + self._num_after)
@@ -218,7 +218,7 @@ class LossPerSample:
 
 
 class LossesOfRows(list[dict[str, float]]):
-    """The losses of a packed evaluation, one a row in the order of the rows, to be batched as rows are."""
+    """The losses of a packed evaluation in the order of the rows, one for each row, to be batched as rows are."""
 
     def __init__(self, losses_of_ranks: Sequence[dict[int, SampleLoss]]) -> None:
         of_rows = {row: loss for of_rank in losses_of_ranks for row, loss in of_rank.items()}

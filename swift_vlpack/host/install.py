@@ -1,4 +1,4 @@
-"""Put packing into ms-swift in two stages, so that nothing changes for a run that does not pack.
+"""Hook packing into ms-swift in two stages, so that nothing changes for a run that does not pack.
 
 1. `install()` runs when `--external_plugins` loads the plugin. It registers the attention function and wraps two
    methods of ms-swift's arguments: where options are settled, and where ms-swift checks `--packing`.
@@ -25,8 +25,9 @@ TRAINER = "swift_vlpack.host.trainer.PackingTrainer"
 
 def install() -> None:
     """Let `swift sft` and `swift pt` with `--packing true` pack with this package. Calling it again changes nothing."""
+    # A dataloader worker that replays the plugin reads no arguments and trains nothing: so nothing is loaded for it.
     if multiprocessing.parent_process() is not None and "swift.arguments" not in sys.modules:
-        return  # a dataloader worker that replays the plugin: it reads no arguments, so it trains nothing
+        return
     join_log()
     quiet_mistakes()
     attention.register()
@@ -111,7 +112,7 @@ def activate() -> None:
 
 
 def _let_families_through() -> None:
-    """Let our own rule decide which templates can be packed, before ms-swift's."""
+    """Decide by our own rule which templates can be packed, before ms-swift decides by its own."""
     from swift.arguments import SftArguments
 
     get_template = SftArguments.get_template
@@ -130,7 +131,7 @@ def _let_families_through() -> None:
 
 
 def _save_portable_args() -> None:
-    """Keep what only this package has out of args.json, which `swift infer` and `swift export` obey."""
+    """Leave what only this package has out of args.json, which `swift infer` and `swift export` read."""
     from swift.arguments import SftArguments
 
     save = SftArguments.save_args

@@ -1,4 +1,4 @@
-"""Load the packs of a feed by ms-swift's training dataloader: workers encode, the feed decides what is trained."""
+"""Load packs with ms-swift's own dataloader: its workers encode, the feed decides which batches are trained."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class WorkerDied(VLPackError):
 class PackLoader(DataLoaderShard):
     """Load the packs of one rank.
 
-    ms-swift recognizes its loaders by the base class when it resumes. The loader has a random generator of its own:
-    each iterator would otherwise draw from the state of the process, and change what is trained.
+    The base class is ms-swift's, by which it recognizes its loaders on resume. The random generator is the loader's
+    own: otherwise each iterator would draw from the state of the process, and change what is trained.
     """
 
     def __init__(self, dataset: Any, device: Any = None, *, feed: Feed, **options: Any) -> None:
@@ -39,7 +39,7 @@ class PackLoader(DataLoaderShard):
         self.feed = feed
 
     def set_epoch(self, epoch: int) -> None:
-        """Do nothing: the trainer has begun the epoch with its feed before it asks for batches."""
+        """Do nothing, because the trainer begins an epoch with its feed before it asks for batches."""
 
     def __iter__(self) -> Iterator[Batch]:
         return self.feed.batches(self._loaded())
@@ -47,7 +47,7 @@ class PackLoader(DataLoaderShard):
     def _loaded(self) -> Iterator[Batch]:
         try:
             yield from super().__iter__()
-        except (OSError, EOFError) as error:  # all that is seen of a worker that dies while its batch is fetched
+        except (OSError, EOFError) as error:  # the only sign of a worker that dies while its batch is fetched
             if not (dead := self._dead_workers()):
                 raise
             raise WorkerDied(
@@ -56,7 +56,7 @@ class PackLoader(DataLoaderShard):
             ) from error
 
     def _get_iterator(self) -> Any:
-        # Kept, because the loader has no public name for the processes of its workers.
+        # Keep the iterator: it alone knows the processes of the workers.
         self._reading = super()._get_iterator()
         return self._reading
 

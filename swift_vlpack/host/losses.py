@@ -45,7 +45,7 @@ class LossNotAdditive(ConfigError):
 def add_up(trainer: Any) -> None:
     """Make the losses of sequences add up to the loss of their step, or stop before step 1."""
     coefficient = trainer.args.router_aux_loss_coef
-    trainer.args.router_aux_loss_coef = 0.0  # balances experts over a sequence, which cannot be added up
+    trainer.args.router_aux_loss_coef = 0.0  # its loss balances experts over a sequence, and is no sum over samples
     try:
         with untouched(trainer.model):
             losses = measured(trainer)
@@ -169,14 +169,14 @@ def loss_of(trainer: Any, samples: Sequence[Encoded], num_items: int) -> float:
 
 
 def is_mean(trainer: Any) -> bool:
-    """Tell whether the loss of a batch is a mean over its own tokens, not over those of the whole step."""
+    """Return whether the loss of a batch is a mean over its own tokens, and not over the tokens of the whole step."""
     if trainer.compute_loss_func is not None:
         return isinstance(trainer.compute_loss_func, MeanOfStep)
     return trainer.label_smoother is not None
 
 
 def loss_of_sample(trainer: Any) -> LossOfSample:
-    """Return a function that sums the loss over the tokens of one sample, whichever way the trainer computes it."""
+    """Return a function that sums the loss over the tokens of one sample, by the loss function of the trainer."""
     own, smoother = trainer.compute_loss_func, trainer.label_smoother
 
     def total(outputs: Any, labels: torch.Tensor, loss_scale: torch.Tensor | None) -> torch.Tensor:
@@ -197,7 +197,7 @@ def loss_of_sample(trainer: Any) -> LossOfSample:
 
 
 def refuse_experts_of_packs(trainer: Any) -> None:
-    """Refuse a packed evaluation with a loss that balances experts over a batch of rows, because a pack is none."""
+    """Refuse a packed evaluation with a loss that balances experts over a batch of rows: a pack is no such batch."""
     coefficient = trainer.args.router_aux_loss_coef
     if trainer.feed.config.eval_packing and trainer.model_info.is_moe_model and coefficient:
         raise ConfigError(
@@ -207,7 +207,7 @@ def refuse_experts_of_packs(trainer: Any) -> None:
 
 
 def warn_of_what_differs(trainer: Any) -> None:
-    """Warn of options whose loss means something else for packs, or in ms-swift itself."""
+    """Warn of options by which packs have another loss than rows, and of a loss that ms-swift computes unexpectedly."""
     args = trainer.args
     if trainer.model_info.is_moe_model and args.router_aux_loss_coef:
         logger.warning(

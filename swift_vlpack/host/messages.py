@@ -1,4 +1,4 @@
-"""Show our log lines in ms-swift's log, and a user's mistake as one line."""
+"""Send our log lines through ms-swift's logger, and print a mistake of the user as one line."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from swift_vlpack.errors import VLPackError
 
 EXIT_USAGE = 2
 _FORESEEN = (VLPackError, OSError, ValueError, ImportError)
-"""Causes of our errors that are no bug of ours."""
+"""Causes of our errors that show no traceback, because they are no bug."""
 _OF_ARGUMENTS = "swift.arguments"
 """The package in which ms-swift reads its options and looks up the model."""
+# By name, because each library that ms-swift downloads with has classes of its own.
 _NO_ANSWER = frozenset(
     (
         "ConnectionError",
@@ -30,7 +31,7 @@ _NO_ANSWER = frozenset(
 
 
 class Refused(VLPackError):
-    """ms-swift cannot work with what it was given."""
+    """ms-swift refuses what it was given."""
 
 
 @contextmanager
@@ -67,10 +68,7 @@ def refusal(error: BaseException, what: str, names: Sequence[str] = ()) -> str:
 
 
 def is_of_network(error: BaseException | None) -> bool:
-    """Tell whether the error, or one that caused it, is that the network gave no answer.
-
-    Goes by class names, because every library has its own classes for such errors.
-    """
+    """Return whether the error, or one that caused it, says that the network gave no answer."""
     if error is None:
         return False
     names = {base.__name__ for base in type(error).__mro__}
@@ -102,16 +100,16 @@ def join_log() -> None:
     if any(isinstance(handler, _ToSwift) for handler in ours.handlers):
         return
     ours.addHandler(_ToSwift())
-    # Our handler hands them on; through the root logger each line would come twice.
+    # Our handler passes lines on. Through the root logger, each line would come a second time.
     ours.propagate = False
     ours.setLevel(get_logger().level)
-    # Other ranks than the first log errors only; of a row its own rank has to be heard.
+    # ms-swift's logger shows only errors of ranks other than the first, but a warning about a row comes from its rank.
     for room in _ROOMS_OF_ROWS:
         logging.getLogger(f"swift_vlpack.{room}").setLevel(min(get_logger().level, logging.WARNING))
 
 
 def quiet_mistakes() -> None:
-    """End a mistake of the user in one line and exit code 2, an interrupt in no line; a bug keeps its traceback."""
+    """Print one line for a mistake of the user (exit code 2) and none for an interrupt; a bug keeps its traceback."""
     before = sys.excepthook
     if getattr(before, "is_of_vlpack", False):
         return
@@ -124,7 +122,7 @@ def quiet_mistakes() -> None:
         if not isinstance(error, VLPackError) or _is_surprising(error):
             before(kind, error, trace)
             return
-        # torch puts its own text for sys.stderr while it calls this, and would lose the line when we leave.
+        # Not sys.stderr: torch replaces it while it calls this hook, and would lose the line.
         print(f"swift_vlpack: {one_line(error)}{_of_rank()}", file=sys.__stderr__, flush=True)
         sys.exit(EXIT_USAGE)
 
@@ -133,10 +131,10 @@ def quiet_mistakes() -> None:
 
 
 def _refused_names(error: BaseException, trace: TracebackType | None) -> list[str] | None:
-    """Return the models of the options that ms-swift refuses; None where the error is of another kind.
+    """Return the model and adapters that were given, if ms-swift refuses its options; None for any other error.
 
-    It is a refusal where ms-swift itself raises it, or a hub that it asks, while it reads its arguments: an error in a
-    plugin of the user, or in this package, is a bug.
+    It is a refusal if ms-swift, or a hub that it asks, raises the error while ms-swift reads its arguments. An error in
+    a plugin of the user, or in this package, is a bug.
     """
     names, module = None, ""
     while trace is not None:

@@ -51,12 +51,12 @@ WARNED = {
 
 
 def objective_of(args: Any) -> dict[str, Any]:
-    """Return the values of these options, as a checkpoint keeps them."""
+    """Return the values of all options in these tables, as a checkpoint keeps them."""
     return {name: content_of(getattr(args, name, None)) for name in (*REFUSED, *WARNED)}
 
 
 def refused_values(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return both fingerprints without the options whose change only gives a warning."""
+    """Return both fingerprints without the options of `WARNED`."""
     then, now = ({name: value for name, value in one.items() if name not in WARNED} for one in (saved, current))
     return then, now
 

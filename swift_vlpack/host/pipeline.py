@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 from swift.utils import get_logger, is_master, stat_array
 
 from swift_vlpack.attention.sequence_effects import check_rope
-from swift_vlpack.config import PackingConfig, is_planned
+from swift_vlpack.config import PackingConfig
 from swift_vlpack.feed.failures import check_measured
 from swift_vlpack.feed.feed import Feed
 from swift_vlpack.feed.planned import PlannedPackingDataset
 from swift_vlpack.feed.planned_feed import PlannedFeed
 from swift_vlpack.feed.streamed import StreamedPackingDataset
 from swift_vlpack.feed.streamed_feed import StreamedFeed
-from swift_vlpack.host.args import packing_config, unpacked_batch_size
+from swift_vlpack.host.args import packing_config, plans_ahead, unpacked_batch_size
 from swift_vlpack.host.evaluation import evaluation_data, saved_validation_rows
 from swift_vlpack.host.headers import reading_urls
 from swift_vlpack.host.length_pass import with_all_lengths
@@ -40,6 +40,7 @@ from swift_vlpack.words import counted
 logger = get_logger()
 
 _SECONDS_WITHOUT_URL = 300
+"""Seconds after which training tries a URL again that failed."""
 
 NUM_SAMPLES_SHOWN = 16
 """Samples of a stream whose lengths are judged before training; the first sample of any data is printed."""
@@ -54,7 +55,7 @@ def prepare_dataset(pipeline: Any) -> list[Any]:
     _warn_of_cut_conversations(template, config)
     feed, val_rows = build_feed(args, template, config)
     check_same_validation(val_rows, RanksOfRun())
-    # Of all rows, before the first step: a mount that is gone shows in the length pass already.
+    # Before the first step, because the length pass has seen all rows: it shows a mount that is gone.
     check_measured(feed.sources, config.packing_max_failed_share)
     check_rope(pipeline.model.config, feed.sources, template.max_length, config)
     val_rows = saved_validation_rows(pipeline, val_rows)
@@ -64,12 +65,12 @@ def prepare_dataset(pipeline: Any) -> list[Any]:
 
 
 def build_feed(args: Any, template: Any, config: PackingConfig) -> tuple[Feed, Any]:
-    """Build the feed of a run, top-down: rows -> sizes -> epochs -> feed; the trainer asks the feed for its loader.
+    """Build the feed of a run: load rows, measure them, plan the epochs. A stream is neither measured nor planned.
 
-    Returns the validation rows too, because ms-swift's loader draws them from the same rows. This is the one place that
-    decides the mode; whoever has the feed asks the feed.
+    Returns the validation rows too, because ms-swift's loader draws them from the same rows. The kind of feed is chosen
+    here and nowhere else; code that has the feed asks the feed.
     """
-    if is_planned(config, is_sized=not args.streaming):
+    if plans_ahead(args):
         sources, val_rows = _same_sources(args, config)
         return planned_feed(measured_rows(sources, template, args, config), template, args, config), val_rows
     rows, val_rows = _unmeasured_rows(args, template, config)
@@ -86,9 +87,9 @@ def measured_rows(sources: list[RowSource], template: Any, args: Any, config: Pa
 
 
 def planned_feed(rows: FusionCaptionDataset, template: Any, args: Any, config: PackingConfig) -> PlannedFeed:
-    """Plan the epochs of the run from measured rows, and put the trainer's side on top."""
+    """Plan the epochs of the run from measured rows, and make the feed."""
     num_ranks = num_ranks_of_run()
-    # The batch size is in the accumulation already, which packing folds into one (host/args.py).
+    # The accumulation has the batch size in it already (`_fold_batch_size` in host/args.py).
     packs_per_step = num_ranks * args.training_args.gradient_accumulation_steps
     packs = PlannedPackingDataset(
         rows,
@@ -108,14 +109,14 @@ def planned_feed(rows: FusionCaptionDataset, template: Any, args: Any, config: P
 
 
 def _of_run(args: Any) -> dict[str, Any]:
-    """Collect the settings of training that every feed keeps."""
+    """Collect the settings of training that every feed is given."""
     return {"objective": objective_of(args), "unpacked_batch_size": unpacked_batch_size(args)}
 
 
 def _unmeasured_rows(
     args: Any, template: Any, config: PackingConfig
 ) -> tuple[FusionCaptionDataset | StreamedRows, Any]:
-    """Load rows that are packed as they come, of a stream or of sized data, and the validation rows."""
+    """Load rows that are packed as they come, from a stream or from sized data, and the validation rows."""
     if args.streaming:
         return load_stream(args, reading_urls(template, urls_in_training()))
     sources, val_rows = _same_sources(args, config)
@@ -152,7 +153,7 @@ def _warn_of_cut_conversations(template: Any, config: PackingConfig) -> None:
 
 
 def _warn_of_length(args: Any, config: PackingConfig, lengths: NDArray[np.int64], what: str = "rows") -> None:
-    """Warn if the capacity is the model's maximum: ms-swift takes it if no length is given, and few want it."""
+    """Warn if packs are as long as the model allows: ms-swift takes that length if none is given, and few want it."""
     if config.packing_length != args.model_info.max_model_len:
         return
     if is_master() and (warning := length_warning(config.packing_length, lengths, what=what)):
@@ -165,15 +166,15 @@ def urls_in_training() -> Urls:
 
 
 def data_seed(args: Any) -> int:
-    """Return the seed of draws and orders: that of the data, which is the run's unless it was given."""
+    """Return the seed of draws and orders: `--data_seed`, or `--seed` if that was not given."""
     return int(args.data_seed if args.data_seed is not None else args.seed)
 
 
 def _show(pipeline: Any, feed: Feed) -> None:
-    """Print the first good sample as ms-swift does, and what is known of the packs of the first epoch."""
-    # On one rank only, and before LoRA's weights are drawn: so by random numbers of its own.
+    """Print the first sample that can be encoded, as ms-swift does, and figures of the plan of the first epoch."""
+    # With random numbers of its own, because only one rank does this, and LoRA's weights are drawn afterwards.
     with RandomStream(feed.seed, "shown"):
-        # More than one are only encoded if no plan knows the lengths.
+        # More than one only if there is no plan that knows the lengths.
         num_samples = NUM_SAMPLES_SHOWN if feed.epoch_plan is None else 1
         samples = list(feed.preview(num_samples))
     if samples:

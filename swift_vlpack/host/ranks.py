@@ -1,7 +1,7 @@
 """Let the ranks of a run tell each other small facts, never data.
 
-gathered(3)                      every rank gets [3, ...], what each rank gave
-results_of_all(lambda: work())   the same of a piece of work; if it fails on one rank, all ranks stop
+gathered(3)                      on every rank [3, ...]: the values of all ranks
+results_of_all(lambda: work())   on every rank the results of all ranks; if the work fails on one, all ranks stop
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _counted_as: ContextVar[int | None] = ContextVar("counted_as", default=None)
 
 
 class RankFailed(VLPackError):
-    """Another rank has failed, so this one stops too."""
+    """Another rank has failed, so this rank stops too."""
 
 
 @contextmanager
 def counted_as(num_ranks: int) -> Iterator[None]:
-    """Let one process count as a run of `num_ranks` ranks: a command plans a run without starting it."""
+    """Let this process count as `num_ranks` ranks, so that a command can plan a run without starting its ranks."""
     token = _counted_as.set(num_ranks)
     try:
         yield
@@ -37,7 +37,7 @@ def counted_as(num_ranks: int) -> Iterator[None]:
 
 
 def num_ranks_of_run() -> int:
-    """Return how many ranks share the packs: the launched ones, or those that `counted_as` says."""
+    """Return how many ranks share the packs: as many as were launched, unless `counted_as` says another number."""
     # From the launcher's variables, because a plan may be made before `torch.distributed` is initialised.
     return _counted_as.get() or max(1, get_dist_setting()[2])
 

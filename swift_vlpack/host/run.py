@@ -16,10 +16,9 @@ from swift.arguments import PretrainArguments
 from swift.model import get_model_processor
 from swift.pipelines.train.sft import SwiftSft
 
-from swift_vlpack.config import is_planned
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.feed.planned_feed import PlannedFeed
-from swift_vlpack.host.args import is_ours, packing_config
+from swift_vlpack.host.args import is_ours, packing_config, plans_ahead
 from swift_vlpack.host.callback import PackingCallback
 from swift_vlpack.host.messages import said_by_swift
 from swift_vlpack.host.pipeline import measured_rows, planned_feed, prepare_dataset
@@ -135,7 +134,7 @@ def feed_of(run: Run) -> tuple[PlannedFeed, dict[str, float]]:
     args, template = run.args, run.template
     need_packing(args)
     config = packing_config(args)
-    if not is_planned(config, is_sized=not args.streaming):
+    if not plans_ahead(args):
         raise ConfigError(
             f"{'--streaming true' if args.streaming else 'packing_mode=buffer'} packs rows as they come and cannot be "
             "planned; plan without it, or train with --max_steps"

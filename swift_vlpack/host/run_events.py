@@ -1,4 +1,4 @@
-"""Write what a run does, as it does it: events, packs, left-out rows, and the account of every epoch.
+"""Record a run while it trains: events, packs, left-out rows, and the account of every epoch.
 
     begin -> begin_epoch -> trained ... take_step -> note_steps -> checkpoint -> report_epoch ... -> end
 
@@ -74,25 +74,25 @@ class RunEvents:
         self._note(CHECKPOINT, step, checkpoint=path.name)
 
     def end(self, step: int) -> None:
-        """Note that training has ended by itself."""
+        """Note that training has ended, and was not interrupted."""
         self._note(END, step)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def trained(self, record: PackRecord) -> None:
-        """Take a pack that has been trained; it counts when its optimizer step is taken."""
+        """Keep the record of a trained pack until its optimizer step is taken; only then it counts."""
         self._in_step.append(record)
 
     def take_step(self, step: int) -> tuple[list[PackRecord], Counts]:
         """Count the packs whose optimizer step has just been taken. Returns them with the counts of the step."""
-        # Emptied before anything can fail, because a step that is counted twice would break the account.
+        # Empty the list before anything can fail: a step that is counted twice would break the account.
         records, self._in_step = self._in_step, []
         counts = self._no_counts()
         for record in records:
             record.count_in(counts)
             self._failed_share.count(len(record.sample_ids))
             self.leave_out(record.epoch, record.left_out)
-        # Un-packed, the samples of the step would be in padded batches of the size that was asked for, in this order.
+        # Without packing, the samples of the step would be padded in this order, in batches of the size that was given.
         lengths = [length for record in records for length in record.lengths]
         counts.num_tokens_unpacked = padded(lengths, self.feed.unpacked_batch_size)
         self.of_epoch.merge(counts)
@@ -100,7 +100,7 @@ class RunEvents:
         self._tokens_of_steps.append(counts.num_tokens)
         if self._packs is not None:
             self._packs.append([_as_line(record, step) for record in records])
-        # After the file is written, so that a run that stops here has on record what it trained.
+        # After the file is written, so that the file is complete if the run stops here.
         self._failed_share.check()
         return records, counts
 
@@ -123,7 +123,7 @@ class RunEvents:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Stop the clock while the run evaluates or saves."""
-        if self._paused_at is not None:  # an evaluation on several data sets is made of evaluations
+        if self._paused_at is not None:  # paused already: an evaluation of several data sets consists of evaluations
             yield
             return
         self._paused_at = time.perf_counter()
@@ -134,13 +134,13 @@ class RunEvents:
             self._paused_at = None
 
     def _now(self) -> float:
-        """Return the time of training: an evaluation logs a line too, while the clock is stopped."""
+        """Return the time, or the time of the pause: an evaluation logs a line while the clock is stopped."""
         return time.perf_counter() if self._paused_at is None else self._paused_at
 
     # -- epochs -------------------------------------------------------------------------------------------------------
 
     def begin_epoch(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Note that an epoch begins or goes on, and where the feed is, so that a step leads back to its packs."""
+        """Note that an epoch begins or resumes, with the state of the feed, by which a step leads back to its packs."""
         self._note(EPOCH, step, epoch=self.feed.epoch, state=self.feed.state(), **facts)
 
     def list_left_out(self, epoch: int, left_out: Sequence[LeftOut]) -> None:
@@ -174,14 +174,14 @@ class RunEvents:
             write_json(
                 path, account_json(counts, epoch=epoch) | {"global_step": global_step, "loader_deleted": deleted}
             )
-        # The run goes on, because the numbers are in the log, and training is worth more than a report.
+        # Go on, because the numbers are in the log, and training is worth more than a report.
         except OSError as error:
             logger.warning(
                 f"packing: the report of epoch {epoch} is in the log only, {path} cannot be written: {error}"
             )
 
     def forget_epoch(self) -> None:
-        """Begin to count anew, after an epoch has ended."""
+        """Reset the counts after an epoch has ended."""
         self.of_epoch = self._no_counts()
 
     def _no_counts(self) -> Counts:

@@ -1,7 +1,7 @@
 """Stop a run whose ranks differ: in versions, options, parameters, files that rows name, or validation rows.
 
-A rank that differs would wait for ever, or train a replica of its own while nothing warns. Each check gathers plain
-values of all ranks, and raises `RanksDiffer` with what differs:
+A rank that differs would hang the run, or silently train another model. Each check gathers plain values of all ranks,
+and raises `RanksDiffer` with what differs:
 
     check_equal("data and versions", {"swift": "4.6.0", ...})
     RanksDiffer: ranks 0 and 1 do not agree on the data and versions: swift: 4.6.0 and 4.5.3. Give all ranks ...
@@ -46,8 +46,9 @@ COMPARED_BY_CONTENT = (
 )
 """Paths that may differ between machines: parameters, rows and checkpoints are compared instead."""
 NUM_PARAMETERS_NAMED = 3
-NUM_ROWS_OF_STREAM = 16
 NUM_ROWS_NAMED = 3
+NUM_ROWS_OF_STREAM = 16
+"""First rows by which validation rows without a length are compared."""
 
 
 class RanksDiffer(VLPackError):
@@ -77,7 +78,7 @@ def check_same_parameters(model: Any, comm: Comm) -> None:
         name: f"{list(parameter.shape)} {parameter.dtype}, {'trained' if parameter.requires_grad else 'frozen'}"
         for name, parameter in model.named_parameters()
     }
-    # Digests first: the names of all parameters, from all ranks, are only needed where something differs.
+    # Digests first, because the names of all parameters are only needed if something differs.
     digest = hashlib.blake2b(repr(mine).encode(), digest_size=8).hexdigest()
     if len({*comm.results_of_all(lambda: digest)}) == 1:
         return
@@ -91,14 +92,14 @@ def check_same_parameters(model: Any, comm: Comm) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that decide about packs and steps."""
+    """Return the versions of the packages that packs and steps depend on."""
     return {package.__name__: package.__version__ for package in (swift_vlpack, swift, transformers)}
 
 
 def options_of_run(args: Any, config: PackingConfig) -> dict[str, Any]:
     """Return all options of packing and training, without those that may differ between machines.
 
-    A rank with other steps, batches or another loss would leave the others waiting for ever.
+    A rank with other steps or batches would hang the run.
     """
     options = {**vars_of(args.training_args), **vars_of(args), **vars_of(config)}
     compared = {name: content_of(value) for name, value in options.items() if _is_common(name)}
@@ -165,7 +166,7 @@ def check_same_files(source: RowSource, comm: Comm) -> None:
         f"files of source {source.name!r}, which {len(differing)} rows name",
         [{named[index]: _said(theirs.get(index, {})) for index in named} for theirs in everyone],
     )
-    # Ranks differ even if the few rows that are named happen to be equal.
+    # Never go on from here: the digests differ, even if the few rows that are named do not.
     raise RanksDiffer(f"the ranks do not have the same files of source {source.name!r}. Give all ranks the same files")
 
 

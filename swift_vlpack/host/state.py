@@ -1,7 +1,7 @@
-"""Save where a run is in its data, and resume from there.
+"""Save how far a run has trained its data, and resume from there.
 
     vlpack_state.json         fingerprint (data, options, objective) and progress of all ranks, in a signed envelope
-    vlpack_state_rankN.json   where the readers of a rank are; streamed data only
+    vlpack_state_rankN.json   states of the dataloader workers of a rank; only of data that is packed as it comes
     vlpack_rows.npz           sizes of all rows as they were planned, and digests of their content
 
 `vlpack_state.json` is the last file of a checkpoint to be written, whole or not at all, so a checkpoint that has it is
@@ -21,7 +21,7 @@ from swift.utils import get_logger, is_master
 from transformers.trainer import TRAINER_STATE_NAME
 
 from swift_vlpack.config import RESTART, RESUME_DATA
-from swift_vlpack.envelope import Whole, check_fingerprint, check_shape, opened, seal, signed
+from swift_vlpack.envelope import Whole, check_fingerprint, opened, seal, signed
 from swift_vlpack.errors import ConfigError, StateMismatch, VLPackError
 from swift_vlpack.feed.planned_feed import PlannedFeed
 from swift_vlpack.feed.saved_rows import Changes, RunRows, SavedSource, digest_of, from_bytes
@@ -39,7 +39,7 @@ FILE = STATE
 RANK_FILE = "vlpack_state_rank{}.json"
 ROWS_FILE = ROWS
 WAY_OUT = f"Resume with what the checkpoint was written with, or set {RESUME_DATA}={RESTART} to start the data anew"
-_STATE = {"epoch": Whole(), "counted": counts.STATE, "rows": str}
+_STATE = {"epoch": Whole(), "counted": counts.STATE, "rows": str, "files": RECORDS}
 STATES = {feed.kind: {**_STATE, **feed.state_shape} for feed in (PlannedFeed, StreamedFeed)}
 """The shape of a saved state, by the kind of its feed."""
 
@@ -55,7 +55,7 @@ def save_rank_state(checkpoint: Path, rank: int, global_step: int, state: Mappin
 
 
 def load_rank_state(checkpoint: Path, rank: int, global_step: int) -> dict[str, Any]:
-    """Read the progress of a rank when the checkpoint was written."""
+    """Read the progress that a rank had when the checkpoint was written."""
     path = checkpoint / RANK_FILE.format(rank)
     with refused(path, "every rank writes one, so collect them where nodes share no disk"):
         then, state = opened(json.loads(path.read_text(encoding="utf-8")), "progress", shape=PROGRESS, is_signed=True)
@@ -82,7 +82,7 @@ def _write_state(path: Path, sealed: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Turn an error of writing into `StateNotSaved`, which says what to do."""
+    """Turn an error of writing into `StateNotSaved`, which names the file and says what to do."""
     try:
         yield
     except OSError as error:
@@ -94,7 +94,7 @@ def _named(path: Path) -> Iterator[None]:
 
 @contextmanager
 def refused(path: Path, why_missing: str = "") -> Iterator[None]:
-    """Turn all that can be wrong with a saved file into `StateMismatch`, which names the file and the way out."""
+    """Turn any error of reading or checking a file into `StateMismatch`, which names the file and the way out."""
     try:
         yield
     except FileNotFoundError:
@@ -109,10 +109,10 @@ def refused(path: Path, why_missing: str = "") -> Iterator[None]:
 def load_state(
     checkpoint: Path, kind: str, fingerprint: Mapping[str, Any], rows: RunRows | None = None
 ) -> dict[str, Any] | None:
-    """Read the state of a checkpoint; None if the data shall start anew. Raises if the fingerprint is another one.
+    """Read the state of a checkpoint; None if the data shall start anew. Raises if the fingerprints differ.
 
-    A planned run keeps the plan of the saved sizes, which `rows` take over: a row whose file is gone since is left out
-    when it is loaded, a row whose file came back stays out.
+    A planned run keeps its plan: `rows` take over the saved sizes. So a row whose file is gone since is left out when
+    it is loaded, and a row whose file came back stays out.
     """
     if wants_restart(os.environ):
         logger.warning(f"{RESUME_DATA}={RESTART}: the data starts anew, at the first pack of epoch 0")
@@ -121,7 +121,7 @@ def load_state(
     then, state = read_state(checkpoint, kind)
     saved = load_rows(checkpoint, state) if rows else []
     changed = rows.compared(saved) if rows else None
-    # If files explain every size that differs, the run resumes with the saved sizes: they count as its own.
+    # If missing or returned files explain every size that differs, the saved sizes are used, so they are no difference.
     takes_sizes = "lengths" in fingerprint and changed is not None and not changed.texts and not changed.sizes
     current = {**fingerprint, "lengths": then.get("lengths")} if takes_sizes else fingerprint
     words = {} if changed is None else {"data": changed.texts, "lengths": changed.sizes}
@@ -138,22 +138,19 @@ def load_state(
 
 
 def read_state(checkpoint: Path, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read fingerprint and state as they were saved, without a comparison with the run."""
+    """Read fingerprint and state as they were saved, without comparing them with the run."""
+    saved = read_envelope(checkpoint, kind)
+    return saved["fingerprint"], saved["state"]
+
+
+def read_envelope(checkpoint: Path, kind: str | None = None) -> dict[str, Any]:
+    """Return digest, kind, fingerprint and state from `vlpack_state.json`; without `kind`, of any kind of feed."""
     path = checkpoint / FILE
     with refused(path, "it is incomplete, or was written without packing"):
         envelope = json.loads(path.read_text(encoding="utf-8"))
-        return opened(envelope, kind, shape=STATES.get(kind), is_signed=True)
-
-
-def read_envelope(checkpoint: Path) -> dict[str, Any]:
-    """Return digest, kind, fingerprint and state from `vlpack_state.json`, for every kind of feed."""
-    path = checkpoint / FILE
-    with refused(path, "it is incomplete, or was written without packing"):
-        envelope = json.loads(path.read_text(encoding="utf-8"))
-        kind = str(envelope.get("kind")) if isinstance(envelope, dict) else "packing"
+        if kind is None:
+            kind = str(envelope.get("kind")) if isinstance(envelope, dict) else "packing"
         fingerprint, state = opened(envelope, kind, shape=STATES.get(kind), is_signed=True)
-        if "files" in state:  # earlier versions wrote no records of files
-            check_shape(state["files"], RECORDS, "state.files")
         return {"digest": envelope["digest"], "kind": kind, "fingerprint": fingerprint, "state": state}
 
 
@@ -170,7 +167,7 @@ def read_trainer_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def load_rows(checkpoint: Path, state: Mapping[str, Any]) -> list[SavedSource]:
-    """Read the rows as they were planned, of the checkpoint that has this state."""
+    """Read the rows as they were planned; `state` is that of the same checkpoint."""
     path, digest = checkpoint / ROWS_FILE, state["rows"]
     with refused(path, "every checkpoint has one, so copy it with the rest"):
         content = path.read_bytes()
@@ -193,9 +190,9 @@ def _warn_of_files(changed: Changes) -> None:
 
 
 def wants_restart(environ: Mapping[str, str]) -> bool:
-    """Return whether the data shall start anew although a checkpoint is resumed."""
+    """Return whether the data shall start anew although training resumes from a checkpoint."""
     given = environ.get(RESUME_DATA, "")
     wish = given.strip().lower()  # as forgiving as options are
     if wish not in ("", RESTART):
-        raise ConfigError(f"{RESUME_DATA} can only be {RESTART}, got {given!r}; without it the data goes on")
+        raise ConfigError(f"{RESUME_DATA} can only be {RESTART}, got {given!r}; without it the data resumes")
     return wish == RESTART

@@ -1,7 +1,7 @@
 """Check, before anything is loaded, that all ranks have the same options and the same undamaged checkpoint.
 
-This is the earliest point at which ranks can talk to each other. A rank that differs would load another model, wait for
-ever, or train a replica of its own.
+This is the earliest point at which ranks can talk to each other. A rank that differs would load another model, hang the
+run, or silently train on its own.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from swift_vlpack.host.state import FILE, read_envelope, read_trainer_state, ref
 logger = get_logger()
 
 OF_A_NODE = ("log_history", "best_model_checkpoint", "is_local_process_zero", "is_world_process_zero")
-"""Fields of `trainer_state.json` that nodes may have with other values: log lines have times, and paths differ."""
-OURS = "vlpack_"
-"""Beginning of the names of our own files in a checkpoint, which data that starts anew does not ask for."""
+"""Fields of `trainer_state.json` that may differ between nodes, because they hold times and paths."""
+PREFIX = "vlpack_"
+"""Prefix of our own files in a checkpoint. If the data starts anew, these are not read, so they may be damaged."""
 NUM_DAMAGES_NAMED = 5
 
 
@@ -41,7 +41,7 @@ def start_together(args: Any) -> None:
     needs_state = not (args.ignore_data_skip or wants_restart(os.environ))
     saved = check_checkpoint(checkpoint, RanksOfRun(), needs_state=needs_state)
     if checkpoint is not None and saved is not None:
-        # Here already: a model of other parameters would not even be loaded.
+        # Compared here already, because a checkpoint of other parameters could not even be loaded into the model.
         objective = {**config.objective(), **objective_of(args)}
         then = {name: value for name, value in saved["fingerprint"].items() if name in objective}
         try:
@@ -60,7 +60,7 @@ def check_checkpoint(checkpoint: Path | None, comm: Comm, *, needs_state: bool =
     refuse_differences("checkpoint to resume from", [facts for facts, _ in both])
     saved = both[comm.rank][1]
     if checkpoint is not None:
-        _check_files(checkpoint, saved["state"].get("files") if saved else None, comm, needs_state=needs_state)
+        _check_files(checkpoint, saved["state"]["files"] if saved else None, comm, needs_state=needs_state)
     return saved
 
 
@@ -91,7 +91,7 @@ def _check_files(checkpoint: Path, records: Mapping[str, Any] | None, comm: Comm
         logger.warning(f"{RESUME_FILES}={REPLACED}: files of {checkpoint} are not compared with what was written")
 
     def found_here() -> list[str]:
-        return unreadable(checkpoint, without="" if needs_state else OURS)
+        return unreadable(checkpoint, without="" if needs_state else PREFIX)
 
     _refuse(sorted({said for of_rank in comm.results_of_all(found_here) for said in of_rank}))
 
@@ -104,7 +104,7 @@ def _refuse(found: Sequence[str], further_way_out: str = "") -> None:
 
 
 def are_replaced(environ: Mapping[str, str]) -> bool:
-    """Tell whether the user says that files of the checkpoint were replaced on purpose (`VLPACK_RESUME_FILES`).
+    """Return whether the user says that files of the checkpoint were replaced on purpose (`VLPACK_RESUME_FILES`).
 
     Raises `ConfigError` for a value that the variable cannot have.
     """

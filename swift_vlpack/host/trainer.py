@@ -64,7 +64,7 @@ logger = get_logger()
 
 
 class PackingTrainer(EvaluatesRows):
-    """ms-swift's trainer over a feed, which it gets as `train_dataset`."""
+    """ms-swift's trainer for a feed, which it gets as `train_dataset`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         training_args = kwargs["args"]
@@ -84,7 +84,7 @@ class PackingTrainer(EvaluatesRows):
         warn_of_what_differs(self)
         if self.label_smoother is not None:
             self.label_smoother = MeanOfStep(self.label_smoother)
-        # ms-swift sets one worker for data without a length, because its workers would all read all rows.
+        # ms-swift has set one worker for data without a length, because each of its own workers would read all rows.
         training_args.dataloader_num_workers = num_workers
 
     # -- batches ----------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class PackingTrainer(EvaluatesRows):
         batches, num_items = self.weighed_batches(epoch_iterator, num_batches, device)
         if not batches:
             return batches, num_items
-        # Stays on the device: reading it would wait for the device, and only the next log line needs it.
+        # Left on the device, because reading the number would wait for the device; only log lines need it.
         self._supervised.append(torch.stack([num_targets(batch["labels"]) for batch in batches]).sum())
         if not self.is_first_batch_proved:
             self.is_first_batch_proved = True
@@ -187,9 +187,10 @@ class PackingTrainer(EvaluatesRows):
         return (loss, outputs) if return_outputs else loss
 
     def prepare_logits_to_keep(self, inputs: dict[str, Any]) -> None:
-        """Drop the logits without a target, unless ms-swift smooths labels without shifting them.
+        """Let ms-swift drop logits without a target, unless it smooths labels without shifting them.
 
-        Then the last target of a sample would meet the first logits of the next sample. In a padded batch it does not.
+        Then the last target of a sample would be compared with the first logits of the next sample; not so in a padded
+        batch.
         """
         is_batch = self.is_evaluating and self._pack_evaluated is None
         if is_batch or self.label_smoother is None or shifts_smoothed_labels(self):
@@ -210,7 +211,7 @@ class PackingTrainer(EvaluatesRows):
     # -- evaluation -------------------------------------------------------------------------------------------------
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate with random numbers of its own, so that evaluating does not change what is trained next."""
+        """Evaluate with separate random numbers, so that an evaluation does not change what is trained next."""
         with self.events.paused(), RandomStream(self.args.seed, "evaluation", self.state.global_step):
             return super().evaluate(*args, **kwargs)
 
@@ -233,7 +234,7 @@ class PackingTrainer(EvaluatesRows):
     def _run_epoch(
         self, *args: Any, epoch: int, steps_in_epoch: int, num_update_steps_per_epoch: int, **kwargs: Any
     ) -> None:
-        """Train one epoch. The rest of a resumed epoch can have more or fewer steps than a whole one."""
+        """Train one epoch. The rest of a resumed epoch can have more steps than the trainer computed, or fewer."""
         start = self.feed.begin(epoch)
         self.events.list_left_out(epoch, start.left_out)
         check_equal(f"plan of epoch {epoch}", start.must_agree)
@@ -253,8 +254,8 @@ class PackingTrainer(EvaluatesRows):
         self.events.forget_epoch()
 
     def close_epoch(self) -> None:
-        """Report the epoch: add up what became of its rows over all ranks."""
-        self.events.note_steps(self.state.global_step)  # so that each event is of one epoch
+        """Add up over all ranks what became of the rows of the epoch, and report it."""
+        self.events.note_steps(self.state.global_step)  # so that no event spans two epochs
         self.events.leave_out(self.feed.epoch, self.feed.left_out_after())
         self._report(self.events.over_all_ranks())
 
@@ -269,7 +270,7 @@ class PackingTrainer(EvaluatesRows):
     def _resume(self, checkpoint: Path) -> None:
         """Restore the feed to the pack after the last one that the checkpoint was trained on."""
         step = self._global_step_before = int(read_trainer_state(checkpoint).get("global_step", 0))
-        if self.args.ignore_data_skip:  # transformers' own option for data that starts anew
+        if self.args.ignore_data_skip:  # transformers' option by which the data starts anew
             return
         everyone = results_of_all(
             lambda: load_state(checkpoint, self.feed.kind, self._fingerprint, self.feed.saved_rows)
@@ -286,14 +287,14 @@ class PackingTrainer(EvaluatesRows):
             raise StateMismatch(f"{checkpoint / FILE}: {error}. {WAY_OUT}") from error
         self._fingerprint = self.feed.fingerprint()
         counted = Counts.from_state(saved["counted"])
-        if self.feed.is_finished:  # the run may have ended before it could report that
+        if self.feed.is_finished:  # the run may have been killed before it could report the epoch
             self._report(counted)
             self.feed.begin(self.feed.epoch + 1)
         elif is_master():
             self.events.of_epoch = counted
 
     def set_initial_training_values(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Return the trainer's epochs and steps. A resumed run has those of the checkpoint and those that are left."""
+        """Return the trainer's epochs and steps: in a resumed run those of the checkpoint, and those that are left."""
         values: tuple[Any, ...] = super().set_initial_training_values(*args, **kwargs)
         if self._global_step_before is None:
             return values
@@ -315,7 +316,7 @@ class PackingTrainer(EvaluatesRows):
         return bounds.num_epochs, steps_per_epoch, *others, bounds.max_steps
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Return the epoch to go on in, and how many of its batches are trained."""
+        """Return the epoch to continue, and how many of its batches are trained."""
         trained: tuple[int, int] = super()._init_training_state(*args, **kwargs)
         if self._global_step_before is None:
             return trained
@@ -326,8 +327,9 @@ class PackingTrainer(EvaluatesRows):
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Save ms-swift's checkpoint, then the state of the data. Only then is it complete, and an older one may go."""
-        self.events.note_steps(self.state.global_step)  # so that what is lost begins exactly after the checkpoint
+        """Save ms-swift's checkpoint, then the state of the data. Only then it is complete and an older one may go."""
+        # So that the steps lost in a kill are exactly those noted after the checkpoint.
+        self.events.note_steps(self.state.global_step)
         with self.events.paused():
             result = self._save_whole_checkpoint(*args, **kwargs)
         self.events.checkpoint(self.state.global_step, self._checkpoint)
@@ -340,7 +342,7 @@ class PackingTrainer(EvaluatesRows):
         with nothing_deleted(self.args):
             result = super()._save_checkpoint(*args, **kwargs)
         self._is_saving = False
-        results_of_all(self._save_rank_state, "where the readers stand, for a checkpoint")
+        results_of_all(self._save_rank_state, "the progress of every rank, for a checkpoint")
         counted = self.events.over_all_ranks()
         files = self._recorded_on_disk()
         results_of_all(lambda: self._complete_checkpoint(counted, files), "the state of a checkpoint")
@@ -354,12 +356,12 @@ class PackingTrainer(EvaluatesRows):
             save_training_args(self._checkpoint, self.args)
 
     def _recorded_on_disk(self) -> dict[str, Any]:
-        """Return sizes and digests of all files. Reads them while one rank of each machine flushes them to disk."""
-        with ThreadPoolExecutor(1) as beside:
+        """Return sizes and digests of all files, computed while one rank of each machine flushes the files to disk."""
+        with ThreadPoolExecutor(1) as thread:
             is_first = self.args.local_process_index == 0
-            written = beside.submit(sync, self._checkpoint) if is_first else None
+            written = thread.submit(sync, self._checkpoint) if is_first else None
             files = recorded(self._checkpoint, RanksOfRun(), without=(FILE, ROWS_FILE))
-        results_of_all(lambda: written and written.result(), "a checkpoint that is brought to the disk")
+        results_of_all(lambda: written and written.result(), "a checkpoint that is flushed to the disk")
         return files
 
     def _complete_checkpoint(self, counted: Counts, files: Mapping[str, Any]) -> None:
@@ -371,7 +373,7 @@ class PackingTrainer(EvaluatesRows):
         rotate(self._checkpoint, self.args.save_total_limit, self.state.best_model_checkpoint)
 
     def _update_last_checkpoint_symlink(self, barrier: bool = True) -> None:
-        """Point `last-checkpoint` to a checkpoint that is complete, and to no other."""
+        """Point `last-checkpoint` to the checkpoint, but not before it is complete."""
         if not self._is_saving:
             super()._update_last_checkpoint_symlink(barrier=barrier)
 
@@ -382,7 +384,7 @@ class PackingTrainer(EvaluatesRows):
 
 def _checked(feed: Any) -> Feed:
     if not isinstance(feed, Feed):
-        raise ConfigError(f"PackingTrainer trains a feed, which `build_feed` makes, got {type(feed).__name__}")
+        raise ConfigError(f"PackingTrainer trains a feed as `build_feed` makes it, got {type(feed).__name__}")
     return feed
 
 

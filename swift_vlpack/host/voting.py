@@ -1,4 +1,4 @@
-"""Let ranks vote on the next step: one number a step, over a group on the CPU that nothing else uses."""
+"""Let ranks vote on the next step: they exchange one number a step, in a group on the CPU for nothing else."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from swift_vlpack.feed.waiting import waiting
 from swift_vlpack.host.ranks import num_ranks
 
 _LEAVING = timedelta(seconds=10)
-"""Longest wait of an ending process for a pending vote: if this rank failed, the others may never vote."""
+"""Longest wait for a pending vote when the process ends: if this rank has failed, the others may never vote."""
 
 _voting: list[Ranks] = []
-"""Ranks whose last vote may still be on its way."""
+"""Groups whose last vote may still be pending."""
 
 
 class Ranks:
-    """The ranks of the run in a group for votes. Making it is collective: every rank does it, in the same order."""
+    """A group of all ranks, for votes. Making it is collective: every rank does it, in the same order."""
 
     def __init__(self, timeout: timedelta | None = None) -> None:
         """Make the group. A rank waits `timeout` for the slowest; without it, torch's half an hour."""
@@ -43,13 +43,13 @@ class Ranks:
         def outcome() -> Vote:
             with waiting("the vote on the next step"):
                 work.wait()
-            # After the wait, because until then it is this rank's own vote.
+            # After the wait, because until then the tensor holds this rank's own vote.
             return Vote(int(votes))
 
         return outcome
 
     def settle(self) -> None:
-        """Wait for the vote on the step after the last one, which nothing asks for any more, and end the group.
+        """Wait for the last vote, whose outcome nobody needs, and end the group.
 
         gloo's thread frees the tensor of the vote, and needs Python for that. If Python ends first, the process aborts
         ("terminate called without an active exception"; 4 of 100 runs on two cores, 0 of 90 with this wait).
@@ -81,6 +81,6 @@ def _settle() -> None:
 def _leave() -> None:
     _settle()
     if dist.is_initialized():
-        gc.collect()  # A group ends with the last that knows it: the trainer and its model are in circles.
+        gc.collect()  # a group ends when the last object that holds it is collected; trainer and model are in cycles
         dist.destroy_process_group()
         gc.collect()

@@ -194,12 +194,12 @@ def test_defaults_of_the_table_are_those_of_the_options():
         (
             ["--model_type", "qwen25_vl"],
             {},
-            "--model_type qwen25_vl is nothing that ms-swift knows; did you",
+            "--model_type qwen25_vl is not known to ms-swift; did you",
         ),
         (
             ["--template", "qwen2_5_v"],
             {},
-            "nothing that ms-swift knows; did you mean qwen2_5_vl?",
+            "not known to ms-swift; did you mean qwen2_5_vl?",
         ),
         ([], {"SWIFT_CONFIG_FILE": "twice.yaml"}, "twice.yaml: seed is given 2 times, on lines 1 and 3"),
         (["--truncation_strategy", "left"], {"VLPACK_PACKING_OVERFLOW": "split"}, "are two rules for long rows"),

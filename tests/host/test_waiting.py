@@ -12,7 +12,8 @@ TWO_RANKS = """
 import logging, os, sys, time
 import torch.distributed as dist
 from swift_vlpack.feed import waiting
-from swift_vlpack.host.ranks import check_equal, gathered, rank
+from swift_vlpack.host.ranks import gathered, rank
+from swift_vlpack.host.same_on_ranks import check_equal
 
 logging.basicConfig(level=logging.INFO)
 waiting.SECONDS_BEFORE_IT_IS_SAID = 0.5
