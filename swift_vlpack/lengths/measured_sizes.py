@@ -47,11 +47,11 @@ class MeasuredSizes:
     """The sizes of one rank's rows, filled in as rows are looked up or measured."""
 
     def __init__(self, rows: RankRows, caches: LengthCaches) -> None:
-        self.sizes = np.zeros(len(rows), SIZE)
+        self.sizes: NDArray[np.void] = np.zeros(len(rows), SIZE)
         self.keys = np.zeros(len(rows), KEY)
         self.stamps = np.zeros(len(rows), np.uint32)
         """Stamp of each row's files as they are now; a cached size with another stamp is out of date."""
-        self._is_known = np.zeros(len(rows), dtype=bool)
+        self._is_known: NDArray[np.bool_] = np.zeros(len(rows), dtype=bool)
         self._has_surplus_tags = np.zeros(len(rows), dtype=bool)
         self._faults: dict[int, Fault] = {}  # by index in the source
         self._parts: dict[int, tuple[Part, ...]] = {}  # by position

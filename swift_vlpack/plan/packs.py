@@ -100,7 +100,8 @@ class Plan(Sequence[list[int]]):
         # Empty packs at the end begin after the last member, so the index is limited; `is_alone` rules them out.
         first = self.members[np.minimum(self.offsets[:-1], max(0, len(self.members) - 1))]
         is_alone: NDArray[np.bool_] = self.num_samples_per_pack == 1
-        return is_alone & over[first]
+        alone_and_over: NDArray[np.bool_] = is_alone & over[first]
+        return alone_and_over
 
     @cached_property
     def fills(self) -> NDArray[np.float64]:

@@ -181,7 +181,7 @@ def test_another_tuner_is_refused_before_it_meets_the_checkpoint(run, small_fold
 
 
 def test_replaced_files_have_to_be_readable_all_the_same(run, tmp_path, monkeypatch, caplog):
-    """RESUME-15: so have those of a checkpoint of an earlier version, which has no records."""
+    """RESUME-15"""
     monkeypatch.setenv("VLPACK_RESUME_FILES", "replaced")
     checkpoint = copied(run, 2, tmp_path)
     check_checkpoint(checkpoint, ALONE)
