@@ -157,12 +157,13 @@ def of_a_run(name: str, flags: Sequence[str], folder: Path, *, num_ranks: int = 
 
     path = folder / f"{name}.json"
     left_out = ["--failures", folder / "left_out.jsonl"] if name == "plan" else []
+    ranks = [] if name == "verify" else ["--num_ranks", num_ranks]
     given = [part for flag, value in own.items() for part in ([f"--{flag}"] if value is True else [f"--{flag}", value])]
     stdout = os.dup(1)
     with path.open("w") as file:
         try:
             os.dup2(file.fileno(), 1)
-            assert run_here([name, *flags, "--num_ranks", num_ranks, *given, *left_out, "--json"]) == 0
+            assert run_here([name, *flags, *ranks, *given, *left_out, "--json"]) == 0
         finally:
             os.dup2(stdout, 1)
             os.close(stdout)
