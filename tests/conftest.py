@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests import skips
-from tests.environment import restored_environment
+from tests.environment import packing_options, restored_environment
 
 # One thread: two that share a busy machine with others wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -93,6 +93,17 @@ def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
 
 
 @pytest.fixture
+def options() -> Callable[..., None]:
+    """`options(packing_strategy="exact")` sets a packing option for the runs of this test; others are not set."""
+    packing_options()
+
+    def add(**values: Any) -> None:
+        os.environ.update({f"VLPACK_{name.upper()}": str(value) for name, value in values.items()})
+
+    return add
+
+
+@pytest.fixture
 def no_other_bars() -> None:
     """Bars that a test before has left open would move these to other lines."""
     from tqdm import tqdm
@@ -162,3 +173,24 @@ def tiny(tiny_folder: Callable[[str], Path]) -> Callable[[str], Tiny]:
         return made
 
     return fresh
+
+
+@pytest.fixture(scope="session")
+def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen2 with the small vocabulary."""
+    import torch
+    import transformers
+
+    from tests.tiny import build_tokenizer
+
+    tokenizer = build_tokenizer(is_small=True)
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=4096, initializer_range=0.1,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("text") / "model"
+    transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

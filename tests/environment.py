@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -25,8 +26,13 @@ def restored_environment() -> Iterator[None]:
         os.environ.update(content)
 
 
-def packing_options(**options: str) -> None:
-    """Only these options of packing as variables; whoever calls this restores the environment, as every test does."""
+def packing_options(**options: Any) -> None:
+    """Set these packing options as variables, and no others. Whoever calls restores the environment, as tests do."""
+    packing_variables({f"VLPACK_{name.upper()}": str(value) for name, value in options.items()})
+
+
+def packing_variables(variables: Mapping[str, str]) -> None:
+    """Set these `VLPACK_*` variables, and no others. Not by `monkeypatch`: `datasets` replaces `os.environ`."""
     for key in [key for key in os.environ if key.startswith("VLPACK_")]:
         del os.environ[key]
-    os.environ.update({f"VLPACK_{name.upper()}": value for name, value in options.items()})
+    os.environ.update(variables)

@@ -1,7 +1,6 @@
 """`vlpack bench`, in process: both phases on a tiny run, and what is made of them."""
 
 import json
-import os
 
 import pytest
 
@@ -10,6 +9,7 @@ from swift_vlpack.cli.bench import bench_report
 from swift_vlpack.cli.bench_report import bench_text
 from tests.cli.in_process import run_here
 from tests.data_rows import mixed_rows, text_row, write_jsonl
+from tests.environment import packing_options
 from tests.host.runs import packed_argv
 
 FAMILY = "qwen2_5_vl"
@@ -18,8 +18,7 @@ FAMILY = "qwen2_5_vl"
 @pytest.fixture
 def measure(small_folder, tmp_path, monkeypatch, capfd):
     """A phase, as its process measures it: exit code, report, stderr."""
-    for key in [key for key in os.environ if key.startswith("VLPACK_")]:
-        monkeypatch.delenv(key)
+    packing_options()
     monkeypatch.setattr(bench_run, "workers_to_try", lambda cores: [0, 1])
     dataset = write_jsonl(tmp_path / "photos.jsonl", mixed_rows(tmp_path / "images", 40, largest=120))
     chat = write_jsonl(tmp_path / "chat.jsonl", [text_row(f"question {n}", "word " * (n + 1)) for n in range(10)])

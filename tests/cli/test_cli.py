@@ -9,6 +9,7 @@ import pytest
 from swift_vlpack import PackingConfig, plan
 from swift_vlpack.cli import main
 from swift_vlpack.config import kind_of, option_names
+from tests.environment import packing_options
 
 LENGTHS = [600, 500, 400, 500, 700, 250, 1500]
 
@@ -21,9 +22,8 @@ def length_file(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def no_packing_variables(monkeypatch):
-    for key in [key for key in os.environ if key.startswith("VLPACK_")]:
-        monkeypatch.delenv(key)
+def no_packing_variables():
+    packing_options()
 
 
 def report(capsys, *argv):

@@ -13,6 +13,7 @@ from swift_vlpack.cli import in_run, main
 from swift_vlpack.cli.in_run import MARK, is_in_run
 from swift_vlpack.errors import ConfigError
 from tests.data_rows import text_row, write_jsonl
+from tests.environment import packing_options
 
 PRINTING = """
 import logging, os, sys
@@ -31,8 +32,7 @@ print("a library at the end")
 @pytest.fixture
 def train(tmp_path, monkeypatch):
     """A training file in this folder; the executions of a command, and the environment of each."""
-    for key in [key for key in os.environ if key.startswith("VLPACK_")]:
-        monkeypatch.delenv(key)
+    packing_options()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MAX_PIXELS", "1000")
     monkeypatch.delenv("FPS_MAX_FRAMES", raising=False)

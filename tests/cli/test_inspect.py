@@ -19,7 +19,7 @@ from swift_vlpack.host.run import run_of
 from swift_vlpack.host.trainer import PackingTrainer
 from tests.browser import needs_chromium
 from tests.data_rows import image_row, mixed_rows, text_row, write_jsonl
-from tests.environment import restored_environment
+from tests.environment import packing_options, restored_environment
 from tests.host.runs import log_lines, packed_argv, train
 from tests.images import photo
 from tests.pages.test_browser import opened
@@ -39,8 +39,7 @@ NASTY = "</script><img src=x onerror=alert(1)> \x1b[2J \u202eabc"
 @pytest.fixture(scope="module", autouse=True)
 def environment():
     with restored_environment():
-        for key in [key for key in os.environ if key.startswith("VLPACK_")]:
-            del os.environ[key]
+        packing_options()
         yield
 
 

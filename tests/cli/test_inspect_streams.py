@@ -1,7 +1,6 @@
 """`vlpack inspect` of streams, in process: the first packs before a run, what was trained by its record after it."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from swift_vlpack.host.trainer import PackingTrainer
 from swift_vlpack.runlog.pack_log import PackLog, older_half, read_packs
 from tests.cli.test_inspect import looking, looking_back, recorded_by_hand
 from tests.data_rows import mixed_rows, write_jsonl
-from tests.environment import restored_environment
+from tests.environment import packing_variables, restored_environment
 from tests.host.runs import log_lines, packed_argv, train
 
 FAMILY = "qwen2_5_vl"
@@ -37,9 +36,7 @@ def run(small_folder, data, tmp_path_factory):
     """Three steps of a stream, of which nobody asked for a record; and the packs as they were trained."""
     output = tmp_path_factory.mktemp("run")
     with restored_environment(), pytest.MonkeyPatch.context() as patch:
-        for key in [key for key in os.environ if key.startswith("VLPACK_")]:
-            del os.environ[key]
-        os.environ.update(OPTIONS)
+        packing_variables(OPTIONS)
         trained = recorded_by_hand(patch, PackingTrainer)
         train(flags(small_folder, output, data))
     return output, trained

@@ -1,7 +1,6 @@
 """`vlpack verify`, in process: what training relies on is proved, refuted, or cannot be looked at."""
 
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -17,6 +16,7 @@ from swift_vlpack.host.launch import plugin_path
 from swift_vlpack.lengths.cache_folder import remembered_in
 from tests.cli.in_process import run_here
 from tests.data_rows import mixed_rows, text_row, write_jsonl
+from tests.environment import packing_options
 from tests.host.runs import packed_argv
 
 FAMILY = "qwen2_5_vl"
@@ -35,8 +35,7 @@ def data(tmp_path_factory):
 @pytest.fixture
 def verify(small_folder, data, tmp_path, monkeypatch, capfd):
     """Run it as its process does; the exit code, the report, and stderr."""
-    for key in [key for key in os.environ if key.startswith("VLPACK_")]:
-        monkeypatch.delenv(key)
+    packing_options()
     plugin = shutil.copy(SABOTAGE, tmp_path / "sabotage.py")  # ms-swift loads a file once in a process
     # The plugin puts its own in place of these, which must not outlive the test.
     for owner, name in ((Qwen2VLTemplate, "packing_row"), (Template, "encode"), (Collator, "sequence")):

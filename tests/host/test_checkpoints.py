@@ -14,6 +14,7 @@ from swift_vlpack.host.checkpoints import rotate
 from swift_vlpack.host.launch import plugin_path
 from swift_vlpack.host.state import FILE, StateNotSaved, save_state
 from tests.data_rows import text_row, write_jsonl
+from tests.environment import packing_options
 from tests.host.runs import packed_argv, train
 
 FAMILY = "qwen3_vl"
@@ -45,11 +46,10 @@ print("plugin of the user:", sys.modules.get("marker_of_the_user"))
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch):
-    for key in [key for key in os.environ if key.startswith("VLPACK_")]:
-        monkeypatch.delenv(key)
-    for name, value in {"strategy": "exact", "drop_last": "false", "max_samples": "1", "verify": "false"}.items():
-        monkeypatch.setenv(f"VLPACK_PACKING_{name.upper()}", value)
+def environment():
+    packing_options(
+        packing_strategy="exact", packing_drop_last="false", packing_max_samples="1", packing_verify="false"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from swift_vlpack.host.state import FILE, StateNotSaved, save_state
 from swift_vlpack.rows.samples import TooManyFailures
 from tests.data_rows import image_row, text_row, write_jsonl
 from tests.e2e.ranks import Run, trained
+from tests.environment import packing_options
 from tests.host.runs import argv, epoch_report, log_lines, packed_argv, train
 from tests.images import photo
 from tests.marks import telling
@@ -26,14 +27,9 @@ FAMILY = "qwen2_5_vl"
 
 @pytest.fixture(autouse=True)
 def environment():
-    """By hand: the data sets library replaces `os.environ`, so that what pytest restores is not what is in use."""
-    for key in [key for key in os.environ if key.startswith("VLPACK_")]:
-        del os.environ[key]
-    os.environ |= {"VLPACK_PACKING_STRATEGY": "exact", "VLPACK_PACKING_VERIFY": "false"}
-    os.environ |= {"VLPACK_PACKING_DROP_LAST": "false", "VLPACK_PACKING_MAX_SAMPLES": "1"}
-    yield
-    for key in [key for key in os.environ if key.startswith("VLPACK_")]:
-        del os.environ[key]
+    packing_options(
+        packing_strategy="exact", packing_verify="false", packing_drop_last="false", packing_max_samples="1"
+    )
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Who decides about an option: flag, YAML, environment, default, in every command that trains or plans."""
 
 import json
-import os
 from itertools import product
 
 import pytest
@@ -15,6 +14,7 @@ from swift_vlpack.host.args import is_ours, make_config
 from swift_vlpack.host.install import install
 from swift_vlpack.host.launch import plugin_path, run_launch, train_launch
 from tests.data_rows import text_row, write_jsonl
+from tests.environment import packing_options
 from tests.host.runs import epoch_report, packed_argv, train
 
 # value of the flag, of the YAML key, of the variable, and the default (of the length: max_length, not known yet)
@@ -32,9 +32,8 @@ def wanted(option, given):
 
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch):
-    for key in [key for key in os.environ if key.startswith("VLPACK_")]:
-        monkeypatch.delenv(key)
+def clean():
+    packing_options()
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """`vlpack report` on a real run that is stopped and goes on, against a recount of its rows by the template alone."""
 
 import json
-import os
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 from swift_vlpack.cli import main
 from tests.browser import measured, needs_chromium
 from tests.data_rows import image_row, mixed_rows, text_row, write_jsonl
+from tests.environment import packing_variables
 from tests.host.runs import log_lines, packed_argv, train
 from tests.images import photo
 
@@ -25,13 +25,6 @@ OPTIONS = {
 }
 CAPACITY, BATCH_SIZE, ACCUMULATION = 256, 2, 1
 NUM_CAPTIONS, NUM_SCANS = 15, 8
-
-
-def set_environment(options):
-    """By hand: the data sets library replaces `os.environ`, so that what pytest restores is not what is in use."""
-    for key in [key for key in os.environ if key.startswith("VLPACK_")]:
-        del os.environ[key]
-    os.environ.update(options)
 
 
 class Stopped(Exception):
@@ -80,7 +73,7 @@ def run(small_folder, tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PackingCallback, "on_optimizer_step", on_optimizer_step)
-        set_environment({**OPTIONS, "VLPACK_FUSION_CONFIG": str(folder / "mix.yaml")})
+        packing_variables({**OPTIONS, "VLPACK_FUSION_CONFIG": str(folder / "mix.yaml")})
         with pytest.raises(Stopped):
             train(flags(small_folder, output))
         stopped = Path(shutil.copytree(output, folder / "stopped"))
@@ -89,7 +82,7 @@ def run(small_folder, tmp_path_factory):
         stop_at[:] = []
         checkpoint = output / f"checkpoint-{3 * ((max(listed) - 2) // 3)}"
         train(flags(small_folder, output, resume_from_checkpoint=checkpoint, dataloader_num_workers=0))
-    set_environment({})
+    packing_variables({})
     gone = {f"scans:{n}" for n in range(NUM_SCANS - 1)}
     return Run(rows, stopped, output, listed, gone)
 

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 import re
 import shutil
 from dataclasses import replace
@@ -26,6 +25,7 @@ from swift_vlpack.host.state import (
     save_state,
 )
 from tests.data_rows import image_row, mixed_rows, text_row, write_jsonl
+from tests.environment import packing_variables
 from tests.host.runs import epoch_report, packed_argv, train
 from tests.images import photo
 from tests.marks import telling
@@ -47,19 +47,12 @@ OPTIONS = {
 @pytest.fixture(scope="module", autouse=True)
 def environment():
     yield
-    set_environment({})
+    packing_variables({})
 
 
 @pytest.fixture(autouse=True)
 def environment_of_a_test():
-    set_environment(OPTIONS)
-
-
-def set_environment(options):
-    """By hand: the data sets library replaces `os.environ`, so that what pytest restores is not what is in use."""
-    for key in [key for key in os.environ if key.startswith("VLPACK_")]:
-        del os.environ[key]
-    os.environ.update(options)
+    packing_variables(OPTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +64,7 @@ def dataset(tmp_path_factory):
 @pytest.fixture(scope="module")
 def uninterrupted(small_folder, dataset, tmp_path_factory):
     """Two epochs under ms-swift's defaults, adapters with dropout and one persistent worker; a checkpoint a step."""
-    set_environment(OPTIONS)
+    packing_variables(OPTIONS)
     output = tmp_path_factory.mktemp("uninterrupted")
     options = {"save_strategy": "steps", "save_steps": 1, **workers_like(1, True)}
     return output, losses(train(flags(small_folder, output, dataset, **options)))
@@ -505,7 +498,7 @@ def test_run_goes_on_with_the_lengths_it_planned_although_one_was_wrong(small_fo
         return replace(source, sizes=replace(source.sizes, columns=columns))
 
     monkeypatch.setattr(length_pass, "with_lengths", with_one_too_short)
-    set_environment({**OPTIONS, "VLPACK_PACKING_CACHE_DIR": str(tmp_path / "cache")})
+    packing_variables({**OPTIONS, "VLPACK_PACKING_CACHE_DIR": str(tmp_path / "cache")})
     options = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 1, "gradient_accumulation_steps": 1}
     train(flags(small_folder, tmp_path / "whole", data, **options))
     whole = trained(tmp_path / "whole")
@@ -568,7 +561,7 @@ def test_second_epoch_of_fewer_trainable_rows_trains(small_folder, tmp_path):
     rows = [text_row(f"question {n}", "word " * (90 if n % 2 else 500)) for n in range(40)]
     data = write_jsonl(tmp_path / "rows.jsonl", rows)
     (tmp_path / "mix.yaml").write_text(f"sources:\n  - {{dataset: {data}, ratio: 0.5}}\n")
-    set_environment({**OPTIONS, "VLPACK_FUSION_CONFIG": str(tmp_path / "mix.yaml")})
+    packing_variables({**OPTIONS, "VLPACK_FUSION_CONFIG": str(tmp_path / "mix.yaml")})
     given = {"max_length": 130, "gradient_accumulation_steps": 1, "num_train_epochs": 6, "save_strategy": "steps"}
     packs = flags(small_folder, tmp_path / "out", data, **given, save_steps=25)
     del packs[packs.index("--dataset") : packs.index("--dataset") + 2]

@@ -12,6 +12,7 @@ from swift_vlpack.host import launch, run_flags
 from swift_vlpack.host.run_checks import Registered, check_run
 from swift_vlpack.host.run_flags import given_options
 from tests.data_rows import text_row, write_jsonl
+from tests.environment import packing_options
 
 
 class Started(Exception):
@@ -27,8 +28,7 @@ def folder(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "execve", started)
     monkeypatch.setattr(os, "dup2", lambda *numbers: None)  # `vlpack plan` sends what is printed elsewhere
-    for key in [key for key in os.environ if key.startswith("VLPACK_")]:
-        monkeypatch.delenv(key)
+    packing_options()
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "rows.jsonl", [text_row(n) for n in range(12)])
     write_jsonl(tmp_path / "few.jsonl", [text_row(n) for n in range(4)])

@@ -1,7 +1,6 @@
 """Buffer mode through ms-swift's own pipeline, in process: one rank."""
 
 import json
-import os
 import shutil
 
 import pytest
@@ -17,17 +16,10 @@ FAMILY = "qwen2_5_vl"
 
 
 @pytest.fixture(autouse=True)
-def options(monkeypatch):
-    """`options(packing_buffer=4)` sets a packing option for the run; packs come fast and the proof is left out."""
-    for key in [key for key in os.environ if key.startswith("VLPACK_")]:
-        monkeypatch.delenv(key)
-
-    def set_options(**values):
-        for name, value in values.items():
-            monkeypatch.setenv(f"VLPACK_{name.upper()}", str(value))
-
-    set_options(packing_buffer=4, packing_strategy="best_fit", packing_verify="false", packing_drop_last="false")
-    return set_options
+def options(options):
+    """The shared fixture; packs come fast and the proof is left out."""
+    options(packing_buffer=4, packing_strategy="best_fit", packing_verify="false", packing_drop_last="false")
+    return options
 
 
 @pytest.fixture(scope="module")

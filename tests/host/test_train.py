@@ -17,19 +17,7 @@ from tests.marks import telling
 FAMILY = "qwen2_5_vl"
 
 
-@pytest.fixture(autouse=True)
-def options(monkeypatch):
-    """`options(packing_strategy="exact")` sets a packing option for the run."""
-    import os
-
-    for key in [key for key in os.environ if key.startswith("VLPACK_")]:
-        monkeypatch.delenv(key)
-
-    def set_options(**values):
-        for name, value in values.items():
-            monkeypatch.setenv(f"VLPACK_{name.upper()}", str(value))
-
-    return set_options
+pytestmark = pytest.mark.usefixtures("options")
 
 
 @pytest.fixture(scope="module")

@@ -85,27 +85,6 @@ def page(folder: Path, number: int, num_images: int, num_words: int) -> dict[str
     return {"messages": [{"role": "assistant", "content": text}], "images": images}
 
 
-@pytest.fixture(scope="module")
-def text_folder(tmp_path_factory):
-    """A tiny Qwen2 without vision."""
-    import torch
-    import transformers
-
-    from tests.tiny import build_tokenizer
-
-    tokenizer = build_tokenizer(is_small=True)
-    torch.manual_seed(0)
-    config = transformers.Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=4096, initializer_range=0.1,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    folder = tmp_path_factory.mktemp("text") / "model"
-    transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
 def flags_of(small_folder, text_folder, data, tmp_path):
     """`flags_of("defaults", output)`: sets the options of a run, and returns its command and flags."""

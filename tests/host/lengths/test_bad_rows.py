@@ -73,9 +73,8 @@ def test_every_bad_row_is_one_counted_reason_with_its_id_and_path(num_processes,
 
 
 @pytest.fixture
-def options(monkeypatch):
-    for name, value in (("DROP_LAST", "false"), ("VERIFY", "false"), ("STRATEGY", "exact")):
-        monkeypatch.setenv(f"VLPACK_PACKING_{name}", value)
+def options(options):
+    options(packing_drop_last="false", packing_verify="false", packing_strategy="exact")
 
 
 def _form(row):

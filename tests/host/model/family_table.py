@@ -48,7 +48,7 @@ What the columns say:
   model's own `eager` attention, padded by the template; and the padded loss with that of plain ms-swift. Equal means
   within 1e-5.
 - **proof**: what it says about correct packs. **sabotages**: how many faults it stopped, of a lost boundary, positions
-  that go on over the row, and images or sounds of two samples exchanged.
+  that go on over the sequence, and images or sounds of two samples exchanged.
 - **run**: two packed steps of `swift sft`.
 
 Packs mix texts, samples with one image and with several; for Omni also with one sound, several sounds, a sound beside

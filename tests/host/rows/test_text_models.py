@@ -4,28 +4,8 @@ import pytest
 
 from tests.data_rows import text_row, write_jsonl
 from tests.host.runs import argv, epoch_report, packed_argv, train
-from tests.tiny import build_tokenizer
 
 MODEL_TYPE, TEMPLATE = "qwen2", "qwen2_5"
-
-
-@pytest.fixture(scope="module")
-def text_folder(tmp_path_factory):
-    """A tiny Qwen2 with the small vocabulary."""
-    import torch
-    import transformers
-
-    tokenizer = build_tokenizer(is_small=True)
-    torch.manual_seed(0)
-    config = transformers.Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=4096, initializer_range=0.1,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    folder = tmp_path_factory.mktemp("text") / "model"
-    transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.slow
