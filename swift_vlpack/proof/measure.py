@@ -35,6 +35,7 @@ from swift_vlpack.proof.reference import (
     repeatable_training,
     run_alone,
     untouched,
+    words_of,
 )
 from swift_vlpack.proof.same_inputs import (
     wrong_boundaries,
@@ -47,6 +48,8 @@ from swift_vlpack.rows.samples import Encoded
 
 TOKENS_ALLOWED, SHARE_OF_EPOCH = 16_384, 0.02
 """Budget of a proof for sequences of the plan: this many tokens, or this share of an epoch, whichever is more."""
+_WORDS_FOR_HEAD = 16
+"""Number of tokens on which the whole head of the model is run once, to compare it with a part of the head."""
 
 
 class AgainstAlone(NamedTuple):
@@ -173,7 +176,7 @@ def measure_pack(
         reference = Reference(proof_model, samples)
         samples = reference.known(samples)
         with own_attention(proof_model.model):
-            proof_model = with_cut_head(proof_model, min(samples, key=length_of))
+            proof_model = with_cut_head(proof_model, words_of(samples[0], proof_model.is_ordinary, _WORDS_FOR_HEAD))
         experts = has_experts(proof_model.model)
         packs = _PackRuns(proof_model, samples, has_experts=experts)
         # Some kernels add in another order each time. That is noise; a cache or a draw that stays moves far more.
