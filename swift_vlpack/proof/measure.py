@@ -11,6 +11,7 @@ import torch
 
 from swift_vlpack.proof import gradients
 from swift_vlpack.proof.choose_samples import shortest_of_each_kind
+from swift_vlpack.proof.each_alone import each_alone
 from swift_vlpack.proof.limits import (
     TIMES_NOISE,
     TIMES_NOISE_BESIDE_FLOAT32,
@@ -238,12 +239,9 @@ def _tokens_in(sequences: Sequence[Sequence[Encoded]]) -> int:
 
 def _against_known(proof_model: ProofModel, reference: Reference, sequence: Sequence[Encoded]) -> AgainstAlone | None:
     """Compare a sequence of the plan with its samples alone, if they have a reference; None if none of them has."""
-    is_known = [reference.is_for([sample]) for sample in sequence]
-    if not any(is_known):
+    if not any(reference.is_for([sample]) for sample in sequence):
         return None
-    alone = (
-        run_alone(proof_model, sample) if known else None for sample, known in zip(sequence, is_known, strict=True)
-    )
+    alone = each_alone(proof_model, reference, sequence)
     return AgainstAlone.of(sequence, proof_model.run(sequence, packed=True), alone)
 
 

@@ -89,6 +89,20 @@ class RunResult:
     positions: tuple[torch.Tensor, ...] = ()  # (axes, length) each
     """Positions that the rotary embedding was given; empty if the model has none that takes positions."""
 
+    def of_sample(self, at: int) -> RunResult:
+        """Return the results of one sample of an un-packed batch, and its inputs without the padding."""
+        mask = self.inputs.get("attention_mask")
+        inputs = {}
+        for name, value in self.inputs.items():
+            if isinstance(value, torch.Tensor) and value.dim() and len(value) == len(self.logits):
+                own = value[at : at + 1]
+                if mask is not None and own.shape[:2] == (1, mask.shape[1]):
+                    own = own[:, mask[at].bool()]
+                inputs[name] = own
+        return RunResult(
+            (self.logits[at],), (self.labels[at],), (self.weights[at],), {}, inputs, self.positions[at : at + 1]
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ProofModel:
