@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from benchmarks import demo, first_step
+from benchmarks import demo, first_step, turns
 from swift_vlpack.config import ENV_PREFIX, PackingConfig, option_names
 from swift_vlpack.host.launch import plugin_path
 from tests.doc_blocks import ROOT
@@ -60,6 +60,19 @@ def test_cells_are_medians_with_their_spread():
     """DOC-5"""
     assert doctest.testmod(first_step).failed == 0
     assert first_step.ratio([2.0, 4.0, 9.0], [2.0]) == "2.00"
+
+
+def test_kinds_take_turns_and_are_compared_with_the_limit_of_their_own_turn():
+    """DOC-5: so that what disturbs a run disturbs what it is compared with."""
+    assert doctest.testmod(turns).failed == 0
+    order = []
+    turns.in_turns({kind: lambda kind=kind: order.append(kind) for kind in "ab"}, 2)
+    assert order == ["a", "b", "a", "b"]
+    quick_then_slow = [10.0, 20.0, 30.0]
+    assert turns.is_reached(quick_then_slow, turns.Limit("", [11.0, 21.0, 29.0]))
+    assert not turns.is_reached(quick_then_slow, turns.Limit("", [9.0, 21.0, 29.0]))
+    assert turns.is_reached([9.0], turns.Limit("", [8.0], at_least=True))
+    assert not turns.is_reached([9.0], turns.Limit("", [10.0], at_least=True))
 
 
 @pytest.mark.slow
