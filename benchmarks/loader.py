@@ -245,9 +245,9 @@ def lines_of(name: str, measured: dict[str, list[Delivered]], *, has_media: bool
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--photos", type=int, default=240, help="rows of one photo")
-    parser.add_argument("--short", type=int, default=3000, help="texts of some 60 tokens")
-    parser.add_argument("--long", type=int, default=600, help="texts of some 1,000 tokens")
+    parser.add_argument("--photos", type=int, default=400, help="rows of one photo")
+    parser.add_argument("--short", type=int, default=2000, help="texts of some 60 tokens")
+    parser.add_argument("--long", type=int, default=400, help="texts of some 1,000 tokens")
     parser.add_argument("--turns", type=int, default=3)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

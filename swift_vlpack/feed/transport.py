@@ -58,7 +58,7 @@ class Buffer:
         self.grow(num_bytes)
 
     def grow(self, num_bytes: int) -> None:
-        """Make room; tensors that were placed before stay where they are."""
+        """Make room. Tensors that were placed before keep the memory as it was mapped for them."""
         os.ftruncate(self.fd, num_bytes)
         self.num_bytes = num_bytes
         self.memory = np.frombuffer(mmap.mmap(self.fd, num_bytes), np.uint8)
@@ -107,7 +107,6 @@ class Written(TorchFunctionMode):
         super().__init__()
         self._buffer = buffer
         self._end = _HEADER
-        self._memories = [buffer.memory]  # more than one, if the buffer grew while it was written
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _JOINS and (tensors := _joined_by_rows(*args, **(kwargs or {}))):
@@ -134,7 +133,6 @@ class Written(TorchFunctionMode):
             made = self._place(tuple(tensor.shape), tensor.dtype)
             if made is None:
                 self._buffer.grow(self._end + tensor.nbytes + _SPARE_BYTES)
-                self._memories.append(self._buffer.memory)
                 made = self._place(tuple(tensor.shape), tensor.dtype)
                 assert made is not None
             offset = self._offset(made.copy_(tensor))
@@ -147,15 +145,12 @@ class Written(TorchFunctionMode):
         if start + num_bytes > self._buffer.num_bytes:
             return None
         self._end = -(-(start + num_bytes) // _ALIGNMENT) * _ALIGNMENT
-        return tensor_at(self._memories[-1], Place(start, shape, dtype))
+        return tensor_at(self._buffer.memory, Place(start, shape, dtype))
 
     def _offset(self, tensor: torch.Tensor) -> int | None:
-        at = tensor.data_ptr()
-        for memory in self._memories:
-            start = memory.ctypes.data
-            if start <= at and at + tensor.nbytes <= start + memory.nbytes:
-                return int(at - start)
-        return None
+        at, memory = tensor.data_ptr(), self._buffer.memory
+        start = int(memory.ctypes.data)
+        return at - start if start <= at and at + tensor.nbytes <= start + memory.nbytes else None
 
 
 class _Places:
