@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -138,11 +139,11 @@ def _tried(
         if name == "flex" and "varlen" in found and found["varlen"].is_right:
             found[name] = Trial(reason="was not compiled, as varlen does it")  # compiling takes longest of all
         else:
-            found[name] = _of(lambda kernel=kernel: _checked(kinds, kernel))
+            found[name] = _of(partial(_checked, kinds, kernel))
     right = [name for name, trial in found.items() if trial.is_right]
     if is_asked_for or {*right} <= CHOSEN_BY_LENGTHS:
         return found
-    return found | {name: _of(lambda name=name: _timed(kinds, lengths, kernels[name])) for name in right}
+    return found | {name: _of(partial(_timed, kinds, lengths, kernels[name])) for name in right}
 
 
 def _of(work: Callable[[], Trial]) -> Trial:
