@@ -1,13 +1,13 @@
-"""From the start of the process to the end of the first optimizer step: `python -m benchmarks.first_step`.
+"""From the start of the process to the end of the first optimizer step: `make bench-start`.
 
-A tiny model with the real vocabulary, 640x480 photos, the real command line, and the defaults of a user: nothing of
-ours is switched off, the proof before step 1 included (`tests/test_benchmarks.py` compares). Kinds of run take turns,
-so that what else the machine does meets all of them; a cell is the median, the least and the most of `--runs` turns.
+A tiny model with the real vocabulary, 640x480 photos or texts, the real command line, and the defaults of a user:
+nothing of ours is switched off, the proof before step 1 included (`tests/test_benchmarks.py` compares). Kinds of run
+take turns, so that what else the machine does meets all of them. `--runs 5` gives the published figures.
 
 | run | what it is |
 |---|---|
 | un-packed | plain `swift sft` |
-| ms-swift | its own packing, its check for the flash-attn package lifted (samples then see each other) |
+| ms-swift's packing | its check for the flash-attn package lifted (samples then see each other) |
 | ours, cold | this plugin, no length remembered |
 | ours, warm | the same start again |
 """
@@ -19,42 +19,79 @@ import json
 import os
 import random
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from benchmarks.turns import HEADER, Limit, in_turns, row
 from swift_vlpack.config import ENV_PREFIX
 from swift_vlpack.host.launch import plugin_path
-from tests.data_rows import image_row, sentence, write_jsonl
+from tests.data_rows import image_row, sentence, text_row, write_jsonl
 from tests.images import photo
 from tests.tiny import save_model
 
 FAMILY = "qwen2_5_vl"
 NUM_IMAGES = 200
-UNPACKED, THEIRS, COLD, WARM = KINDS = ("un-packed", "ms-swift", "ours, cold", "ours, warm")
+UNPACKED, THEIRS, COLD, WARM = KINDS = ("un-packed", "ms-swift's packing", "ours, cold", "ours, warm")
 UNCHECKED = """from swift.arguments import SftArguments
 SftArguments._check_padding_free = lambda self: setattr(self, "padding_free", True)
 """
 CACHES = ("MODELSCOPE_CACHE", "HF_DATASETS_CACHE")
 """Variables that are not the user's: folders of the benchmark's own, so that it finds and leaves nothing."""
+MAX_MB = 2_000
+"""Megabytes that the main process may have held by the end of the first step."""
 
 
-def rows_of(num_rows: int, folder: Path) -> str:
-    """A file of captions; 200 photos stand for many."""
+class Data(NamedTuple):
+    """Rows to start with, which kinds start with them, and what our starts are compared with."""
+
+    num_rows: int
+    of: str
+    kinds: Sequence[str]
+    runs: int
+    limits: Sequence[tuple[str, str, float]]
+    """Which start of ours is to be no slower than which other one and so many seconds."""
+
+    def __str__(self) -> str:
+        return f"{self.num_rows:,} {self.of}"
+
+
+LIKE_THEIRS = [(COLD, THEIRS, 0.0), (WARM, THEIRS, 0.0), (WARM, UNPACKED, 3.0)]
+DATA = (
+    Data(200, "photos", KINDS, 3, [(COLD, UNPACKED, 3.0), *LIKE_THEIRS]),
+    Data(2_000, "photos", KINDS, 2, LIKE_THEIRS),
+    Data(10_000, "photos", KINDS, 1, LIKE_THEIRS),
+    Data(100_000, "photos", (UNPACKED, WARM), 1, [(WARM, UNPACKED, 4.0)]),
+    Data(300_000, "texts", (UNPACKED, WARM), 1, [(WARM, UNPACKED, 4.0)]),
+)
+
+
+class Start(NamedTuple):
+    """What a start took."""
+
+    seconds: float
+    peak_mb: float
+    """The most that the main process held."""
+
+
+def rows_of(data: Data, folder: Path) -> str:
+    """A file of captions or texts; 200 photos stand for many."""
     rng = random.Random(0)
-    files = [str(folder / f"{n}.jpg") for n in range(NUM_IMAGES)]
-    if not Path(files[0]).exists():
-        files = [photo(folder, str(n), 640, 480, seed=n) for n in range(NUM_IMAGES)]
+    files = [folder / f"{n}.jpg" for n in range(NUM_IMAGES)]
+    if data.of == "photos" and not files[0].exists():
+        for n in range(NUM_IMAGES):
+            photo(folder, str(n), 640, 480, seed=n)
+    said = ((n, sentence(rng, 5, 20), f"{n} {sentence(rng, 10, 60)}") for n in range(data.num_rows))
     rows = (
-        image_row([files[n % NUM_IMAGES]], sentence(rng, 5, 20), f"{n} {sentence(rng, 10, 60)}")
-        for n in range(num_rows)
+        image_row([str(files[n % NUM_IMAGES])], *words) if data.of == "photos" else text_row(*words)
+        for n, *words in said
     )
-    return write_jsonl(folder / f"rows_{num_rows}.jsonl", rows)
+    return write_jsonl(folder / f"{data.num_rows}_{data.of}.jsonl", rows)
 
 
 def environment(folder: Path, lengths: Path, environ: Mapping[str, str]) -> dict[str, str]:
@@ -76,79 +113,86 @@ def flags_of(kind: str, model: Path, dataset: str, output: Path, unchecked: Path
     return flags
 
 
-def seconds_to_first_step(flags: Mapping[str, Any], environ: Mapping[str, str]) -> float:
-    """Run `swift sft` and take the time at which its first step is logged."""
+def peak_mb(pid: int) -> float:
+    """Return the most that a process has held."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return sum(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+
+
+def first_step(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Start:
+    """Run `swift sft` until its first step is logged."""
     output = Path(flags["output_dir"])
     output.mkdir(parents=True)
     command = [sys.executable, "-m", "swift.cli.sft"]
     for name, value in flags.items():
         command += [f"--{name}", str(value)]
     start = time.perf_counter()
-    log = output / "logging.jsonl"
+    log, peak = output / "logging.jsonl", 0.0
     with open(output / "printed.txt", "w") as printed:
         process = subprocess.Popen(command, env=dict(environ), stdout=printed, stderr=printed)
         try:
             while not (log.exists() and any("loss" in json.loads(line) for line in log.read_text().splitlines())):
                 if process.poll() is not None and process.returncode:
                     raise SystemExit((output / "printed.txt").read_text()[-3000:])
+                peak = max(peak, peak_mb(process.pid))
                 time.sleep(0.05)
-            return time.perf_counter() - start
+            return Start(time.perf_counter() - start, max(peak, peak_mb(process.pid)))
         finally:
             process.kill()
             process.wait()
             shutil.rmtree(output, ignore_errors=True)
 
 
-def in_turns(folder: Path, num_rows: int, kinds: Sequence[str], runs: int, processes: int) -> dict[str, list[float]]:
-    """Measure every kind once a round; the first run of all is not counted, it reads files for those after it."""
-    model, dataset = save_model(folder / "model", FAMILY), rows_of(num_rows, folder)
+def measured(folder: Path, data: Data, runs: int, processes: int) -> dict[str, list[Start]]:
+    """Let every kind start once a turn.
+
+    What is not counted: a first start, which reads files for those after it, and, where none starts cold, one that
+    fills the cache of lengths for the warm ones.
+    """
+    model, dataset = save_model(folder / "model", FAMILY), rows_of(data, folder)
     unchecked = folder / "unchecked.py"
     unchecked.write_text(UNCHECKED)
-    took: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for at in range(-1, runs):
-        lengths = folder / f"lengths_{num_rows}_{at}"  # new in every round, so that cold is cold
-        for kind in kinds if at >= 0 else (UNPACKED,):
-            flags = flags_of(kind, model, dataset, folder / "output", unchecked, processes)
-            seconds = seconds_to_first_step(flags, environment(folder, lengths, os.environ))
-            if at >= 0:
-                took[kind].append(seconds)
-    return took
+    lengths = folder / f"lengths_of_{data.num_rows}_{data.of}"
+
+    def start(kind: str) -> Start:
+        if kind == COLD:
+            shutil.rmtree(lengths, ignore_errors=True)
+        flags = flags_of(kind, model, dataset, folder / "output", unchecked, processes)
+        return first_step(flags, environment(folder, lengths, os.environ))
+
+    for kind in (UNPACKED,) if COLD in data.kinds else (UNPACKED, COLD):
+        start(kind)
+    return in_turns({kind: partial(start, kind) for kind in data.kinds}, runs)
 
 
-def cell(seconds: Sequence[float]) -> str:
-    """Return the median, and the least and the most.
-
-    >>> cell([7.25, 6.0, 9.5]), cell([])
-    ('7.2 (6.0-9.5)', '-')
-    """
-    if not seconds:
-        return "-"
-    return f"{statistics.median(seconds):.1f} ({min(seconds):.1f}-{max(seconds):.1f})"
-
-
-def ratio(of: Sequence[float], to: Sequence[float]) -> str:
-    """Return how many times as long the median of one takes as that of the other."""
-    return f"{statistics.median(of) / statistics.median(to):.2f}" if of and to else "-"
+def lines(data: Data, starts: Mapping[str, Sequence[Start]]) -> Iterator[str]:
+    """Return the rows of the table: what ours are compared with, ours beside their limits, and memory."""
+    seconds = {kind: [start.seconds for start in of_kind] for kind, of_kind in starts.items()}
+    for kind in data.kinds:
+        if kind in (UNPACKED, THEIRS):
+            yield row(f"{data}: {kind}, s", seconds[kind])
+    for ours, other, more in data.limits:
+        limit = Limit(f"{other}{f' + {more:.0f} s' if more else ''}", [value + more for value in seconds[other]])
+        yield row(f"{data}: {ours}, s", seconds[ours], limit)
+    for kind, of_kind in starts.items():
+        peaks = [start.peak_mb for start in of_kind]
+        limit = Limit(f"{MAX_MB:,} MB", [MAX_MB] * len(peaks)) if kind in (COLD, WARM) else None
+        yield row(f"{data}: {kind}, MB of the main process", peaks, limit)
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="*", default=[200, 2_000, 10_000])
-    parser.add_argument("--without_theirs", type=int, nargs="*", default=[100_000], help="more, without its packing")
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--rows", type=int, nargs="*", help="only these of the numbers of rows")
+    parser.add_argument("--runs", type=int, help="turns of every number of rows; default: 3 to 1, the fewer the more")
     parser.add_argument("--processes", type=int, default=2, help="dataset_num_proc of all")
     options = parser.parse_args()
-    print(f"| rows | {' | '.join(f'{kind}, s' for kind in KINDS)} | cold / ms-swift | warm / ms-swift |")
-    print("|---" * (len(KINDS) + 3) + "|")
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        for num_rows in [*options.rows, *options.without_theirs]:
-            kinds = [kind for kind in KINDS if kind != THEIRS or num_rows in options.rows]
-            took = in_turns(folder, num_rows, kinds, options.runs, options.processes)
-            theirs = took.get(THEIRS, [])
-            cells = [f"{num_rows:,}", *(cell(took.get(kind, [])) for kind in KINDS)]
-            print("| " + " | ".join([*cells, ratio(took[COLD], theirs), ratio(took[WARM], theirs)]) + " |", flush=True)
+    print(HEADER, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for data in DATA:
+            if options.rows is None or data.num_rows in options.rows:
+                starts = measured(Path(folder), data, options.runs or data.runs, options.processes)
+                print("\n".join(lines(data, starts)), flush=True)
 
 
 if __name__ == "__main__":
