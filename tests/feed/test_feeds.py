@@ -215,6 +215,17 @@ def test_run_plans_each_epoch_once_resumed_or_not(monkeypatch, resumed_in, num_r
     assert sorted(epoch for epoch, _ in planned) == [0, 1, 2]
 
 
+def test_resume_uses_the_epoch_that_is_at_hand(monkeypatch):
+    """PLAN-15: also where nothing is kept, a run of one epoch plans it once."""
+    monkeypatch.setattr(epochs, "MOST_BYTES_KEPT", 0)
+    planned = []
+    monkeypatch.setattr(epochs, "pack_epoch", noting(epochs.pack_epoch, planned))
+    feed = planned_feed(fused(200), Template(), CONFIG, num_ranks=2)
+    feed.restore({**feed.state(), "cuts": [[2, len(feed), 8]]}, None)
+    feed.begin(0)
+    assert planned == [(0, True)]
+
+
 def packs_of_epoch(feed, epoch):
     feed.begin(epoch)
     records = loaded(feed)
