@@ -138,7 +138,7 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         if found != digest:
             raise StateMismatch(
                 f"the same data and options now give another plan of epoch {epoch} ({found}, saved was {digest}): "
-                "swift_vlpack, numpy or binpacking is another version"
+                "swift_vlpack or numpy is another version"
             )
         self._go_to(plan)
 
