@@ -50,6 +50,8 @@ PER_MEDIUM = frozenset(
 """Fields of a sample that are known to divide by image or video."""
 _KNOWN = {*PER_TOKEN, *_OF_SAMPLE, *_OF_HEADERS, *PER_MEDIUM}
 """All fields that cutting can handle; a sample with any other field stays whole."""
+_COUNTED = (*GRIDS, *PIXELS, "image_sizes")
+"""Fields of a sample that media are counted by; GRIDS has those of images and of videos."""
 _TOKENS_OF_TIME = 12
 """Most tokens that the time of a frame can have: "<1234.5 seconds>" has fewer in every tokenizer that was tried."""
 
@@ -81,6 +83,8 @@ def count_contents(
     Images whose tensors have no line per image (tiles, slices) are counted in `row`, because no tensor says how many
     images the tiles came from.
     """
+    if all(sample.get(name) is None for name in _COUNTED):
+        return Contents()  # most rows of text; what follows would find the same
     grids = [grid for name in GRIDS for grid in _leaves(sample.get(name))]
     if grids:
         patches = sum(int(grid.prod(-1).sum()) for grid in grids)
@@ -100,8 +104,10 @@ def size_of(sample: Encoded) -> RowSize:
 def num_supervised(sample: Encoded) -> int:
     """Count the tokens that are predicted: those with a label, except the first, because no token precedes it."""
     labels = sample.get("labels")
-    predicted = [] if labels is None else list(labels)[1:]
-    return len(predicted) - predicted.count(NO_LABEL)
+    if labels is None or not len(labels):
+        return 0
+    labels = labels if isinstance(labels, list) else list(labels)
+    return len(labels) - labels.count(NO_LABEL) - int(labels[0] != NO_LABEL)
 
 
 def num_vision_tokens(template: Any, sequence: Mapping[str, Any]) -> int:
