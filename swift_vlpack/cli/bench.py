@@ -135,10 +135,10 @@ BENCH = Command(
         "Measure a run on this machine and its own data: rows a second of the length pass, samples a second of the "
         "loader by workers, tokens a second of forward and backward on the real model, packed and as ms-swift trains "
         "them un-packed, and memory; what the seconds to step 1 go to, and whether a run waits for its loader or for "
-        "its steps; with advice, each with the measurement it comes from. Looks at --rows rows of "
-        "each source. Takes two starts of ms-swift with the model and the proof, 5 s for each number of workers, and at most "
-        "--seconds for each of packed and padded (two sequences to warm up and at least one more are always trained). "
-        "Nothing is saved."
+        "its steps; with advice, each with the measurement it comes from. Looks at --rows rows of each source. Takes "
+        "two starts of ms-swift with the model, one proof, 5 s for each number of workers, and at most --seconds for "
+        "each of packed and padded (two sequences to warm up and at least one more are always trained). Nothing is "
+        "saved."
     ),
     add_flags=_add_flags,
     run=_run,

@@ -116,7 +116,7 @@ def _on_workers(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     else:
         yield (
             f"leave dataloader_num_workers at {of_run}",
-            f"{needed}, and the loader gives {max(measured.get(of_run, 0.0), measured[least]):.1f}",
+            f"{needed}, and the loader gives {measured.get(of_run, measured[least]):.1f}",
         )
 
 
