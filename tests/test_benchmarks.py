@@ -1,12 +1,13 @@
 """The published benchmarks measure what a user gets."""
 
+import dataclasses
 import doctest
 import os
 import re
 
 import pytest
 
-from benchmarks import demo, first_step, long_run, step, turns
+from benchmarks import demo, first_step, loader, long_run, step, turns
 from swift_vlpack.attention.kernels import segments
 from swift_vlpack.config import ENV_PREFIX, PackingConfig, option_names
 from swift_vlpack.host.launch import plugin_path
@@ -133,3 +134,28 @@ def test_kinds_of_run_take_turns_and_reach_the_first_step(tmp_path):
     printed = list(first_step.lines(data, starts))
     assert sum("| un-packed + 3 s: " in line for line in printed) == 1
     assert sum("| 2,000 MB: 2000 |" in line for line in printed) == 2
+
+
+def test_loaders_are_made_as_the_defaults_of_ms_swift_make_them():
+    """DOC-5: one worker, and what a user gets who gives no option of a dataloader."""
+    from swift.arguments import SftArguments
+
+    given = {field.name: field.default for field in dataclasses.fields(SftArguments)}
+    options = loader.options_of(1)
+    assert given["dataloader_pin_memory"] is options["pin_memory"]
+    assert given["dataloader_persistent_workers"] is options["persistent_workers"]
+    assert given["dataloader_prefetch_factor"] is None  # set to 2, and one worker
+    assert options["prefetch_factor"] == 2
+
+
+@pytest.mark.slow
+def test_all_rows_are_delivered_by_every_kind_of_loader(tmp_path):
+    """DOC-5: the same rows, by six ways."""
+    template = loader.template_of(tmp_path)
+    kinds = loader.kinds_of(loader.photo_rows(tmp_path, 20), template)
+    measured = turns.in_turns(kinds, 1)
+    assert tuple(kinds) == loader.KINDS
+    assert {kind: one.num_samples for kind, [one] in measured.items()} == dict.fromkeys(loader.KINDS, 20)
+    assert all(one.processor_ms > 1 for [one] in measured.values())
+    lines = loader.lines_of("photos", measured, has_media=True)
+    assert [line for line in lines if f"{loader.LEAST_SHARE} of {loader.ALONE}" in line]
