@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -91,11 +92,12 @@ class RowKeys:
         """Where the name of each file starts, and where the last one ends."""
         return np.concatenate([[0], np.cumsum(self.name_sizes)])
 
-    def files(self, at: int) -> Iterator[tuple[str, int]]:
-        """Yield the names of the files of a row, with their states."""
-        for number in range(*self.file_starts[at : at + 2].tolist()):
-            start, end = self.name_starts[number : number + 2].tolist()
-            yield self.names[start:end].decode("utf-8", "surrogatepass"), int(self.states[number])
+    def files(self) -> Iterator[list[tuple[str, int]]]:
+        """Yield for each row the names of its files with their states."""
+        starts, states = self.name_starts.tolist(), self.states.tolist()
+        for first, end in pairwise(self.file_starts.tolist()):
+            names = [self.names[starts[at] : starts[at + 1]] for at in range(first, end)]
+            yield [(name.decode("utf-8", "surrogatepass"), states[first + at]) for at, name in enumerate(names)]
 
     def at(self, chosen: NDArray[np.int64]) -> RowKeys:
         """Select rows by their place in this list."""
@@ -145,14 +147,9 @@ class KnownKeys:
         return replace(RowKeys.empty(positions), rows=self._saved.rows[self._at[positions]])
 
     def with_files(self) -> Positions:
-        """Return the known rows that name files, of which `is_unchanged` has to be asked."""
+        """Return the known rows that name files, of which `are_unchanged` has to be asked."""
         positions = np.flatnonzero(self._at >= 0)
         return positions[self._saved.rows["num_files"][self._at[positions]] > 0]
-
-    def is_unchanged(self, position: int) -> bool:
-        """Ask the file system whether all files of a known row are as they were, or missing as they were."""
-        files = self._saved.files(int(self._at[position]))
-        return all(state_now(real_file(name)) == state for name, state in files)
 
     def of(self, positions: Positions) -> RowKeys:
         """Return what is known of rows."""
@@ -184,6 +181,11 @@ class KnownKeys:
         )  # fmt: skip
         with suppress(OSError):  # the file of lengths, in the same folder, reports it
             write_whole(self._path, KEYS_MAGIC + file.getvalue())
+
+
+def are_unchanged(files: Iterable[tuple[str, int]]) -> bool:
+    """Ask the file system whether all files are in the state that they were in, or missing as they were."""
+    return all(state_now(real_file(name)) == state for name, state in files)
 
 
 def _load(path: Path) -> tuple[NDArray[np.void], NDArray[np.int64], RowKeys]:

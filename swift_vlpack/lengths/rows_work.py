@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from swift_vlpack.errors import DataError, VLPackError
 from swift_vlpack.lengths.cache import LengthCache, RowKey
 from swift_vlpack.lengths.environment import noted_reads
-from swift_vlpack.lengths.known_keys import KnownKeys, RowKeys
+from swift_vlpack.lengths.known_keys import KnownKeys, RowKeys, are_unchanged
 from swift_vlpack.lengths.length_file import AGREED, BY_HEADER, DIFFERS, IN_FULL, NO_KEY, SIZE
 from swift_vlpack.lengths.rank_rows import Chunk, HeaderFacts, Measured, Positions, RankRows, kinds_of
 from swift_vlpack.lengths.row_blocks import RowBlocks
@@ -124,8 +124,8 @@ class RowsWork:
 
     def _unchanged(self, positions: Positions) -> NDArray[np.bool_]:
         assert self.known is not None
-        are = [self._is_readable(at) and self.known.is_unchanged(at) for at in positions.tolist()]
-        return np.array(are, dtype=bool)
+        rows = zip(positions.tolist(), self.known.of(positions).files(), strict=True)
+        return np.array([self._is_readable(at) and are_unchanged(files) for at, files in rows], dtype=bool)
 
     def _keys(self, positions: Positions) -> RowKeys:
         rows = list(zip(positions.tolist(), self._rows.at(positions), strict=True))

@@ -42,6 +42,8 @@ USUAL_PATCH = 14
 
 PER_TOKEN = ("input_ids", "labels", "loss_scale", "token_type_ids", "mm_token_type_ids", "image_token_types")
 """Fields of a sample with one entry a token."""
+_OF_VISION = (*GRIDS, *PIXELS, "image_sizes")
+"""Fields that are counted; a sample with none of them is a text."""
 _OF_SAMPLE = ("length", "lengths", "channel", "source", "sample_id", "contents", "_extra_kwargs")
 _OF_HEADERS = ("header_kinds", "header_pixels")
 PER_MEDIUM = frozenset(
@@ -50,8 +52,6 @@ PER_MEDIUM = frozenset(
 """Fields of a sample that are known to divide by image or video."""
 _KNOWN = {*PER_TOKEN, *_OF_SAMPLE, *_OF_HEADERS, *PER_MEDIUM}
 """All fields that cutting can handle; a sample with any other field stays whole."""
-_COUNTED = (*GRIDS, *PIXELS, "image_sizes")
-"""Fields of a sample that media are counted by; GRIDS has those of images and of videos."""
 _TOKENS_OF_TIME = 12
 """Most tokens that the time of a frame can have: "<1234.5 seconds>" has fewer in every tokenizer that was tried."""
 
@@ -83,8 +83,8 @@ def count_contents(
     Images whose tensors have no line per image (tiles, slices) are counted in `row`, because no tensor says how many
     images the tiles came from.
     """
-    if all(sample.get(name) is None for name in _COUNTED):
-        return Contents()  # most rows of text; what follows would find the same
+    if not any(sample.get(name) is not None for name in _OF_VISION):
+        return Contents()  # a text; looking for its grids and pixels would take 10 us
     grids = [grid for name in GRIDS for grid in _leaves(sample.get(name))]
     if grids:
         patches = sum(int(grid.prod(-1).sum()) for grid in grids)

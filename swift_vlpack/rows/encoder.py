@@ -125,9 +125,15 @@ class RowEncoder:
         template.max_pixels = source.max_pixels
         return self.using(template)
 
+    @cached_property
+    def _patch_size(self) -> tuple[int, int] | None:
+        return patch_size_of(self.template)
+
     def encode(self, row: Any, **options: Any) -> Any:
         """Encode a row as `template.encode` does, and mask its labels."""
-        made = self.template.encode(with_plain_paths(row) if isinstance(row, Mapping) else row, **options)
+        return self._masked(self.template.encode(with_plain_paths(row) if isinstance(row, Mapping) else row, **options))
+
+    def _masked(self, made: Any) -> Any:
         if self.targets is not None and isinstance(made, dict) and made.get("labels") is not None:
             made["labels"] = self.targets.labels(made["labels"])
         return made
@@ -163,11 +169,10 @@ class RowEncoder:
         sample["sample_id"] = sample_id
         return sample
 
-    @cached_property
-    def _patch_size(self) -> tuple[int, int] | None:
-        return patch_size_of(self.template)
-
     def _encoded(self, row: Row) -> Any:
+        # Texts are many, and name no file to check.
+        if next(media(row), None) is None:
+            return self._masked(self.template.encode(row, return_length=True))
         check_openable(row)
         return self.encode(row, return_length=True)
 

@@ -149,9 +149,7 @@ def _candidates(text: str) -> list[str]:
 
 def with_plain_paths(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Replace `file://` URLs, which ms-swift does not open, by plain paths. Returns the row itself if it has none."""
-    # A row without media names no file; most texts are such rows, and this is the shorter way to see it.
-    names = () if next(media(row), None) is None else names_of_files(row)
-    if not any(text.strip().startswith(_SCHEME) for text in names):
+    if not any(text.strip().startswith(_SCHEME) for text in names_of_files(row)):
         return row
     other = {**row, **{column: _plain_paths(row[column]) for column in _COLUMNS if column in row}}
     messages = row.get("messages")
