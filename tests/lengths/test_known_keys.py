@@ -11,15 +11,17 @@ import pyarrow as pa
 import pytest
 
 from swift_vlpack.lengths.cache import LengthCache
-from swift_vlpack.lengths.measured_sizes import MeasuredSizes
+from swift_vlpack.lengths.cache_folder import lengths_path, remembered_in
+from swift_vlpack.lengths.measured_sizes import LengthCaches, MeasuredSizes
 from swift_vlpack.lengths.row_blocks import RowBlocks
+from swift_vlpack.lengths.trust import Trust
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.samples import SampleError, SampleId
 from swift_vlpack.rows.source import RowSource
 from tests.data_rows import image_row, text_row
 from tests.images import photo
-from tests.lengths.test_measure import start, texts, true_columns, unchecked
-from tests.plain_template import PlainTemplate
+from tests.lengths.test_measure import Start, start, texts, true_columns, unchecked
+from tests.plain_template import HeaderTemplate, PlainTemplate
 from tests.ranks_in_threads import on_ranks
 
 
@@ -233,6 +235,16 @@ def test_damaged_file_costs_only_the_keys(content, tmp_path, computed):
         again.measured(rows)
         assert (len(computed), again.by_header.encoded) == (20, [])
         assert file.read_bytes() == whole
+
+
+def test_file_of_keys_is_listed_and_cleared_with_the_lengths(tmp_path):
+    """LEN-23: a file of that name that begins otherwise is not ours."""
+    path = lengths_path(tmp_path, "data", "context")
+    caches = LengthCaches(cache=LengthCache(path, "context"), trust=Trust(tmp_path / "kinds.trust"))
+    Start(caches, HeaderTemplate(), PlainTemplate()).measured(loaded(texts(20)))
+    path.with_suffix(".1of2.keys").write_bytes(b"keys of a house")
+    (group,) = remembered_in(tmp_path)
+    assert [file.name for file in group.files] == [path.with_suffix(".0of1.keys").name, path.name]
 
 
 def test_rows_that_a_transform_or_a_format_makes_are_in_no_block():
