@@ -130,15 +130,13 @@ class KnownKeys:
         self, saved_block: NDArray[np.int64], block: NDArray[np.int64], place: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         """Return where each row of this rank is among the saved ones; -1 for a row that is not."""
-        nowhere = np.full(len(block), -1)
-        if not len(saved_block) or not len(self._saved_code):
-            return nowhere
-        in_saved = np.where(block >= 0, saved_block[np.maximum(block, 0)], -1)
-        code = in_saved * NUM_ROWS + place
-        order = np.argsort(self._saved_code, kind="stable")
-        found = np.searchsorted(self._saved_code, code, sorter=order)
-        at = order[np.minimum(found, len(order) - 1)]
-        return np.where((in_saved >= 0) & (self._saved_code[at] == code), at, nowhere)
+        at_code = np.full(len(self._saved_digests) * NUM_ROWS, -1)
+        at_code[self._saved_code] = np.arange(len(self._saved_code))
+        in_saved = np.where(block >= 0, saved_block[block], -1)
+        is_saved = in_saved >= 0
+        at = np.full(len(block), -1)
+        at[is_saved] = at_code[in_saved[is_saved] * NUM_ROWS + place[is_saved]]
+        return at
 
     def without_files(self) -> Positions:
         """Return the known rows that name no file: they have the keys that they had."""
@@ -210,8 +208,11 @@ def _load(path: Path) -> tuple[NDArray[np.void], NDArray[np.int64], RowKeys]:
             saved = np.load(file, allow_pickle=False)
             code, names = saved["code"], saved["names"].tobytes()
             rows = RowKeys(np.arange(len(code)), saved["rows"], saved["states"], saved["name_sizes"], names)
+            digests = saved["digests"]
             if rows.rows.dtype != ROW or len(rows.rows) != len(code) or rows.file_starts[-1] != len(rows.states):
                 raise ValueError
-            return saved["digests"], code, rows
+            if len(code) and not 0 <= code.min() <= code.max() < len(digests) * NUM_ROWS:
+                raise ValueError
+            return digests, code, rows
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return np.zeros(0, "V16"), np.zeros(0, dtype=np.int64), RowKeys.empty(np.zeros(0, dtype=np.int64))
