@@ -152,24 +152,21 @@ class _RankPass:
 
     def _keys(self, digests: list[list[bytes]]) -> Iterator[RowKeys]:
         """Yield the keys of all rows, remembered or computed, and remember those that were computed."""
-        is_known = np.zeros(len(self._rows), dtype=bool)
-        known, found = self._known(digests), []
+        unchanged, known = np.zeros(0, dtype=np.int64), self._known(digests)
         if known is not None:
             files = known.with_files()
             tasks = _tasks(TaskKind.FILES, files, _FILES_OF_TASK)
-            are = list(self._results(tasks, _worth(len(files), _NUM_FILES_WORTH_A_PROCESS)))
-            found = [known.without_files(), known.of(files[np.concatenate([np.zeros(0, dtype=bool), *are])])]
-            yield from found
-            for one in found:
-                is_known[one.positions] = True
-        unknown = np.flatnonzero(~is_known)
+            are = [np.zeros(0, dtype=bool), *self._results(tasks, _worth(len(files), _NUM_FILES_WORTH_A_PROCESS))]
+            unchanged = np.concatenate([known.without_files(), files[np.concatenate(are)]])
+            yield known.keys(unchanged)
+        unknown, found = np.setdiff1d(np.arange(len(self._rows)), unchanged, assume_unique=True), []
         tasks = _tasks(TaskKind.KEYS, unknown, _CHUNK_BY_HEADER)
         for one in self._results(tasks, _worth(len(unknown), _NUM_KEYS_WORTH_A_PROCESS)):
             yield one
             if known is not None:
                 found.append(one)
-        if known is not None and len(unknown):
-            known.save(found)
+        if known is not None and found:
+            known.save(unchanged, found)
 
     def _known(self, digests: list[list[bytes]]) -> KnownKeys | None:
         """Load the keys that earlier starts remembered; None if rows are in no blocks."""
