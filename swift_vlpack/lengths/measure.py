@@ -59,8 +59,9 @@ process is cheap in comparison."""
 _NUM_KEYS_WORTH_A_PROCESS = 2000
 """Rows that are worth another process to look up their keys. A key takes 0.05 ms for a text and 0.3 ms for an image;
 starting and ending a process takes about 50 ms."""
-_NUM_FILES_WORTH_A_PROCESS = 20_000
-"""Known rows that are worth another process to ask for their files: 5 us a row on a local disk."""
+_NUM_FILES_WORTH_A_PROCESS = 5_000
+"""Known rows that are worth another process to ask for their files: 25 ms on a local disk, 1 s and more on a network's,
+where processes wait side by side."""
 _FILES_OF_TASK = 1024
 """Known rows of a task: 5 ms."""
 _NUM_BYTES_WORTH_A_PROCESS = 2**28
