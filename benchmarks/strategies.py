@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.plan import strategies
+from swift_vlpack.plan.exact import Shelf, take_out
 from swift_vlpack.plan.length_files import read_lengths
 from swift_vlpack.plan.packs import Plan
 from swift_vlpack.plan.planner import plan
@@ -150,16 +151,16 @@ def run_exact_alone(window: int, lengths: Lengths, capacity: int) -> Packed:
 
 def exact_alone(sizes: list[int], capacity: int, window: int) -> list[list[int]]:
     """`exact` over a stream and nothing else: no packer, no plan, no other packing of the epoch to compare with."""
-    held, indices = sizes[:window], list(range(min(window, len(sizes))))
+    shelf, indices = Shelf(capacity, sizes[:window]), list(range(min(window, len(sizes))))
     groups = []
-    num_read = len(held)
-    while held:
-        inside = strategies.fill_oldest(held, capacity)
+    num_read = len(indices)
+    while indices:
+        inside = shelf.fullest()
         groups.append([indices[i] for i in inside])
-        for i in reversed(inside):
-            del held[i], indices[i]
+        shelf.take(inside)
+        take_out(indices, inside)
         more = sizes[num_read : num_read + len(inside)]
-        held += more
+        shelf.add(more)
         indices += range(num_read, num_read + len(more))
         num_read += len(more)
     return groups

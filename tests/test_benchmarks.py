@@ -1,12 +1,14 @@
 """The published benchmarks measure what a user gets."""
 
+import dataclasses
 import doctest
 import os
 import re
 
 import pytest
 
-from benchmarks import demo, first_step, long_run, turns
+from benchmarks import demo, first_step, loader, long_run, step, turns
+from swift_vlpack.attention.kernels import segments
 from swift_vlpack.config import ENV_PREFIX, PackingConfig, option_names
 from swift_vlpack.host.launch import plugin_path
 from tests.doc_blocks import ROOT
@@ -107,6 +109,18 @@ def test_memory_and_descriptors_stay_as_they_are_in_a_long_run(mode, tmp_path):
             assert grown <= slack, (who, what)
 
 
+def test_kinds_of_a_step_come_to_one_loss(tmp_path):
+    """DOC-5: un-packed, by every kernel and with the dense mask, or nothing is published."""
+    assert doctest.testmod(step).failed == 0
+    subject = step.Subject(tmp_path)
+    kinds = subject.kinds([40, 24, 9], with_kernels=True)
+    assert [*kinds] == [step.BARE, step.AUTO, "segments", "grouped", "dense mask", step.ONE_BY_ONE]
+    step.check(subject, kinds)
+    subject.auto = lambda sequence: 0.5 * segments(sequence)
+    with pytest.raises(SystemExit, match="the kinds come to different losses"):
+        step.check(subject, subject.kinds([40, 24, 9], with_kernels=True))
+
+
 @pytest.mark.slow
 def test_kinds_of_run_take_turns_and_reach_the_first_step(tmp_path):
     """DOC-5: by the real command line, each of them."""
@@ -120,3 +134,28 @@ def test_kinds_of_run_take_turns_and_reach_the_first_step(tmp_path):
     printed = list(first_step.lines(data, starts))
     assert sum("| un-packed + 3 s: " in line for line in printed) == 1
     assert sum("| 2,000 MB: 2000 |" in line for line in printed) == 2
+
+
+def test_loaders_are_made_as_the_defaults_of_ms_swift_make_them():
+    """DOC-5: one worker, and what a user gets who gives no option of a dataloader."""
+    from swift.arguments import SftArguments
+
+    given = {field.name: field.default for field in dataclasses.fields(SftArguments)}
+    options = loader.options_of(1)
+    assert given["dataloader_pin_memory"] is options["pin_memory"]
+    assert given["dataloader_persistent_workers"] is options["persistent_workers"]
+    assert given["dataloader_prefetch_factor"] is None  # set to 2, and one worker
+    assert options["prefetch_factor"] == 2
+
+
+@pytest.mark.slow
+def test_all_rows_are_delivered_by_every_kind_of_loader(tmp_path):
+    """DOC-5: the same rows, by six ways."""
+    template = loader.template_of(tmp_path)
+    kinds = loader.kinds_of(loader.photo_rows(tmp_path, 20), template)
+    measured = turns.in_turns(kinds, 1)
+    assert tuple(kinds) == loader.KINDS
+    assert {kind: one.num_samples for kind, [one] in measured.items()} == dict.fromkeys(loader.KINDS, 20)
+    assert all(one.processor_ms > 1 for [one] in measured.values())
+    lines = loader.lines_of("photos", measured, has_media=True)
+    assert [line for line in lines if f"{loader.LEAST_SHARE} of {loader.ALONE}" in line]

@@ -1,7 +1,9 @@
 """Choose the kernel for packed attention: the fastest that equals the reference on this device, or the requested one.
 
-Kernels are tried with the data type, heads and arguments of the model's own layers, on sequences of random numbers:
-a short one on which results and gradients must be right, and one like the run's own, which is timed.
+Kernels are tried with the data type, heads and arguments of the model's own layers, on a short sequence of random
+numbers: results and gradients must be right. `segments` and `grouped` need no stopwatch, because the lengths of a
+sequence tell which of them is quicker (`by_lengths`). Where another kernel is right too, all are timed on a sequence
+like the run's own.
 """
 
 from __future__ import annotations
@@ -10,20 +12,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
 from swift_vlpack.attention import attention
-from swift_vlpack.attention.kernels import KERNELS, CannotDo, Kernel, eager, segments
+from swift_vlpack.attention.kernels import KERNELS, CannotDo, Kernel, by_lengths, eager, segments
 from swift_vlpack.attention.masks import SequenceMask, resized
 from swift_vlpack.attention.packed_sequence import PackedSequence
 from swift_vlpack.comm import ALONE, OfAll
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.words import counted
 
-AUTO, DEFAULT = "auto", "segments"
+AUTO, DEFAULT, GROUPED = "auto", "segments", "grouped"
+CHOSEN_BY_LENGTHS = frozenset({DEFAULT, GROUPED})
 GAIN = 0.95
 """Another kernel must take less than this share of the time of `segments`; smaller gains are measurement noise."""
 LENGTHS = (37, 1, 64, 33, 40, 5, 64)
@@ -42,9 +46,15 @@ _EXACT = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 5e-3, torch.
 class Trial:
     """The result of trying one kernel."""
 
-    seconds: float | None
-    """Time for forward and backward of all layers; None if the kernel must not be used."""
+    seconds: float | None = None
+    """Time for forward and backward of all layers, if the kernel was timed."""
     reason: str = ""
+    """Why the kernel must not be used; empty if it may."""
+
+    @property
+    def is_right(self) -> bool:
+        """Return whether the kernel may be used."""
+        return not self.reason
 
 
 def choose(
@@ -68,14 +78,19 @@ def choose(
     names = list(kernels) if wanted == AUTO else [DEFAULT, wanted]
 
     def measure() -> dict[str, Trial]:
-        return _tried(layer_kinds(_calls(model, forward)), lengths, {name: kernels[name] for name in names})
+        kinds = layer_kinds(_calls(model, forward))
+        return _tried(kinds, lengths, {name: kernels[name] for name in names}, is_asked_for=wanted != AUTO)
 
     found = _slowest(results_of_all(measure))
     chosen = _quickest(found) if wanted == AUTO else wanted
-    if found[chosen].seconds is None:
+    if found[chosen].reason:
         raise ConfigError(f"packing_attention={chosen}: the kernel {found[chosen].reason}; set packing_attention=auto")
+    if wanted == AUTO and chosen in CHOSEN_BY_LENGTHS and GROUPED in found and found[GROUPED].is_right:
+        attention.use_kernel(model, by_lengths)
+        return _line(f"{DEFAULT} or {GROUPED}", found, lengths, "by the lengths of each sequence")
     attention.use_kernel(model, kernels[chosen])
-    return _line(chosen, found, lengths, is_asked_for=wanted != AUTO)
+    why = "as asked for" if wanted != AUTO else "the quickest that is equal to the reference"
+    return _line(chosen, found, lengths, why)
 
 
 def _calls(model: torch.nn.Module, forward: Callable[[], Any]) -> list[PackedSequence]:
@@ -115,56 +130,67 @@ class _Wrong(Exception):
     """A kernel gives another result than the reference."""
 
 
-def _tried(kinds: Sequence[LayerKind], lengths: Sequence[int], kernels: Mapping[str, Kernel]) -> dict[str, Trial]:
+def _tried(
+    kinds: Sequence[LayerKind], lengths: Sequence[int], kernels: Mapping[str, Kernel], *, is_asked_for: bool
+) -> dict[str, Trial]:
+    """Compare every kernel with the reference. Time those that are equal, unless the choice needs no stopwatch."""
     found: dict[str, Trial] = {}
-    of_segments: list[float | None] = []
     for name, kernel in kernels.items():
-        if name == "flex" and found.get("varlen", Trial(None)).seconds is not None:
-            found[name] = Trial(None, "was not compiled, as varlen does it")  # compiling takes longest of all
-            continue
+        if name == "flex" and "varlen" in found and found["varlen"].is_right:
+            found[name] = Trial(reason="was not compiled, as varlen does it")  # compiling takes longest of all
+        else:
+            found[name] = _of(partial(_checked, kinds, kernel))
+    right = [name for name, trial in found.items() if trial.is_right]
+    if is_asked_for or {*right} <= CHOSEN_BY_LENGTHS:
+        return found
+    return found | {name: _of(partial(_timed, kinds, lengths, kernels[name])) for name in right}
+
+
+def _of(work: Callable[[], Trial]) -> Trial:
+    """Try a kernel, which may raise anything on an untested device."""
+    try:
+        return work()
+    except Exception as error:
+        why = str(error) if isinstance(error, _Wrong) else f"breaks with {type(error).__name__}: {error}"
+        return Trial(reason=why.splitlines()[0])
+
+
+def _checked(kinds: Sequence[LayerKind], kernel: Kernel) -> Trial:
+    """Compare the results for all kinds of layers with the reference. Raises `_Wrong` if one differs."""
+    reasons = []
+    for kind in kinds:
+        sequence = kind.random(LENGTHS, LONGEST_WINDOW)
         try:
-            reasons: list[str] = []
-            taken = [_seconds(kind, lengths, kernel, reasons) for kind in kinds]
-        except Exception as error:  # a kernel may raise anything on an untested device
-            why = str(error) if isinstance(error, _Wrong) else f"breaks with {type(error).__name__}: {error}"
-            found[name] = Trial(None, why.splitlines()[0])
+            made = results(sequence, kernel)
+            if sequence.args.dropout != kind.call.args.dropout:
+                with _own_numbers():
+                    kernel(kind.random(LENGTHS, LONGEST_WINDOW, with_dropout=True))
+        except CannotDo as reason:
+            reasons.append(str(reason))
             continue
-        of_segments = of_segments or taken
-        does_nothing = all(of_layer is None for of_layer in taken)
-        found[name] = Trial(None, reasons[0]) if does_nothing else Trial(_total(kinds, taken, of_segments))
-    return found
+        if kernel is not segments:
+            expected = results(sequence, reference)
+            gap, of_segments = (largest_gap(expected, one) for one in (made, results(sequence, segments)))
+            if not gap <= tolerance(sequence.query.dtype, of_segments):
+                raise _Wrong(
+                    f"differs from the reference by {gap:.1e} of the largest value (segments {of_segments:.1e})"
+                )
+    return Trial(reason=reasons[0] if len(reasons) == len(kinds) else "")
 
 
-def _total(kinds: Sequence[LayerKind], taken: Sequence[float | None], of_segments: Sequence[float | None]) -> float:
+def _timed(kinds: Sequence[LayerKind], lengths: Sequence[int], kernel: Kernel) -> Trial:
     """Add up the times of all layers; a layer that the kernel cannot do takes the time of `segments`."""
-    return sum(
-        kind.num_layers * ((theirs if own is None else own) or 0.0)
-        for kind, own, theirs in zip(kinds, taken, of_segments, strict=True)
-    )
 
+    def or_segments(sequence: PackedSequence) -> torch.Tensor:
+        try:
+            return kernel(sequence)
+        except CannotDo:
+            return segments(sequence)
 
-def _seconds(kind: LayerKind, lengths: Sequence[int], kernel: Kernel, reasons: list[str]) -> float | None:
-    """Return the time of one layer, once the kernel was found equal to the reference.
-
-    Returns None, and adds to `reasons`, if the kernel cannot do the layer. Raises `_Wrong` if its result differs.
-    """
-    sequence = kind.random(LENGTHS, LONGEST_WINDOW)
-    try:
-        made = results(sequence, kernel)
-    except CannotDo as reason:
-        reasons.append(str(reason))
-        return None
-    if kernel is not segments:
-        expected = results(sequence, reference)
-        gap, of_segments = (largest_gap(expected, one) for one in (made, results(sequence, segments)))
-        if not gap <= tolerance(sequence.query.dtype, of_segments):
-            raise _Wrong(f"differs from the reference by {gap:.1e} of the largest value (segments {of_segments:.1e})")
-    try:
-        with _own_numbers():
-            return fastest_run(kind.random(kind.affordable(lengths), max(lengths), with_dropout=True), kernel)
-    except CannotDo as reason:
-        reasons.append(str(reason))
-        return None
+    with _own_numbers():
+        sequences = [kind.random(kind.affordable(lengths), max(lengths), with_dropout=True) for kind in kinds]
+        taken = [fastest_run(sequence, or_segments) for sequence in sequences]
+    return Trial(sum(kind.num_layers * seconds for kind, seconds in zip(kinds, taken, strict=True)))
 
 
 def _slowest(of_ranks: Sequence[Mapping[str, Trial]]) -> dict[str, Trial]:
@@ -172,26 +198,25 @@ def _slowest(of_ranks: Sequence[Mapping[str, Trial]]) -> dict[str, Trial]:
     merged = {}
     for name in of_ranks[0]:
         of_kernel = [found[name] for found in of_ranks]
-        unfit = [trial for trial in of_kernel if trial.seconds is None]
+        unfit = [trial for trial in of_kernel if not trial.is_right]
         merged[name] = unfit[0] if unfit else max(of_kernel, key=lambda trial: trial.seconds or 0.0)
     return merged
 
 
 def _quickest(found: Mapping[str, Trial]) -> str:
-    usable = {name: trial.seconds for name, trial in found.items() if trial.seconds is not None}
+    usable = {name: trial.seconds for name, trial in found.items() if trial.is_right and trial.seconds is not None}
     best = min(usable, key=lambda name: usable[name], default=DEFAULT)
     return best if best == DEFAULT or usable[best] < GAIN * usable.get(DEFAULT, float("inf")) else DEFAULT
 
 
-def _line(chosen: str, found: Mapping[str, Trial], lengths: Sequence[int], *, is_asked_for: bool) -> str:
-    def result(name: str) -> str:
-        trial = found[name]
-        return f"{name} {trial.reason}" if trial.seconds is None else f"{name} {1000 * trial.seconds:.1f} ms"
-
-    others = ", ".join(result(name) for name in found if name != chosen)
-    why = "as asked for" if is_asked_for else "the quickest that is equal to the reference"
-    sequence = f"{counted(len(lengths), 'sample')} of {sum(lengths)} tokens"
-    return f"attention vlpack: {result(chosen)}, {why} (all layers, forward and backward, {sequence}; {others})"
+def _line(chosen: str, found: Mapping[str, Trial], lengths: Sequence[int], why: str) -> str:
+    """Say which kernel computes, why, and what is known of all kernels."""
+    known = [f"{name} {trial.reason}" for name, trial in found.items() if trial.reason]
+    times = [f"{name} {1000 * trial.seconds:.1f} ms" for name, trial in found.items() if trial.seconds is not None]
+    if times:
+        sequence = f"{counted(len(lengths), 'sample')} of {sum(lengths)} tokens"
+        known.insert(0, f"{', '.join(times)}, all layers forward and backward, {sequence}")
+    return f"attention vlpack: {chosen}, {why}" + (f" ({'; '.join(known)})" if known else "")
 
 
 @dataclass(frozen=True, slots=True)

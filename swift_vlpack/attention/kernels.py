@@ -17,9 +17,14 @@ import torch
 from torch.nn import functional
 
 from swift_vlpack.attention.masks import SampleMask
-from swift_vlpack.attention.packed_sequence import AttentionArgs, PackedSequence, States, groups_of
+from swift_vlpack.attention.packed_sequence import AttentionArgs, PackedSequence, States, groups_of, similar_samples
 
 Kernel = Callable[[PackedSequence], torch.Tensor]
+
+BYTES_OF_CALL, BYTES_OF_EAGER_CALL, BYTES_OF_LAUNCH = 50e3, 100e3, 10e6
+"""Bytes of query, key and value whose copy takes as long as a call of attention on one short sample, both with their
+gradients: by sdpa on a CPU, by `eager` on a CPU (both measured: 16 to 128 tokens, 4 and 16 heads, fp32 and bf16), and
+on a device where a call is some ten launches (estimated: 0.1 ms at 0.1 TB/s)."""
 
 
 class CannotDo(Exception):
@@ -28,11 +33,13 @@ class CannotDo(Exception):
 
 def segments(sequence: PackedSequence) -> torch.Tensor:
     """Compute one sample after the other."""
-    outputs = []
-    for start, end in pairwise(sequence.ends):
-        states = sequence.query[:, :, start:end], sequence.key[:, :, start:end], sequence.value[:, :, start:end]
+    samples, outputs = list(pairwise(sequence.ends)), []
+    lengths = [end - start for start, end in samples]
+    # Split once: the gradient of a slice is as long as the sequence, and there would be one for every sample.
+    parts = (states.split(lengths, dim=2) for states in (sequence.query, sequence.key, sequence.value))
+    for (start, end), *states in zip(samples, *parts, strict=True):
         mask, args = sequence.mask_of(start, end), sequence.args.for_sample(start, end)
-        outputs.append(attend(sequence.module, states, mask, args))
+        outputs.append(attend(sequence.module, tuple(states), mask, args))
     return torch.cat(outputs, dim=1)
 
 
@@ -102,19 +109,37 @@ def grouped(sequence: PackedSequence) -> torch.Tensor:
     if any(not sequence.mask_of(*sample).is_of_positions for sample in pairwise(sequence.ends)):
         raise CannotDo("the mask is not causal, or depends on the tokens of a sample")
     groups = groups_of(sequence.ends, sequence.query.device)
-    num_heads, outputs = sequence.query.shape[1], []
-    for group in groups.groups:
-        num_samples, longest = group.tokens.shape
-        query, key, value = (_batch(one, group.tokens) for one in (sequence.query, sequence.key, sequence.value))
+    sizes = [group.tokens.numel() for group in groups.groups]
+    # One copy of all tokens, and a part of it for each group: the gradient of a copy is as long as the sequence.
+    copies = [
+        states[0].transpose(0, 1).index_select(0, groups.tokens).split(sizes)
+        for states in (sequence.query, sequence.key, sequence.value)
+    ]
+    outputs = []
+    for group, *batches in zip(groups.groups, *copies, strict=True):
+        query, key, value = (batch.unflatten(0, tuple(group.tokens.shape)).transpose(1, 2) for batch in batches)
         mask = sequence.mask_of(*group.samples[0])
-        made = attend(sequence.module, (query, key, value), mask, sequence.args)
-        outputs.append(made.view(num_samples, longest, num_heads, -1))
+        outputs.append(attend(sequence.module, (query, key, value), mask, sequence.args))
     return groups.in_sequence_order(outputs, dim=0)
 
 
-def _batch(states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:  # (num_samples, heads, longest, head_dim)
-    chosen = states[0].index_select(1, tokens.flatten())
-    return chosen.unflatten(1, tuple(tokens.shape)).transpose(0, 1)
+def by_lengths(sequence: PackedSequence) -> torch.Tensor:
+    """Compute as `grouped` if the samples are so many and short that it is quicker, else as `segments`."""
+    return grouped(sequence) if _saves_calls(sequence) else segments(sequence)
+
+
+def _saves_calls(sequence: PackedSequence) -> bool:
+    """Return whether the calls that groups save take longer than the copy of all tokens that groups need."""
+    if sequence.query.device.type == "cpu":
+        worth = BYTES_OF_CALL if sequence.args.is_plain else BYTES_OF_EAGER_CALL
+    else:
+        worth = BYTES_OF_LAUNCH
+    states = (sequence.query, sequence.key, sequence.value)
+    num_bytes = sum(one.numel() * one.element_size() for one in states)
+    num_samples = len(sequence.ends) - 1
+    if num_samples * worth <= num_bytes:
+        return False
+    return (num_samples - len(similar_samples(sequence.ends))) * worth > num_bytes
 
 
 def varlen(sequence: PackedSequence) -> torch.Tensor:

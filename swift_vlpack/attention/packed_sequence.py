@@ -203,7 +203,6 @@ class Group:
     samples: tuple[tuple[int, int], ...]
     """Start and end of each sample, the longest first."""
     tokens: torch.Tensor  # (num_samples, longest): index into the sequence; padding repeats the sample's last token
-    is_real: torch.Tensor  # (num_samples, longest): False for padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,32 +210,37 @@ class Groups:
     """All samples of a sequence, each in one group."""
 
     groups: tuple[Group, ...]
-    places: torch.Tensor  # (num_tokens,): index of each token of the sequence in the groups' real tokens, end to end
+    tokens: torch.Tensor  # those of all groups, end to end
+    places: torch.Tensor  # (num_tokens,): index of each token of the sequence in the groups' tokens, end to end
 
     def in_sequence_order(self, outputs: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
         """Join the outputs of the groups, (num_samples, longest, ...) each, into one sequence; add `dim` of size 1."""
-        real = [output[group.is_real] for group, output in zip(self.groups, outputs, strict=True)]
-        return torch.cat(real).index_select(0, self.places).unsqueeze(dim)
+        return torch.cat([output.flatten(0, 1) for output in outputs]).index_select(0, self.places).unsqueeze(dim)
 
 
 @lru_cache(maxsize=8)  # shared by the layers of a forward
-def groups_of(ends: tuple[int, ...], device: torch.device, least_share: float = LEAST_SHARE) -> Groups:
+def groups_of(ends: tuple[int, ...], device: torch.device) -> Groups:
     """Group samples of similar length, so that work per sample becomes work per group."""
+    groups, places, num_before = [], torch.empty(ends[-1], dtype=torch.long), 0
+    for samples in similar_samples(ends):
+        # On the host, because an index that is made on a device, or asked which of its tokens are real, waits for it.
+        starts, lengths = torch.tensor([(start, end - start) for start, end in samples]).T[:, :, None]
+        place = torch.arange(int(lengths[0]))
+        tokens, is_real = starts + torch.minimum(place, lengths - 1), place < lengths
+        places[tokens[is_real]] = num_before + torch.nonzero(is_real.flatten()).flatten()
+        num_before += tokens.numel()
+        groups.append(Group(samples, tokens.to(device)))
+    return Groups(tuple(groups), torch.cat([group.tokens.flatten() for group in groups]), places.to(device))
+
+
+@lru_cache(maxsize=8)
+def similar_samples(ends: tuple[int, ...]) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Return start and end of the samples by group, the longest first."""
     samples = sorted(pairwise(ends), key=lambda sample: (sample[0] - sample[1], sample[0]))
-    parts: list[list[tuple[int, int]]] = []
+    groups: list[list[tuple[int, int]]] = []
     for start, end in samples:
-        if parts and end - start >= least_share * (parts[-1][0][1] - parts[-1][0][0]):
-            parts[-1].append((start, end))
+        if groups and end - start >= LEAST_SHARE * (groups[-1][0][1] - groups[-1][0][0]):
+            groups[-1].append((start, end))
         else:
-            parts.append([(start, end)])
-    groups = tuple(_group(part, device) for part in parts)
-    tokens = torch.cat([group.tokens[group.is_real] for group in groups])
-    return Groups(groups, torch.argsort(tokens))
-
-
-def _group(samples: list[tuple[int, int]], device: torch.device) -> Group:
-    longest = samples[0][1] - samples[0][0]
-    starts = torch.tensor([start for start, _ in samples], device=device)[:, None]
-    lengths = torch.tensor([end - start for start, end in samples], device=device)[:, None]
-    place = torch.arange(longest, device=device)
-    return Group(tuple(samples), starts + torch.minimum(place, lengths - 1), place < lengths)
+            groups.append([(start, end)])
+    return tuple(map(tuple, groups))

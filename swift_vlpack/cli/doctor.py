@@ -105,8 +105,8 @@ def _on_machine(facts: Mapping[str, Any]) -> Iterator[Advice]:
     if shared is not None and shared["free"] < ENOUGH_SHARED:
         yield Advice(
             WARN,
-            f"/dev/shm has {size(shared['free'])} free: dataloader workers hand over images in it, and what does not "
-            "fit goes through pipes, which is slower; give the container more (`docker run --shm-size=16g` or "
+            f"/dev/shm has {size(shared['free'])} free: batches do not need it, but NCCL joins the GPUs of a machine "
+            "through it, and so do dataloaders of torch; give the container more (`docker run --shm-size=16g` or "
             "`--ipc=host`)",
         )
     files = machine["open_files"]["soft"]

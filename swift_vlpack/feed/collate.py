@@ -1,19 +1,13 @@
-"""Collate packs into batches for the trainer, and bring them out of dataloader workers.
+"""Collate packs into batches for the trainer.
 
 A pack becomes one sequence (sequence.py), anything else a padded batch; one run can have both through one template.
-
-torch moves tensors through /dev/shm, of which containers have 64 MB unless told otherwise. When it is full, the thread
-that feeds the queue dies, and the trainer waits for a batch that never comes. So a worker serializes a batch before it
-is queued (`carried`): without room the batch travels as bytes, and any other error has its traceback.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import pickle
 from collections.abc import Mapping, Sequence
-from multiprocessing.reduction import ForkingPickler
+from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -23,6 +17,7 @@ from torch.utils.data import get_worker_info
 from swift_vlpack.attention.prepare import check_ready
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.feed.sequence import layout, packed_sequence
+from swift_vlpack.feed.transport import Buffers, num_bytes_of
 from swift_vlpack.rows.contents import num_vision_tokens
 from swift_vlpack.rows.encoder import Template
 from swift_vlpack.rows.randomness import RandomStream
@@ -34,9 +29,6 @@ NOT_FOR_THE_MODEL = ("loss_scale", "channel", "text_position_ids")
 """Fields that templates add for ms-swift's trainer, which takes them out again; no model's forward knows them."""
 UNUSED_COLUMNS = "_extra_kwargs"
 """Columns of a row that the template does not know; without `remove_unused_columns` it adds them to a batch."""
-SHARED_MEMORY = "/dev/shm"
-_NO_ROOM = "No space left on device"
-_has_warned_of_memory = False  # once in a process
 
 
 class Batch(dict[str, Any]):
@@ -131,83 +123,15 @@ class Collator:
         return batch_of(made, record, beside)
 
 
-# -- out of a worker --------------------------------------------------------------------------------------------------
-
-
 class WorkerCollator(Collator):
-    """A collator whose batches leave a worker even if shared memory is short."""
+    """A collator that writes its batches where the trainer's process reads them (`transport.py`)."""
+
+    _buffers: Buffers | None = None  # of this worker
 
     def __call__(self, batch: Sequence[Any]) -> Any:
         """Collate; in a worker the result turns into the batch when the trainer's process receives it."""
-        return carried(super().__call__(batch))
-
-
-def carried(batch: Any) -> Any:
-    """Serialize a batch for the queue of a worker. Outside of a worker, return the batch itself."""
-    worker = get_worker_info()
-    if worker is None:
-        return batch
-    num_bytes = num_bytes_of(batch)
-    num_sharing = worker.num_workers * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    free = free_shared_memory()
-    if free is None or free >= num_bytes * (num_sharing + 1):  # every other worker may be about to write a batch
-        try:
-            return _Serialized(bytes(ForkingPickler.dumps(batch)))
-        except (OSError, RuntimeError) as error:
-            if _NO_ROOM not in str(error):
-                raise
-    return _AsBytes(pickle.dumps(batch, pickle.HIGHEST_PROTOCOL), num_bytes, free or 0)
-
-
-class _Serialized:
-    """A batch whose tensors are in shared memory; the bytes say where."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return pickle.loads, (self.data,)
-
-
-class _AsBytes:
-    """A batch that travels as bytes, tensors included."""
-
-    def __init__(self, data: bytes, num_bytes: int, free: int) -> None:
-        self.data = data
-        self.num_bytes = num_bytes
-        self.free = free
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (self.data, self.num_bytes, self.free)
-
-
-def _received(data: bytes, num_bytes: int, free: int) -> Any:
-    """Restore a batch in the trainer's process, and warn once that it came the slow way."""
-    global _has_warned_of_memory
-    if not _has_warned_of_memory:
-        _has_warned_of_memory = True
-        logger.warning(
-            "%s has %.1f MB free and a batch takes %.1f MB: where it is short, batches of dataloader workers go "
-            "through pipes, which is slower. Give the container more (docker run --shm-size 16g, or --ipc host), or "
-            "take fewer dataloader_num_workers",
-            SHARED_MEMORY, free / 1e6, num_bytes / 1e6,
-        )  # fmt: skip
-    return pickle.loads(data)
-
-
-def free_shared_memory() -> int | None:
-    """Return the free bytes; None if the system has no such folder and shares memory in another way."""
-    try:
-        state = os.statvfs(SHARED_MEMORY)
-    except (OSError, AttributeError):
-        return None
-    return state.f_bavail * state.f_frsize
-
-
-def num_bytes_of(batch: Any) -> int:
-    """Add up the bytes of all tensors in a batch."""
-    if isinstance(batch, torch.Tensor):
-        return batch.numel() * batch.element_size()
-    if isinstance(batch, Mapping):
-        return sum(map(num_bytes_of, batch.values()))
-    return sum(map(num_bytes_of, batch)) if isinstance(batch, (list, tuple)) else 0
+        collate = partial(super().__call__, batch)
+        if get_worker_info() is None:
+            return collate()
+        self._buffers = self._buffers or Buffers()
+        return self._buffers.sent(num_bytes_of(batch), collate)

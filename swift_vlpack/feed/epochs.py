@@ -1,24 +1,36 @@
-"""Plan the epochs of a run, all with the same number of packs; the next one is planned while one trains."""
+"""Plan the epochs of a run, each once and all with the same number of packs; the next one is made while one trains."""
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
 from swift_vlpack.errors import PlanError
 from swift_vlpack.plan.cuts import Cut
-from swift_vlpack.plan.epoch import EpochPlan, NameOfRow, PackedEpoch, Recipe, pack_epoch, plan_epoch
+from swift_vlpack.plan.epoch import (
+    EpochPlan,
+    NameOfRow,
+    PackedEpoch,
+    Recipe,
+    draw_epoch,
+    pack_epoch,
+    plan_epoch,
+)
+from swift_vlpack.plan.packs import Plan
+from swift_vlpack.plan.registry import WINDOW
 
 NUM_ROWS_SHOWN = 500_000
 """Rows from which on planning takes long enough for a progress bar."""
 NUM_EPOCHS_LOOKED_AT = 8
 """Epochs whose length is looked at if the run is bounded by steps: more would be a guess about epochs that may never
 come, and a later epoch that needs more packs simply has more."""
+MOST_BYTES_KEPT = 1 << 27
+"""Bytes of packs that are kept, because epochs were looked at before they train: 30 epochs of a million samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +56,7 @@ ONE_EPOCH = Extent()
 
 
 class Epochs:
-    """Plan each epoch of a run when it is asked for, and the next one ahead of time, in a thread.
+    """Plan each epoch of a run once, those behind the next one as packs alone; make the next one in a thread.
 
     A thread and not a process: its arrays are read by the trainer without a copy, it spends much of the time in numpy,
     outside of Python's lock, and a process would have to import or inherit everything first.
@@ -55,58 +67,125 @@ class Epochs:
         self.recipe = recipe
         self.extent = extent
         self._name_of = name_of
+        self._sizes: list[_SizeOfEpoch] = []  # of the epochs that were looked at
+        self._kept = KeptPacks(recipe)
+        # Two epochs are at hand: the one that was asked for last, and the next.
+        self._present: PackedEpoch | None = None
         self._ahead: tuple[int, Future[PackedEpoch]] | None = None
-        self.num_packs = 0
-        """Packs of every epoch, unless it is resumed or needs more; over all ranks."""
         num_rows = sum(sizes.shape[1] for sizes in recipe.sizes)
-        epoch, fewest_samples = 0, sys.maxsize
         with tqdm(
             desc="Planning epochs", dynamic_ncols=True, disable=num_rows * extent.num_epochs < NUM_ROWS_SHOWN
         ) as bar:
-            while extent.needs(epoch, self.num_packs):
-                packed = pack_epoch(recipe, epoch, name_of if epoch == 0 else None)
-                if epoch == 0:  # kept, because training begins with it and a large plan takes long
-                    self._ahead = 0, _done(packed)
-                # Rounded up, because every rank trains equally many packs.
-                self.num_packs = max(self.num_packs, -(-len(packed.packs) // recipe.num_ranks) * recipe.num_ranks)
-                fewest_samples = min(fewest_samples, len(packed.packs.with_remainder().members))
-                epoch += 1
-                bar.update()
-        _check_steps(self.num_packs, fewest_samples, recipe)
+            self.num_packs = self._least_packs(recipe.num_ranks, bar.update)
+            """Packs of every epoch, unless it is resumed or needs more; over all ranks."""
 
     def plan(self, epoch: int, cuts: Sequence[Cut] = ()) -> EpochPlan:
         """Plan an epoch, or wait for the thread that plans it already; an error of that thread is raised here."""
         return plan_epoch(self.recipe, epoch, cuts, least_packs=self.num_packs, packed=self.packed(epoch))
 
+    def plan_for(self, num_ranks: int, epoch: int, cuts: Sequence[Cut] = ()) -> EpochPlan:
+        """Plan an epoch as any number of ranks would share it."""
+        recipe = replace(self.recipe, num_ranks=num_ranks)
+        return plan_epoch(recipe, epoch, cuts, least_packs=self._least_packs(num_ranks), packed=self.packed(epoch))
+
     def packed(self, epoch: int) -> PackedEpoch:
         """Pack an epoch: the packs before ranks share them."""
-        number, ahead = self._ahead or (None, None)
-        if ahead is None or number != epoch:
-            return pack_epoch(self.recipe, epoch, self._name_of)
-        # Forget the future, which would keep the arrays of an epoch that has ended.
-        self._ahead = None
-        return ahead.result()
+        if self._present is None or self._present.epoch != epoch:
+            if self._ahead is not None and self._ahead[0] == epoch:
+                self._present = self._ahead[1].result()
+                self._ahead = None
+            else:
+                self._present = self._made(epoch)
+        return self._present
 
     def make_ahead(self, epoch: int) -> None:
-        """Begin to pack an epoch that will be asked for, if the run has it."""
+        """Begin to make an epoch that will be asked for, if the run has it."""
         if not self.extent.has(epoch) or (self._ahead is not None and self._ahead[0] == epoch):
             return
         future: Future[PackedEpoch] = Future()
         self._ahead = epoch, future
         # A daemon: a run that ends meanwhile does not wait for an epoch that never comes.
-        threading.Thread(target=_fill, args=(future, self.recipe, epoch, self._name_of), daemon=True).start()
+        threading.Thread(target=_fill, args=(future, self._made, epoch), daemon=True).start()
+
+    def _made(self, epoch: int) -> PackedEpoch:
+        """Draw the rows of packs that were kept; pack an epoch of which none are."""
+        return self._kept.epoch(epoch) or pack_epoch(self.recipe, epoch, self._name_of)
+
+    def _least_packs(self, num_ranks: int, looked: Callable[[], Any] = lambda: None) -> int:
+        """Return the packs of the epoch that needs most, as so many ranks share them."""
+        epoch = most_packs = 0
+        while self.extent.needs(epoch, most_packs):
+            if epoch == len(self._sizes):
+                self._look_at(epoch)
+                looked()
+            # Rounded up, because every rank trains equally many packs.
+            most_packs = max(most_packs, -(-self._sizes[epoch].num_packs // num_ranks) * num_ranks)
+            epoch += 1
+        _check_steps(most_packs, min(size.num_samples for size in self._sizes[:epoch]), num_ranks, self.recipe)
+        return most_packs
+
+    def _look_at(self, epoch: int) -> None:
+        packed = pack_epoch(self.recipe, epoch, self._name_of if epoch == 0 else None)
+        self._sizes.append(_SizeOfEpoch(len(packed.packs), len(packed.packs.with_remainder().members)))
+        if epoch == 0:  # training begins with it, or goes on with another one
+            self._present = packed
+        self._kept.keep(packed)
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave out the epoch that is planned ahead: spawned workers plan nothing."""
-        return {**self.__dict__, "_ahead": None}
+        """Leave out the epochs: spawned workers plan nothing."""
+        return {**self.__dict__, "_ahead": None, "_present": None, "_kept": KeptPacks(self.recipe)}
 
 
-def _check_steps(num_packs: int, fewest_samples: int, recipe: Recipe) -> None:
+class _SizeOfEpoch(NamedTuple):
+    num_packs: int
+    num_samples: int
+
+
+class KeptPacks:
+    """The packs of epochs without their rows, which are drawn again: 4 bytes a sample in place of 40.
+
+    Windows are kept with their rows, because there it is laying these end to end that takes the time.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._keeps_rows = recipe.config.packing_strategy == WINDOW
+        self._kept: dict[int, PackedEpoch | dict[str, Any]] = {}  # an epoch, or the fields of its packs
+        self._num_bytes = 0
+
+    def keep(self, packed: PackedEpoch) -> None:
+        """Keep an epoch, unless all of them would take too much memory; it is planned again then."""
+        packs = packed.packs
+        arrays: list[Any] = [packs.members, packs.offsets, *packs.dropped.values()]
+        if self._keeps_rows:
+            arrays += [packed.sizes, packed.spans, packed.schedule.source, packed.schedule.row]
+        self._num_bytes += (num_bytes := sum(array.nbytes for array in arrays))
+        if self._num_bytes > MOST_BYTES_KEPT:
+            self._num_bytes -= num_bytes
+            return
+        of_packs = {field.name: getattr(packs, field.name) for field in fields(packs) if field.name not in _OF_ROWS}
+        self._kept[packed.epoch] = packed if self._keeps_rows else of_packs
+
+    def epoch(self, epoch: int) -> PackedEpoch | None:
+        """Return an epoch as it was packed; None if it is not kept."""
+        kept = self._kept.get(epoch)
+        if not isinstance(kept, dict):
+            return kept
+        drawn = draw_epoch(self._recipe, epoch)
+        packs = Plan(**kept, **dict(zip(_OF_ROWS, drawn.sizes, strict=False)))
+        return PackedEpoch(epoch=epoch, schedule=drawn.schedule, sizes=drawn.sizes, spans=drawn.spans, packs=packs)
+
+
+_OF_ROWS = ("lengths", "images", "patches")
+"""The fields of a plan that are the first rows of an array of sizes."""
+
+
+def _check_steps(num_packs: int, fewest_samples: int, num_ranks: int, recipe: Recipe) -> None:
     """Raise `PlanError` if an epoch has too few samples for the steps of the longest one.
 
     Epochs differ in samples only if ratios count tokens, or if a source of which a part is drawn has rows that are cut.
     """
-    if fewest_samples >= num_packs // recipe.num_ranks:
+    if fewest_samples >= num_packs // num_ranks:
         return
     why, way_out = "ratio_by: tokens", "use ratio_by: rows"
     if any(cut is not None and len(cut) for cut in recipe.cut):
@@ -117,15 +196,9 @@ def _check_steps(num_packs: int, fewest_samples: int, recipe: Recipe) -> None:
     )
 
 
-def _fill(future: Future[PackedEpoch], recipe: Recipe, epoch: int, name_of: NameOfRow | None) -> None:
+def _fill(future: Future[PackedEpoch], made: Callable[[int], PackedEpoch], epoch: int) -> None:
     try:
-        future.set_result(pack_epoch(recipe, epoch, name_of))
+        future.set_result(made(epoch))
     # Exits and interrupts too, or the trainer would wait for the result for ever.
     except BaseException as error:
         future.set_exception(error)
-
-
-def _done(packed: PackedEpoch) -> Future[PackedEpoch]:
-    future: Future[PackedEpoch] = Future()
-    future.set_result(packed)
-    return future

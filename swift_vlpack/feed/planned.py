@@ -11,7 +11,6 @@ import tempfile
 import uuid
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -99,10 +98,7 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
 
     def plan_of(self, epoch: int, cuts: Sequence[Cut] = (), num_ranks: int | None = None) -> EpochPlan:
         """Plan any epoch, as any number of ranks would share it; the epoch that is set stays set."""
-        epochs = self._epochs
-        if num_ranks not in (None, self.num_ranks):
-            epochs = Epochs(replace(epochs.recipe, num_ranks=num_ranks), epochs.extent)
-        return epochs.plan(epoch, cuts)
+        return self._epochs.plan_for(num_ranks or self.num_ranks, epoch, cuts)
 
     def set_epoch(self, epoch: int) -> None:
         """Mix the sources and pack for another epoch. Persistent dataloader workers see the change."""
@@ -138,7 +134,7 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         if found != digest:
             raise StateMismatch(
                 f"the same data and options now give another plan of epoch {epoch} ({found}, saved was {digest}): "
-                "swift_vlpack, numpy or binpacking is another version"
+                "swift_vlpack or numpy is another version"
             )
         self._go_to(plan)
 

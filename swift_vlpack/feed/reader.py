@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +16,11 @@ from swift_vlpack.feed.packs import packed_samples
 from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.reasons import Reason
 from swift_vlpack.rows.fusion import FusionCaptionDataset
+from swift_vlpack.rows.media import media
 from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.samples import Address, Encoded, LeftOut, PackAddress, PackedSamples, SampleError
 from swift_vlpack.rows.sizes import RowSize
+from swift_vlpack.rows.source import Row
 
 logger = logging.getLogger(__name__)
 
@@ -104,31 +106,54 @@ class PackReader(Dataset[PackedSamples]):
         ]
 
     def _rows(self, address: PackAddress, cut: list[Address], whole: list[Address]) -> list[Encoded | SampleError]:
-        """Encode rows in as many threads as this worker may use: images are decoded outside of Python's lock.
+        """Encode rows; those that name media in as many threads as this worker may use.
 
+        Images are decoded outside of Python's lock, and texts are encoded inside of it: threads would only pass it on.
         Threads draw random numbers in no order, so the rows of a template that draws are encoded one after the other.
         """
-        name = (self.seed, address.epoch, address.number)
-        num_threads = min(len(cut) + len(whole), threads_per_worker())
+        places, name = cut + whole, (self.seed, address.epoch, address.number)
+        num_threads = min(len(places), threads_per_worker())
+        rows: list[Row | None] = [None] * len(places)  # those that were read already
         if num_threads > 1 and not self._draws_at_random:
-            with RandomStream(*name) as stream, ThreadPoolExecutor(num_threads) as threads:
-                encoded = list(threads.map(self.dataset.sample_or_error, cut + whole))
-            self._draws_at_random = stream.has_drawn
-            if not self._draws_at_random:
-                return encoded
+            rows = [self.dataset.row(where) for where in places]
+            if sum(map(_names_media, rows)) > 1:
+                with RandomStream(*name) as stream:
+                    encoded = self._in_threads(places, rows, num_threads)
+                self._draws_at_random = stream.has_drawn
+                if not self._draws_at_random:
+                    return encoded
+                rows = [None] * len(places)
         # Again, if a number was drawn: in threads the numbers went to whoever came first.
         with RandomStream(*name):
-            of_cut = [self._row_to_cut(row, address.epoch) for row in cut]
-            return of_cut + [self.dataset.sample_or_error(row) for row in whole]
+            of_cut = [self._row_to_cut(*one, address.epoch) for one in zip(cut, rows, strict=False)]
+            return of_cut + [self.dataset.sample_or_error(*one) for one in zip(whole, rows[len(cut) :], strict=True)]
 
-    def _row_to_cut(self, row: Address, epoch: int) -> Encoded | SampleError:
+    def _in_threads(
+        self, places: list[Address], rows: list[Row | None], num_threads: int
+    ) -> list[Encoded | SampleError]:
+        encode = self.dataset.sample_or_error
+        with ThreadPoolExecutor(num_threads) as threads:
+            begun = [
+                threads.submit(encode, where, row) if _names_media(row) else None
+                for where, row in zip(places, rows, strict=True)
+            ]
+            ended = [
+                encode(where, row) if one is None else one for where, row, one in zip(places, rows, begun, strict=True)
+            ]
+            return [one.result() if isinstance(one, Future) else one for one in ended]
+
+    def _row_to_cut(self, where: Address, row: Row | None, epoch: int) -> Encoded | SampleError:
         """Encode a row with random numbers of its own, so that its parts in several packs come from the same tokens."""
-        with RandomStream(self.seed, epoch, "parts", *row[:2]):
-            return self.dataset.sample_or_error(row)
+        with RandomStream(self.seed, epoch, "parts", *where[:2]):
+            return self.dataset.sample_or_error(where, row)
 
 
 def _row_of(where: Address) -> Address:
     return where._replace(span=None)
+
+
+def _names_media(row: Row | None) -> bool:
+    return row is not None and next(media(row), None) is not None
 
 
 def threads_per_worker() -> int:

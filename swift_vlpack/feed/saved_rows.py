@@ -29,7 +29,7 @@ from swift_vlpack.plan.shuffle import permutation
 from swift_vlpack.reasons import about
 from swift_vlpack.rows.media import looks_like_path, names_of_files
 from swift_vlpack.rows.sizes import NUM_COLUMNS, LengthIndex
-from swift_vlpack.rows.source import RowSource, row_bytes
+from swift_vlpack.rows.source import RowSource, row_bytes, rows_in_turn
 
 NUM_ROWS_WITH_DIGEST = 10_000
 """Rows of a source whose content is compared: reading all would take too long. Sizes are compared for all rows."""
@@ -136,7 +136,8 @@ def rows_with_digest(num_rows: int) -> NDArray[np.int64]:
 
 def row_digests(source: RowSource) -> NDArray[np.uint64]:
     """Return a digest of 8 bytes for each of the `rows_with_digest`."""
-    digests = [hashlib.blake2b(row_bytes(source.rows[at]), digest_size=8).digest() for at in _indices(source)]
+    rows = rows_in_turn(source.rows, _indices(source))
+    digests = [hashlib.blake2b(row_bytes(row), digest_size=8).digest() for row in rows]
     return np.frombuffer(b"".join(digests), dtype="<u8").astype(np.uint64)
 
 

@@ -25,12 +25,11 @@ from swift_vlpack.lengths.failures import log_failures, log_surplus_tags, retry_
 from swift_vlpack.lengths.measure import Progress, measure
 from swift_vlpack.lengths.measured_sizes import LengthCaches
 from swift_vlpack.lengths.observed import Observed, ObservedFile, dependencies_in, late_imports, observe
-from swift_vlpack.lengths.rank_rows import rows_at
 from swift_vlpack.lengths.rows_work import Encoders
 from swift_vlpack.lengths.source_code import is_installed
 from swift_vlpack.lengths.trust import Trust
 from swift_vlpack.rows.encoder import RowEncoder
-from swift_vlpack.rows.source import RowSource
+from swift_vlpack.rows.source import RowSource, rows_in_turn
 from swift_vlpack.rows.urls import Urls
 
 logger = get_logger()
@@ -114,7 +113,7 @@ def _check_same_rows(source: RowSource, settings: dict[str, str]) -> None:
     """Stop if ranks have other rows or settings, because every rank measures some rows for all."""
     last = max(0, len(source.rows) - 1)
     spread = np.unique(np.linspace(0, last, NUM_ROWS_EQUAL_ON_RANKS).astype(np.int64)).tolist()
-    rows = (row for index in spread for row in rows_at(source.rows, [index]))
+    rows = rows_in_turn(source.rows, spread)
     check_equal(
         f"rows of source {source.name!r} and the settings that lengths depend on",
         {"rows": len(source.rows), "content": fingerprint(rows), **settings},

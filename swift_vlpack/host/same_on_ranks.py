@@ -31,7 +31,7 @@ from swift_vlpack.feed.saved_rows import digest_of, rows_with_digest
 from swift_vlpack.host.checkpoint_files import digest_of_file
 from swift_vlpack.host.ranks import gathered
 from swift_vlpack.rows.media import is_name, names_of_files, real_file
-from swift_vlpack.rows.source import Row, RowSource, row_bytes
+from swift_vlpack.rows.source import Row, RowSource, row_bytes, rows_in_turn
 
 OF_A_MACHINE = (
     *("local_rank", "device", "max_memory", "use_cpu", "dataloader_", "load_from_cache_file", "download_mode"),
@@ -155,7 +155,7 @@ def check_same_files(source: RowSource, comm: Comm) -> None:
     if comm.num_ranks == 1:
         return
     indices = rows_with_digest(len(source.rows)).tolist()
-    mine = {index: _sizes_of_files(source.rows[index]) for index in indices}
+    mine = dict(zip(indices, map(_sizes_of_files, rows_in_turn(source.rows, indices)), strict=True))
     digest = digest_of(repr(mine).encode())
     if len({*comm.results_of_all(lambda: digest)}) == 1:
         return
@@ -183,7 +183,7 @@ def _validation(rows: Any) -> dict[str, Any]:
     if rows is None:
         return {"rows": 0}
     if hasattr(rows, "__len__"):
-        seen = [rows[index] for index in rows_with_digest(len(rows)).tolist()]
+        seen = rows_in_turn(rows, rows_with_digest(len(rows)).tolist())
         return {"rows": len(rows), "content": digest_of(*map(row_bytes, seen))}
     return {"rows": "a stream", "content": digest_of(*map(row_bytes, islice(iter(rows), NUM_ROWS_OF_STREAM)))}
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +49,18 @@ _PERMANENT = [code for code, reason in enumerate(REASONS) if not reason or about
 """Codes of results that no retry changes: sizes, and failures that come from the content of the row itself."""
 _NO_RETRY_KEY = bytes(KEY.itemsize)
 _NUM_FOLDERS = 4096  # folders whose real paths are kept in memory
+
+
+class RowKey(NamedTuple):
+    """The key of a row, and what else decides whether its size is known."""
+
+    key: Keys
+    stamp: int = 0
+    """Digest of the change times of its files."""
+    names: tuple[str, ...] = ()
+    """All texts of the row that may name a file."""
+    states: tuple[int, ...] = ()
+    """The state of each of these files, as `state_now` gives it."""
 
 
 class KnownSizes:
@@ -101,8 +113,8 @@ class LengthCache:
         rows are cut: parts are saved for these rules only, while sizes are those of whole rows and hold for all rules.
         """
         self.path = path
+        self.context = context
         self._cutting = cutting
-        self._context = context.encode()
         self._retry_key = retry_key
         self._real_folder = _remembering_realpath()
         self._file = LengthFile(path)
@@ -164,6 +176,10 @@ class LengthCache:
             with suppress(OSError):  # the file of sizes, in the same folder, reports it
                 json_lines.append(path, [[key.tobytes().hex(), *value] for key, value in pairs if key != NO_KEY])
 
+    def keys_file(self, rank: int, num_ranks: int) -> Path:
+        """Return the path at which one of several ranks remembers the keys of its rows (`known_keys.py`)."""
+        return self.path.with_suffix(f".{rank}of{num_ranks}.keys")
+
     @property
     def _faults_file(self) -> Path:
         return self.path.with_suffix(".failures")
@@ -181,9 +197,9 @@ class LengthCache:
 
         Notes are for the next new run. A resumed run must plan with the old sizes, or its packs would change.
         """
-        key, stamp = self.key_and_stamp(row)
-        keys = np.array([key], KEY)
-        self._notes.append(keys, np.array([(*size, aspect, 0, IN_FULL, stamp)], SIZE))
+        found = self.row_key(row)
+        keys = np.array([found.key], KEY)
+        self._notes.append(keys, np.array([(*size, aspect, 0, IN_FULL, found.stamp)], SIZE))
         if parts:
             self._notes.append_parts(keys, [parts])
 
@@ -211,10 +227,10 @@ class LengthCache:
 
         A key has 128 bits, so that no two of a million rows have the same key by chance.
         """
-        return self.key_and_stamp(row)[0]
+        return self.row_key(row).key
 
-    def key_and_stamp(self, row: Mapping[str, Any]) -> tuple[Keys, int]:
-        """Return the key of a row, and the stamp of its files.
+    def row_key(self, row: Mapping[str, Any]) -> RowKey:
+        """Return the key of a row with the stamp of its files.
 
         The stamp is a digest of the files' change times (ctime). These reveal a file whose content was replaced while
         its size and time were kept, but they also change with its mode and links. So the stamp is not in the key: a row
@@ -223,13 +239,15 @@ class LengthCache:
         try:
             content = row_bytes(row, as_encoded=True)
         except (TypeError, ValueError):
-            return NO_KEY, 0
-        files = [real_file(text) for text in names_of_files(row)]
-        digest = hashlib.blake2b(self._context, digest_size=16)
+            return RowKey(NO_KEY)
+        names = tuple(names_of_files(row))
+        files = [real_file(name) for name in names]
+        digest = hashlib.blake2b(self.context.encode(), digest_size=16)
         digest.update(content)
         digest.update(repr([self._state(file) for file in files]).encode())
         times = [file.state.st_ctime_ns for file in files if file is not None]
-        return np.frombuffer(digest.digest(), KEY)[0], zlib.crc32(repr(times).encode()) if times else 0
+        key, stamp = np.frombuffer(digest.digest(), KEY)[0], zlib.crc32(repr(times).encode()) if times else 0
+        return RowKey(key, stamp, names, tuple(map(state_now, files)))
 
     def keys(self, rows: Iterable[Mapping[str, Any]]) -> Keys:
         """Return the keys of many rows."""
@@ -254,6 +272,18 @@ class LengthCache:
             # In nanoseconds, because an image may be rewritten at the same size within a second.
             file.state.st_mtime_ns,
         )
+
+
+def state_now(file: RealFile | None) -> int:
+    """Return a number that changes with everything that a key or a stamp takes from a file; 0 for None.
+
+    A file is named by its inode here, which is quicker than its real path.
+    """
+    if file is None:
+        return 0
+    state = file.state
+    # Of integers only, so that the hash is the same in every process.
+    return hash((state.st_dev, state.st_ino, state.st_mode, state.st_size, state.st_mtime_ns, state.st_ctime_ns))
 
 
 def fingerprint(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -1,8 +1,9 @@
 """Find, list and remove the files of cached lengths.
 
 For every source and context (template and settings) the folder has files named SOURCE-DIGEST: `.lengths`, `.failures`,
-`.CUTTING.parts` and `.notes` (`cache.py`), `.about`, which says what they belong to, and `.damaged-PID`, a file that
-was set aside. Sources share CONTEXT.trust (`trust.py`), CONTEXT.observed (`observed.py`) and unreachable.urls.
+`.CUTTING.parts` and `.notes` (`cache.py`), `.RANKofN.keys` (`known_keys.py`), `.about`, which says what they belong to,
+and `.damaged-PID`, a file that was set aside. Sources share CONTEXT.trust (`trust.py`), CONTEXT.observed
+(`observed.py`) and unreachable.urls.
 A file is ours if both its name and its first bytes say so; other files in the folder are neither listed nor removed.
 """
 
@@ -20,12 +21,12 @@ from typing import Any
 import numpy as np
 
 from swift_vlpack.files import write_json
-from swift_vlpack.lengths.length_file import MAGIC, read_records
+from swift_vlpack.lengths.length_file import KEYS_MAGIC, MAGIC, read_records
 
 UNREACHABLE_URLS = "unreachable.urls"
 _OF_SOURCE = re.compile(
     r"(?P<stem>.+?-[0-9a-f]{12})\."
-    r"(?P<kind>lengths|notes|failures|about|damaged-\d+|[0-9a-f]{12}\.(?:notes\.)?parts)"
+    r"(?P<kind>lengths|notes|failures|about|damaged-\d+|\d+of\d+\.keys|[0-9a-f]{12}\.(?:notes\.)?parts)"
 )
 _SHARED = re.compile(rf"[0-9a-f]{{32}}\.(?:trust|observed|damaged-\d+)|{re.escape(UNREACHABLE_URLS)}")
 _BINARY = ("lengths", "notes")
@@ -127,6 +128,8 @@ def _is_ours(path: Path, kind: str) -> bool:
     if kind.startswith("damaged-"):
         return True
     with path.open("rb") as file:
+        if kind.endswith(".keys"):
+            return file.read(len(KEYS_MAGIC)) == KEYS_MAGIC
         if kind in _BINARY:
             return file.read(len(MAGIC)) in (MAGIC, b"")
         return file.read(1) in (b"{", b"[", b'"', b"")  # as JSON begins

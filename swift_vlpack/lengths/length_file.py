@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 logger = logging.getLogger(__name__)
 
 MAGIC = b"vlpack lengths 3\n"
+KEYS_MAGIC = b"vlpack keys 1\n"
+"""The first line of the files of `known_keys.py`; here, so that listing a folder does not import them."""
 _BLOCK = struct.Struct("<4sIII")  # mark, number of records, checksum of the records, checksum of these three
 _MARK = b"rows"
 
@@ -35,7 +37,7 @@ SIZE = np.dtype(
         ("aspect", "<f4"),  # longer side over shorter, of the most extreme image or video
         ("reason", "u1"),  # why the row cannot be encoded: the code of a reason in `reasons.py`; 0 if it can
         ("proof", "u1"),  # how the size was found, see below
-        ("stamp", "<u4"),  # digest of the change times of the row's files (`cache.key_and_stamp`); 0 without files
+        ("stamp", "<u4"),  # digest of the change times of the row's files (`cache.row_key`); 0 without files
     ]
 )
 """The record of one row."""

@@ -34,6 +34,7 @@ from tqdm import tqdm
 
 from swift_vlpack.comm import ALONE, Comm
 from swift_vlpack.lengths import forked, trust
+from swift_vlpack.lengths.known_keys import KnownKeys, RowKeys
 from swift_vlpack.lengths.length_file import AGREED, BY_HEADER, VOUCHED, Sizes
 from swift_vlpack.lengths.measured_sizes import Findings, LengthCaches, MeasuredSizes, joined
 from swift_vlpack.lengths.rank_rows import Chunk, Positions, RankRows
@@ -58,6 +59,14 @@ process is cheap in comparison."""
 _NUM_KEYS_WORTH_A_PROCESS = 2000
 """Rows that are worth another process to look up their keys. A key takes 0.05 ms for a text and 0.3 ms for an image;
 starting and ending a process takes about 50 ms."""
+_NUM_FILES_WORTH_A_PROCESS = 20_000
+"""Known rows that are worth another process to ask for their files: 5 us a row on a local disk."""
+_FILES_OF_TASK = 1024
+"""Known rows of a task: 5 ms."""
+_NUM_BYTES_WORTH_A_PROCESS = 2**28
+"""Bytes of rows that are worth another process to digest them: a quarter of a second."""
+_BLOCKS_OF_TASK = 16
+"""Blocks of a task: 3 ms of texts, 2 s of rows that hold photos of 100 kB."""
 
 
 def measure(
@@ -72,9 +81,10 @@ def measure(
     Without `progress` no bar is shown.
     """
     mine = _RankPass(source, caches, encoders, comm, progress)
+    digests = comm.results_of_all(mine.digest_blocks)
     # Divided among ranks, so that all together draw as many rows as one rank would alone.
     num_drawn = -(-trust.NUM_ROWS_DRAWN // comm.num_ranks)
-    difference = _first(comm.results_of_all(lambda: mine.look_up() or mine.measure(num_drawn)))
+    difference = _first(comm.results_of_all(lambda: mine.look_up(digests) or mine.measure(num_drawn)))
     if difference is None:
         sizes = joined(comm.results_of_all(lambda: mine.sizes.sizes))
         # Find the extremes of the whole source, not of each rank's share, and compare those of this rank.
@@ -96,9 +106,9 @@ def measure(
 
 
 class _RankPass:
-    """The measuring of one rank's rows, in three steps: `look_up`, `measure`, `compare`, in this order.
+    """The measuring of one rank's rows in steps: `digest_blocks`, `look_up`, `measure`, `compare`, in this order.
 
-    Each step returns the first difference between headers and full encoding in words; None if there is none.
+    The last three return the first difference between headers and full encoding in words; None if there is none.
     """
 
     def __init__(
@@ -106,7 +116,8 @@ class _RankPass:
     ) -> None:
         rows = RankRows.of(source, comm)
         self.sizes = MeasuredSizes(rows, caches)
-        self._num_rows = len(rows)
+        self._rows = rows
+        self._comm = comm
         self._name = source.name
         self._caches = caches
         self._work = RowsWork(rows, caches.cache, encoders)
@@ -116,18 +127,56 @@ class _RankPass:
     def _encoders(self) -> Encoders:
         return self._work.encoders
 
-    def look_up(self) -> str | None:
-        """Compute the keys of all rows, and load the sizes that the cache has for them."""
-        everything = np.arange(self._num_rows)
-        num_processes = min(self._encoders.num_processes, -(-self._num_rows // _NUM_KEYS_WORTH_A_PROCESS))
-        tasks = _tasks(TaskKind.KEYS, everything, _CHUNK_BY_HEADER)
-        with self._bar("Looking up lengths", self._num_rows) as bar:
-            for found in self._results(tasks, num_processes):
+    def digest_blocks(self) -> list[bytes]:
+        """Return the digests of this rank's share of the blocks of rows: rank r has the blocks r, r + n, ..."""
+        blocks = self._work.blocks
+        if blocks is None:
+            return []
+        mine = np.arange(self._comm.rank, len(blocks), self._comm.num_ranks)
+        num_processes = _worth(blocks.num_bytes // self._comm.num_ranks, _NUM_BYTES_WORTH_A_PROCESS)
+        tasks = _tasks(TaskKind.DIGESTS, mine, _BLOCKS_OF_TASK)
+        return [digest for some in self._results(tasks, num_processes) for digest in some]
+
+    def look_up(self, digests: list[list[bytes]]) -> str | None:
+        """Load the sizes that the cache has for the rows. Keys are computed of rows that no earlier start has seen.
+
+        `digests` are those of the blocks of each rank.
+        """
+        with self._bar("Looking up lengths", len(self._rows)) as bar:
+            for found in self._keys(digests):
                 self.sizes.take_keys(found)
                 bar.update(len(found.positions))
         if self.sizes.look_up(is_strict=self._encoders.is_strict, cutter=self._encoders.in_full.cutter):
             return f"they were found to differ at an earlier start, which {self._caches.cache.path} remembers"
         return None
+
+    def _keys(self, digests: list[list[bytes]]) -> Iterator[RowKeys]:
+        """Yield the keys of all rows, remembered or computed, and remember those that were computed."""
+        unchanged, known = np.zeros(0, dtype=np.int64), self._known(digests)
+        if known is not None:
+            files = known.with_files()
+            tasks = _tasks(TaskKind.FILES, files, _FILES_OF_TASK)
+            are = [np.zeros(0, dtype=bool), *self._results(tasks, _worth(len(files), _NUM_FILES_WORTH_A_PROCESS))]
+            unchanged = np.concatenate([known.without_files(), files[np.concatenate(are)]])
+            yield known.keys(unchanged)
+        unknown, found = np.setdiff1d(np.arange(len(self._rows)), unchanged, assume_unique=True), []
+        tasks = _tasks(TaskKind.KEYS, unknown, _CHUNK_BY_HEADER)
+        for one in self._results(tasks, _worth(len(unknown), _NUM_KEYS_WORTH_A_PROCESS)):
+            yield one
+            if known is not None:
+                found.append(one)
+        if known is not None and found:
+            known.save(unchanged, found)
+
+    def _known(self, digests: list[list[bytes]]) -> KnownKeys | None:
+        """Load the keys that earlier starts remembered; None if rows are in no blocks."""
+        blocks, num_ranks = self._work.blocks, self._comm.num_ranks
+        if blocks is None or not len(blocks):
+            return None
+        in_order = [digests[number % num_ranks][number // num_ranks] for number in range(len(blocks))]
+        path, mine = self._caches.cache.keys_file(self._comm.rank, num_ranks), self._rows.indices
+        self._work.known = KnownKeys(path, in_order, blocks.block[mine], blocks.place[mine])
+        return self._work.known
 
     def measure(self, num_drawn: int = 0) -> str | None:
         """Measure all rows that the cache does not have, and compare some of them as the pass goes on.
@@ -187,7 +236,10 @@ class _RankPass:
         return instead
 
     def _results(self, tasks: deque[Task], num_processes: int | None = None) -> Iterator[Any]:
-        return forked.results(self._work, tasks, min(num_processes or self._encoders.num_processes, len(tasks)))
+        most = self._encoders.num_processes
+        return forked.results(
+            self._work, tasks, min(most if num_processes is None else num_processes, most, len(tasks))
+        )
 
     def _comparing(self, positions: list[int]) -> deque[Task]:
         """Make tasks that compare rows: one task per row if several processes can share them, otherwise one task."""
@@ -208,6 +260,11 @@ class _RankPass:
 
 def _tasks(kind: TaskKind, positions: Positions, size: int) -> deque[Task]:
     return deque(Task(kind, positions[start : start + size]) for start in range(0, len(positions), size))
+
+
+def _worth(amount: int, of_a_process: int) -> int:
+    """Return how many processes an amount of work is worth."""
+    return max(1, -(-amount // of_a_process))
 
 
 def _first(differences: Iterable[str | None]) -> str | None:

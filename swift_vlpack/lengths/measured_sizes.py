@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from swift_vlpack.lengths.cache import LengthCache
 from swift_vlpack.lengths.environment import Reads
+from swift_vlpack.lengths.known_keys import RowKeys
 from swift_vlpack.lengths.length_file import BY_HEADER, KEY, SIZE, VOUCHED
 from swift_vlpack.lengths.rank_rows import Chunk, Positions, RankRows
-from swift_vlpack.lengths.rows_work import RowKeys
 from swift_vlpack.lengths.trust import Trust
 from swift_vlpack.plan.parts import Part
 from swift_vlpack.plan.shuffle import permutation
@@ -63,8 +63,8 @@ class MeasuredSizes:
 
     def take_keys(self, found: RowKeys) -> None:
         """Store the keys of some rows; `look_up` needs those of all rows."""
-        self.keys[found.positions], self.stamps[found.positions] = found.keys, found.stamps
-        self._has_surplus_tags[found.positions] = found.has_surplus_tags
+        self.keys[found.positions], self.stamps[found.positions] = found.rows["key"], found.rows["stamp"]
+        self._has_surplus_tags[found.positions] = found.rows["has_surplus_tags"]
 
     def look_up(self, *, is_strict: bool, cutter: RowCutter | None = None) -> bool:
         """Load what the cache has for these rows: sizes, failures and, with `cutter`, the parts of cut rows.

@@ -25,7 +25,7 @@ import numpy as np
 from swift_vlpack import json_lines
 from swift_vlpack.lengths.context import digest_of, is_of_length, is_plain, plain
 from swift_vlpack.lengths.environment import Reads, has_whole_environment, noted_reads
-from swift_vlpack.lengths.rank_rows import kinds_of, rows_at
+from swift_vlpack.lengths.rank_rows import kinds_of
 from swift_vlpack.lengths.rows_work import Encoders
 from swift_vlpack.lengths.source_code import (
     digest_of_files,
@@ -35,7 +35,7 @@ from swift_vlpack.lengths.source_code import (
     parts_of_function,
 )
 from swift_vlpack.rows.media import image_urls
-from swift_vlpack.rows.source import Row, RowSource, with_system
+from swift_vlpack.rows.source import Row, RowSource, rows_at, with_system
 from swift_vlpack.rows.watch import ReadStuck, watched
 
 _NUM_ROWS_LOOKED_AT, _NUM_ROWS_OBSERVED = 64, 8

@@ -25,7 +25,7 @@ from swift_vlpack.plan.parts import Part
 from swift_vlpack.rows.faults import Fault
 from swift_vlpack.rows.media import content_of
 from swift_vlpack.rows.samples import SampleError, SampleId
-from swift_vlpack.rows.source import Row, RowSource, with_system
+from swift_vlpack.rows.source import Row, RowSource, rows_at, with_system
 
 _MANY_IMAGES = 3
 """Rows with this many images or more are one kind: a template may treat one or two images in a special way."""
@@ -60,15 +60,6 @@ class RankRows:
     def sample_id(self, position: int) -> SampleId:
         """Return the name that logs and reports use for a row."""
         return self.source.sample_id(self.index(position))
-
-
-def rows_at(rows: Any, indices: list[int]) -> list[Row]:
-    """Read rows by index."""
-    if not hasattr(rows, "column_names"):
-        return [rows[index] for index in indices]
-    # One read of many rows from `datasets`, which returns them as columns, is much quicker than a read for each row.
-    columns = rows[indices]
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 # -- results ----------------------------------------------------------------------------------------------------------

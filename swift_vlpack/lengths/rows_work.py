@@ -12,10 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.errors import DataError, VLPackError
-from swift_vlpack.lengths.cache import LengthCache
+from swift_vlpack.lengths.cache import LengthCache, RowKey
 from swift_vlpack.lengths.environment import noted_reads
-from swift_vlpack.lengths.length_file import AGREED, BY_HEADER, DIFFERS, IN_FULL, KEY, NO_KEY, SIZE, Keys, Stamps
+from swift_vlpack.lengths.known_keys import KnownKeys, RowKeys, are_unchanged
+from swift_vlpack.lengths.length_file import AGREED, BY_HEADER, DIFFERS, IN_FULL, NO_KEY, SIZE
 from swift_vlpack.lengths.rank_rows import Chunk, HeaderFacts, Measured, Positions, RankRows, kinds_of
+from swift_vlpack.lengths.row_blocks import RowBlocks
 from swift_vlpack.reasons import REASONS, Reason, about
 from swift_vlpack.rows.contents import contents_of, size_of
 from swift_vlpack.rows.cutting import part_sizes
@@ -51,6 +53,10 @@ class Encoders:
 class TaskKind(Enum):
     """What to do with the rows of a task."""
 
+    DIGESTS = auto()
+    """Digest blocks; the positions of the task are their numbers."""
+    FILES = auto()
+    """Find out which of the rows have the files that they had."""
     KEYS = auto()
     MEASURE = auto()
     COMPARE = auto()
@@ -63,20 +69,13 @@ class Task(NamedTuple):
     positions: Positions
 
 
-class RowKeys(NamedTuple):
-    """The keys and stamps of some rows (`cache.py`), and which rows have more tags than media."""
-
-    positions: Positions
-    keys: Keys
-    stamps: Stamps
-    has_surplus_tags: NDArray[np.bool_]
-
-
 class RowsWork:
     """Does tasks. Worker processes are forked with it, so rows, templates and cache are never pickled."""
 
     def __init__(self, rows: RankRows, cache: LengthCache, encoders: Encoders) -> None:
         self.encoders = encoders
+        self.known: KnownKeys | None = None  # set before the first task of `TaskKind.FILES`
+        self.blocks = RowBlocks.of(rows.source, cache.context)
         self._rows = rows
         self._cache = cache
         self._position: int | None = None  # the row that this process works on
@@ -84,7 +83,10 @@ class RowsWork:
         self._abandoned: dict[int, str] = {}  # rows whose reads never came back, with the error
 
     def __call__(self, task: Task) -> Any:
-        """Return `RowKeys` or a `Chunk`. If the read of a row never ends, the task is done again without that row."""
+        """Return the result of a task: digests, rows, `RowKeys` or a `Chunk`.
+
+        If the read of a row never ends, the task is done again without that row.
+        """
         with noted_reads() as reads:
             while True:
                 try:
@@ -97,11 +99,16 @@ class RowsWork:
         """Encode every row in full from now on."""
         self.encoders = replace(self.encoders, by_header=None)
 
-    def _do(self, task: Task) -> RowKeys | Chunk:
+    def _do(self, task: Task) -> Any:
         self._position, self._thread = None, threading.get_ident()
-        if task.kind is TaskKind.KEYS:
-            return self._keys(task.positions)
-        return self._measured(task.positions) if task.kind is TaskKind.MEASURE else self._compared(task.positions)
+        work = {
+            TaskKind.DIGESTS: self._digests,
+            TaskKind.FILES: self._unchanged,
+            TaskKind.KEYS: self._keys,
+            TaskKind.MEASURE: self._measured,
+            TaskKind.COMPARE: self._compared,
+        }
+        return work[task.kind](task.positions)
 
     def _is_readable(self, position: int) -> bool:
         """Note that work on a row begins. Returns False if reading the row was given up before."""
@@ -111,12 +118,19 @@ class RowsWork:
         self._position = position
         return position not in self._abandoned
 
+    def _digests(self, blocks: Positions) -> list[bytes]:
+        assert self.blocks is not None
+        return self.blocks.digests(blocks.tolist())
+
+    def _unchanged(self, positions: Positions) -> NDArray[np.bool_]:
+        assert self.known is not None
+        rows = zip(positions.tolist(), self.known.of(positions).files(), strict=True)
+        return np.array([self._is_readable(at) and are_unchanged(files) for at, files in rows], dtype=bool)
+
     def _keys(self, positions: Positions) -> RowKeys:
         rows = list(zip(positions.tolist(), self._rows.at(positions), strict=True))
-        found = [self._cache.key_and_stamp(row) if self._is_readable(at) else (NO_KEY, 0) for at, row in rows]
-        keys, stamps = zip(*found, strict=True) if found else ((), ())
-        surplus = np.array([has_surplus_tags(row) for _, row in rows], dtype=bool)
-        return RowKeys(positions, np.array(list(keys), KEY), np.array(stamps, np.uint32), surplus)
+        found = [self._cache.row_key(row) if self._is_readable(at) else RowKey(NO_KEY) for at, row in rows]
+        return RowKeys.of_rows(positions, found, [has_surplus_tags(row) for _, row in rows])
 
     def _measured(self, positions: Positions) -> Chunk:
         """Measure rows by their headers, and encode in full those whose headers give no size."""

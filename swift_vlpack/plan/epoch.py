@@ -199,17 +199,12 @@ def plan_epoch(
 
 def pack_epoch(recipe: Recipe, epoch: int, name_of: NameOfRow | None = None) -> PackedEpoch:
     """Draw the rows of an epoch and pack them. With `name_of` the log names samples that are left out or alone."""
-    config = recipe.config
-    cut = recipe.cut or (None,) * len(recipe.sizes)
-    usable = [can_be_packed(sizes, config, of_source) for sizes, of_source in zip(recipe.sizes, cut, strict=True)]
-    schedule = recipe.mix.schedule(epoch, usable, [sizes[LENGTH] for sizes in recipe.sizes])
-    drawn = DrawnEpoch(epoch=epoch, schedule=schedule, sizes=_sizes_at(schedule, recipe.sizes))
-    drawn = _in_windows(drawn, cut, config) if config.packing_strategy == WINDOW else _in_parts(drawn, cut)
+    config, drawn = recipe.config, draw_epoch(recipe, epoch)
     sizes = drawn.sizes
     # The packer never sees rows that cannot be encoded: they have no length, and are counted under their own reason.
     readable = np.flatnonzero(sizes[LENGTH])
     if not len(readable):
-        raise DataError(f"epoch {epoch}: none of the {len(schedule)} rows can be packed; the log has the reasons")
+        raise DataError(f"epoch {epoch}: none of the {len(drawn.schedule)} rows can be packed; the log has the reasons")
     of_readable = sizes if len(readable) == sizes.shape[1] else sizes[:, readable]
     made = plan(
         of_readable[LENGTH],
@@ -225,6 +220,16 @@ def pack_epoch(recipe: Recipe, epoch: int, name_of: NameOfRow | None = None) -> 
     # Without the supervised tokens, which decide nothing.
     packs = made if of_readable is sizes else made.renumbered(readable, sizes[: PATCHES + 1])
     return PackedEpoch(epoch=epoch, schedule=drawn.schedule, sizes=sizes, spans=drawn.spans, packs=packs)
+
+
+def draw_epoch(recipe: Recipe, epoch: int) -> DrawnEpoch:
+    """Draw the rows of an epoch, and cut those that are cut."""
+    config, lengths = recipe.config, [sizes[LENGTH] for sizes in recipe.sizes]
+    cut = recipe.cut or (None,) * len(recipe.sizes)
+    usable = [can_be_packed(sizes, config, of_source) for sizes, of_source in zip(recipe.sizes, cut, strict=True)]
+    schedule = recipe.mix.schedule(epoch, usable, lengths)
+    drawn = DrawnEpoch(epoch=epoch, schedule=schedule, sizes=_sizes_at(schedule, recipe.sizes))
+    return _in_windows(drawn, cut, config) if config.packing_strategy == WINDOW else _in_parts(drawn, cut)
 
 
 def saved_digest(packed: PackedEpoch, cuts: Sequence[Cut]) -> str:

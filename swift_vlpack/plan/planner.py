@@ -17,9 +17,9 @@ optimizer step, an order array (the step of each item) would come in here, and t
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import repeat
+from itertools import chain, repeat
 from numbers import Integral
 from typing import Any
 
@@ -28,14 +28,17 @@ from numpy.typing import ArrayLike, NDArray
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import DataError
-from swift_vlpack.plan.items import Item, Pack, is_left_out
-from swift_vlpack.plan.packer import Label, Packer, remainder_to_drop
+from swift_vlpack.plan.buffer import remainder_to_drop, use_of_caps
+from swift_vlpack.plan.items import Item, is_left_out, must_be_alone
+from swift_vlpack.plan.packer import Label, Packer
 from swift_vlpack.plan.packs import Plan
 from swift_vlpack.plan.shuffle import permutation
 from swift_vlpack.plan.steps import CostModel
-from swift_vlpack.plan.strategies import best_fit_assignment, constant_volume
+from swift_vlpack.plan.strategies import best_fit_assignment, binpack
 from swift_vlpack.reasons import Reason
 
+Columns = tuple[NDArray[np.int32], NDArray[np.int32] | None, NDArray[np.int32] | None]
+"""Lengths, images and patches of all items; None for what nobody counted."""
 Assignment = Callable[[NDArray[np.int32], int], tuple[NDArray[np.int32], int]]
 """Takes lengths and capacity; returns the pack of every item, and the number of packs."""
 
@@ -95,32 +98,64 @@ def plan(  # noqa: PLR0913 - columns of the data, then options with defaults
 
 def _packed_in_buffers(inputs: dict[str, Any], label: Label | None) -> Plan:
     """Run the packer over the lengths, in chunks."""
-    # Arrays of machine integers, because the pointers of a list of ten million indices alone take 80 MB.
-    members, counts = array("i"), array("i")
-    dropped: dict[str, array[int]] = {}
-
-    def on_drop(item: Item, reason: Reason) -> None:
-        dropped.setdefault(reason.value, array("i")).append(item.id)  # type: ignore[arg-type]
-
-    def keep(packs: list[Pack]) -> None:
-        for pack in packs:
-            members.extend([item.id for item in pack.items])  # type: ignore[misc]
-            counts.append(len(pack.items))
-
-    packer = Packer(inputs["config"], seed=inputs["seed"], on_drop=on_drop, label=label)
-    # The columns were checked as arrays, so the items need not be checked one by one.
-    push = packer.push_checked
-    for item in _items(inputs["lengths"], inputs["images"], inputs["patches"]):
-        if packs := push(item):
-            keep(packs)
-    keep(packer.flush())
-    return Plan(
+    columns = (inputs["lengths"], inputs["images"], inputs["patches"])
+    made = _Packs()
+    packer = Packer(inputs["config"], seed=inputs["seed"], on_drop=made.drop, label=label)
+    if packer.buffer.is_in_order:
+        for item in _items(columns, np.arange(len(columns[0]))):
+            # The columns were checked as arrays, so the items need not be checked one by one.
+            made.add([pack.ids for pack in packer.push_checked(item)])  # type: ignore[misc]
+        made.add([pack.ids for pack in packer.flush()])  # type: ignore[misc]
+    else:
+        _pack_numbers(columns, packer, made)
+    whole = Plan(
         **inputs,
-        members=_int32(members),
-        offsets=_offsets(_int32(counts)),
-        dropped={reason: _int32(items) for reason, items in dropped.items()},
+        members=_int32(made.members),
+        offsets=_offsets(_int32(made.counts)),
+        dropped={reason: _int32(items) for reason, items in made.dropped.items()},
         method=inputs["config"].packing_strategy,
     )
+    order = np.argsort(_int32(made.times), kind="stable")
+    return whole if (order[1:] > order[:-1]).all() else whole.reordered(order)
+
+
+def _pack_numbers(columns: Columns, packer: Packer, made: _Packs) -> None:
+    """Do what pushing the items one by one does, without making an object for each of them."""
+    lengths, config, buffer = columns[0], packer.config, packer.buffer
+    is_alone = must_be_alone(*columns, config)
+    # An item that cannot share is a pack of its own at once, whatever waits. So these come first, and the time when
+    # each pack was made, which is the place of the newest item, brings all packs in order.
+    for item in _items(columns, np.flatnonzero(is_alone)):
+        made.add([pack.ids for pack in packer.push_checked(item)], time=item.id)  # type: ignore[misc, arg-type]
+    shared = np.flatnonzero(~is_alone)
+    buffer.shortest = int(lengths[shared].min(initial=config.packing_length))
+    serials, sizes, images, patches = (_numbers(column, shared) for column in (np.arange(len(lengths)), *columns))
+    uses = zip(*use_of_caps(repeat(1), images, patches, config), strict=False)
+    while buffer.fill(serials, sizes, uses):
+        newest = buffer.serials[-1]
+        made.add(buffer.step(), time=newest)
+    packs, remainder = buffer.flush(len(lengths) - sum(map(len, made.dropped.values())))
+    made.add(packs, time=len(lengths))
+    if remainder:
+        made.dropped[Reason.UNDERFILLED.value] = array("i", remainder)
+
+
+class _Packs:
+    """Packs and items that are left out, as they come from a packer."""
+
+    def __init__(self) -> None:
+        # Arrays of machine integers, because the pointers of a list of ten million indices alone take 80 MB.
+        self.members, self.counts, self.times = array("i"), array("i"), array("i")
+        self.dropped: dict[str, array[int]] = {}
+
+    def add(self, packs: Iterable[Sequence[int]], time: int = 0) -> None:
+        for pack in packs:
+            self.members.extend(pack)
+            self.counts.append(len(pack))
+            self.times.append(time)
+
+    def drop(self, item: Item, reason: Reason) -> None:
+        self.dropped.setdefault(reason.value, array("i")).append(item.id)  # type: ignore[arg-type]
 
 
 def _as_ms_swift(lengths: NDArray[np.int32], capacity: int) -> tuple[NDArray[np.int32], int]:
@@ -129,7 +164,7 @@ def _as_ms_swift(lengths: NDArray[np.int32], capacity: int) -> tuple[NDArray[np.
     num_packs, left = 0, np.empty(0, dtype=np.int64)
     for start in range(0, len(lengths), _MS_SWIFT_BUFFER):
         buffer = np.concatenate((left, np.arange(start, min(start + _MS_SWIFT_BUFFER, len(lengths)))))
-        packs = constant_volume(lengths[buffer].tolist(), capacity)
+        packs = binpack(lengths[buffer].tolist(), capacity)
         is_last = start + _MS_SWIFT_BUFFER >= len(lengths)
         # ms-swift carries the last pack of a buffer into the next one; the last buffer keeps all packs.
         left = buffer[[] if is_last else packs.pop()]
@@ -185,13 +220,17 @@ def _without_remainder(whole: Plan, num_shared: int) -> Plan:
     )
 
 
-def _items(
-    lengths: NDArray[np.int32], images: NDArray[np.int32] | None, patches: NDArray[np.int32] | None
-) -> Iterator[Item]:
-    for start in range(0, len(lengths), _CHUNK):
-        chunk = slice(start, start + _CHUNK)
-        columns = [repeat(0) if column is None else column[chunk].tolist() for column in (images, patches)]
-        yield from map(Item._make, zip(range(start, len(lengths)), lengths[chunk].tolist(), *columns, strict=False))
+def _items(columns: Columns, where: NDArray[np.int64]) -> Iterator[Item]:
+    """Yield the items at these places."""
+    return map(Item._make, zip(where.tolist(), *(_numbers(column, where) for column in columns), strict=False))
+
+
+def _numbers(column: NDArray[Any] | None, where: NDArray[np.int64]) -> Iterator[int]:
+    """Yield the numbers of a column at these places; 0 if nobody counted them."""
+    if column is None:
+        return repeat(0)
+    chunks = (where[start : start + _CHUNK] for start in range(0, len(where), _CHUNK))
+    return chain.from_iterable(column[chunk].tolist() for chunk in chunks)
 
 
 def whole_numbers(values: ArrayLike, name: str, *, least: int) -> NDArray[np.int32]:

@@ -15,16 +15,15 @@ docs/strategies.md says which one to choose; registry.py finds strategies by nam
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from heapq import heappush, heapreplace
-from importlib import import_module
-from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from swift_vlpack.plan.exact import Shelf, take_out
 
 Groups = list[list[int]]
 
@@ -62,42 +61,25 @@ class Strategy(Protocol):
 
 
 def binpack(lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> Groups:
-    """Call ms-swift's `calculate_matched_group`: largest first, each into the emptiest pack that has room."""
+    """Group as ms-swift's `calculate_matched_group` does: largest first, each into the emptiest pack that has room.
+
+    Not by a call of it, which looks at every pack for every item. If any pack has room, the emptiest one has.
+    """
     if caps is not None:
         raise ValueError("binpack knows no caps; PackingConfig refuses the combination")
-    matched = _matched_group()
-    if matched is None:
-        return constant_volume(lengths, capacity)
-    packs, _ = matched(list(enumerate(lengths)), capacity)
-    # Sorted, because ms-swift's function puts items in an order of its own; and without the empty packs it returns.
-    return [group for pack in packs if (group := sorted(index for index, _ in pack))]
-
-
-def constant_volume(lengths: Sequence[int], capacity: int) -> Groups:
-    """Do what `binpack` does without ms-swift: if any pack has room, the emptiest one has."""
     groups: Groups = []
     packs: list[tuple[int, int]] = []  # (tokens, group), a heap: ties go to the oldest
     for index in _largest_first(lengths):
-        if packs and packs[0][0] + lengths[index] <= capacity:
+        length = lengths[index]
+        if packs and packs[0][0] + length <= capacity:
             num_tokens, group = packs[0]
-            heapreplace(packs, (num_tokens + lengths[index], group))
+            heapreplace(packs, (num_tokens + length, group))
         else:
             group = len(groups)
             groups.append([])
-            heappush(packs, (lengths[index], group))
+            heappush(packs, (length, group))
         groups[group].append(index)
-    return [sorted(group) for group in groups]
-
-
-@cache
-def _matched_group() -> Callable[[list[tuple[int, int]], int], tuple[list[list[tuple[int, int]]], Any]] | None:
-    """Find ms-swift's own function, so that a plan has the packs that ms-swift would make; None if it is not there."""
-    try:
-        # The only import of ms-swift below `host`, and a late one: planning a file of lengths must not take seconds.
-        found: Callable[..., Any] = import_module("swift.dataset.packing").calculate_matched_group
-    except ImportError:
-        return None
-    return found
+    return _sorted_groups(groups)
 
 
 def greedy(lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> Groups:
@@ -240,79 +222,28 @@ class _PacksByRoom:
 
 def exact(lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> Groups:
     """Open each pack with the oldest item left, and fill it to the last token if some subset of the others can."""
-    left = list(range(len(lengths)))
-    sizes = list(lengths)
+    shelf, left = Shelf(capacity, lengths), list(range(len(lengths)))
     groups: Groups = []
     while left:
-        inside = fill_oldest(sizes, capacity, caps.subset(left) if caps else None)
+        inside = fill_around_oldest(shelf, capacity, caps and caps.subset(left))
         groups.append([left[i] for i in inside])
-        # From the end, so that the indices that are still to be deleted stay right.
-        for i in reversed(inside):
-            del left[i], sizes[i]
+        shelf.take(inside)
+        take_out(left, inside)
     return groups
 
 
-def fill_oldest(lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> list[int]:
-    """Return the indices, ascending, of the fullest pack that item 0 can be in; of equally full ones, the oldest items.
-
-    The reachable sums are one integer used as a set of bits: bit r is set if some subset leaves r tokens free. One
-    shift adds an item to all subsets at once, and subsets that do not fit fall off the end.
-
-    With caps, the fullest pack is returned if it obeys them; otherwise a pack of the largest items that do.
-
-    >>> fill_oldest([6, 3, 5, 4], 10)
-    [0, 3]
-    """
-    room = capacity - lengths[0]
-    # If no two others fit, one scan is enough. The first condition spares most calls the `min`, which is a scan too.
-    if room < 2 * (capacity // 3) and room < 2 * min(lengths):
-        inside = _with_longest(lengths, room)
-    else:
-        inside = _with_subset(lengths, room)
+def fill_around_oldest(shelf: Shelf, capacity: int, caps: Caps | None) -> list[int]:
+    """Return the fullest pack around the oldest item; under caps, if it obeys them, or else a pack that does."""
+    inside = shelf.fullest()
     if caps is None or caps.fit(inside):
         return inside
-    return _fill_capped(lengths, capacity, caps)
-
-
-def _with_longest(lengths: Sequence[int], room: int) -> list[int]:
-    """Return item 0 and the longest other one that fits, where no two others fit."""
-    longest = max((length for length in islice(lengths, 1, None) if length <= room), default=0)
-    return [0, lengths.index(longest, 1)] if longest else [0]
-
-
-def _with_subset(lengths: Sequence[int], room: int) -> list[int]:
-    """Return item 0 and the subset of the others that leaves least of `room`."""
-    reachable = 1 << room
-    trail = [reachable]  # one integer an item, to walk back from the best sum to the items that make it
-    append = trail.append
-    for length in islice(lengths, 1, None):
-        reachable |= reachable >> length
-        append(reachable)
-        if reachable & 1:  # nothing is free, so no later item can do better
-            break
-    # The lowest bit that is set: the least room that some subset leaves.
-    free = (trail[-1] & -trail[-1]).bit_length() - 1
-    inside = []
-    for index in range(len(trail) - 1, 0, -1):
-        if not (trail[index - 1] >> free) & 1:  # the sum cannot be reached without this item
-            inside.append(index)
-            free += lengths[index]
-    inside.append(0)
-    inside.reverse()
-    return inside
-
-
-def _fill_capped(lengths: Sequence[int], capacity: int, caps: Caps) -> list[int]:
-    inside = [0]
-    free = capacity - lengths[0]
-    used = caps.uses[0]
-    for index in _largest_first(lengths):
-        if index == 0 or lengths[index] > free:
-            continue
-        total = caps.after(used, index)
+    inside, free, used = [0], capacity - shelf.lengths[0], caps.uses[0]
+    for index in _largest_first(shelf.lengths):
+        length = shelf.lengths[index]
+        total = caps.after(used, index) if index > 0 and length <= free else None
         if total is not None:
             inside.append(index)
-            free -= lengths[index]
+            free -= length
             used = total
     return sorted(inside)
 
@@ -343,8 +274,8 @@ def _any_fit(lengths: Sequence[int], order: Sequence[int], capacity: int, caps: 
 
 
 def _largest_first(lengths: Sequence[int]) -> list[int]:
-    # Of equal items the older ones come first, so that they leave first.
-    return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    # Of equal items the older ones come first, so that they leave first; a sort in reverse keeps their order too.
+    return sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
 
 
 def _sorted_groups(groups: Groups) -> Groups:

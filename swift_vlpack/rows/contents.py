@@ -42,6 +42,8 @@ USUAL_PATCH = 14
 
 PER_TOKEN = ("input_ids", "labels", "loss_scale", "token_type_ids", "mm_token_type_ids", "image_token_types")
 """Fields of a sample with one entry a token."""
+_OF_VISION = (*GRIDS, *PIXELS, "image_sizes")
+"""Fields that are counted; a sample with none of them is a text."""
 _OF_SAMPLE = ("length", "lengths", "channel", "source", "sample_id", "contents", "_extra_kwargs")
 _OF_HEADERS = ("header_kinds", "header_pixels")
 PER_MEDIUM = frozenset(
@@ -81,6 +83,8 @@ def count_contents(
     Images whose tensors have no line per image (tiles, slices) are counted in `row`, because no tensor says how many
     images the tiles came from.
     """
+    if not any(sample.get(name) is not None for name in _OF_VISION):
+        return Contents()  # a text; looking for its grids and pixels would take 10 us
     grids = [grid for name in GRIDS for grid in _leaves(sample.get(name))]
     if grids:
         patches = sum(int(grid.prod(-1).sum()) for grid in grids)
@@ -100,8 +104,10 @@ def size_of(sample: Encoded) -> RowSize:
 def num_supervised(sample: Encoded) -> int:
     """Count the tokens that are predicted: those with a label, except the first, because no token precedes it."""
     labels = sample.get("labels")
-    predicted = [] if labels is None else list(labels)[1:]
-    return len(predicted) - predicted.count(NO_LABEL)
+    if labels is None or not len(labels):
+        return 0
+    labels = labels if isinstance(labels, list) else list(labels)
+    return len(labels) - labels.count(NO_LABEL) - int(labels[0] != NO_LABEL)
 
 
 def num_vision_tokens(template: Any, sequence: Mapping[str, Any]) -> int:

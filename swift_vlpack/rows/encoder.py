@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -76,8 +77,12 @@ class Targets:
             if self.mask_boundary_loss:
                 made[:1] = NO_LABEL
             return made
-        kept = [NO_LABEL if label == self.untrained else label for label in labels]
-        return [NO_LABEL, *kept[1:]] if kept and self.mask_boundary_loss else kept
+        kept = list(labels)
+        if self.untrained is not None and self.untrained in kept:
+            kept = [NO_LABEL if label == self.untrained else label for label in kept]
+        if kept and self.mask_boundary_loss:
+            kept[0] = NO_LABEL
+        return kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,9 +125,15 @@ class RowEncoder:
         template.max_pixels = source.max_pixels
         return self.using(template)
 
+    @cached_property
+    def _patch_size(self) -> tuple[int, int] | None:
+        return patch_size_of(self.template)
+
     def encode(self, row: Any, **options: Any) -> Any:
         """Encode a row as `template.encode` does, and mask its labels."""
-        made = self.template.encode(with_plain_paths(row) if isinstance(row, Mapping) else row, **options)
+        return self._masked(self.template.encode(with_plain_paths(row) if isinstance(row, Mapping) else row, **options))
+
+    def _masked(self, made: Any) -> Any:
         if self.targets is not None and isinstance(made, dict) and made.get("labels") is not None:
             made["labels"] = self.targets.labels(made["labels"])
         return made
@@ -153,12 +164,15 @@ class RowEncoder:
                 "so use packing_overflow=split in place of truncation_strategy=split"
             )
         sample["length"] = int(sample.get("length") or len(sample["input_ids"]))
-        sample["contents"] = count_contents(sample, row, patch_size=patch_size_of(self.template))
+        sample["contents"] = count_contents(sample, row, patch_size=self._patch_size)
         sample["source"] = sample_id.source
         sample["sample_id"] = sample_id
         return sample
 
     def _encoded(self, row: Row) -> Any:
+        # Texts are many, and name no file to check.
+        if next(media(row), None) is None:
+            return self._masked(self.template.encode(row, return_length=True))
         check_openable(row)
         return self.encode(row, return_length=True)
 

@@ -33,7 +33,7 @@ from swift_vlpack.rows.encoder import RowEncoder, Template, sample_or_error
 from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.samples import Address, Encoded, LeftOut, SampleError, SampleId
 from swift_vlpack.rows.sizes import LengthIndex, RowSize
-from swift_vlpack.rows.source import RowSource
+from swift_vlpack.rows.source import Row, RowSource
 
 logger = logging.getLogger(__name__)
 
@@ -97,11 +97,18 @@ class FusionCaptionDataset(Dataset[Encoded]):
         row = self.sources[address.source].sample_id(address.row_index)
         return row if address.span is None else row._replace(part=address.span.number)
 
-    def encode(self, address: Address) -> Encoded:
-        """Encode the row at an address or, if the address has a span, that part of the row."""
+    def row(self, address: Address) -> Row:
+        """Return a copy of the row at an address, with the system prompt of its source."""
+        return self.sources[address.source].row(address.row_index)
+
+    def encode(self, address: Address, row: Row | None = None) -> Encoded:
+        """Encode the row at an address or, if the address has a span, that part of the row.
+
+        `row` is that row, if the caller has read it already.
+        """
         source, encoder = self.sources[address.source], self.encoders[address.source]
         sample_id = source.sample_id(address.row_index)
-        sample = encoder.sample(source.row(address.row_index), sample_id, strict=self.strict)
+        sample = encoder.sample(self.row(address) if row is None else row, sample_id, strict=self.strict)
         return sample if address.span is None else self._part(address, sample)
 
     def _part(self, address: Address, row: Encoded) -> Encoded:
@@ -115,9 +122,9 @@ class FusionCaptionDataset(Dataset[Encoded]):
             self._remember(address, row)
             raise
 
-    def sample_or_error(self, address: Address) -> Encoded | SampleError:
+    def sample_or_error(self, address: Address, row: Row | None = None) -> Encoded | SampleError:
         """Encode one row, or return why it cannot be encoded."""
-        return sample_or_error(self.encode, address)
+        return sample_or_error(self.encode, address, row)
 
     def part_or_error(self, address: Address, row: Encoded | SampleError) -> Encoded | SampleError:
         """Make the part at an address from its encoded row, or return why it cannot be made."""

@@ -24,7 +24,7 @@ import hashlib
 import json
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -41,6 +41,7 @@ from swift_vlpack.words import counted
 
 Row = dict[str, Any]
 
+_NUM_ROWS_OF_READ = 128
 _NUM_FILES_REMEMBERED = 64  # files whose line numbers are kept in memory
 _COLUMN_OF_ORIGIN = "dataset"  # ms-swift writes the name of a row's file into it
 
@@ -118,6 +119,21 @@ def with_system(row: Row, system: str | None) -> Row:
     if not isinstance(messages[0], Mapping) or messages[0].get("role") != "system":
         row["messages"] = [{"role": "system", "content": system}, *messages]
     return row
+
+
+def rows_at(rows: Any, indices: list[int]) -> list[Row]:
+    """Read rows by index."""
+    if not hasattr(rows, "column_names"):
+        return [rows[index] for index in indices]
+    # One read of many rows from `datasets`, which returns them as columns, is much quicker than a read for each row.
+    columns = rows[indices]
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def rows_in_turn(rows: Any, indices: list[int]) -> Iterator[Row]:
+    """Yield rows by index. A few are read at a time, because rows may hold images."""
+    for start in range(0, len(indices), _NUM_ROWS_OF_READ):
+        yield from rows_at(rows, indices[start : start + _NUM_ROWS_OF_READ])
 
 
 # -- compare rows by their content ------------------------------------------------------------------------------------

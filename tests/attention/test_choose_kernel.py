@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from swift_vlpack.attention import attention
+from swift_vlpack.attention import attention, choose_kernel, kernels
 from swift_vlpack.attention.attention import NAME, recorded_calls
 from swift_vlpack.attention.choose_kernel import (
     LENGTHS,
@@ -20,7 +21,7 @@ from swift_vlpack.attention.choose_kernel import (
     reference,
     results,
 )
-from swift_vlpack.attention.kernels import KERNELS, CannotDo, by_flex, grouped, segments
+from swift_vlpack.attention.kernels import KERNELS, CannotDo, by_flex, by_lengths, grouped, segments
 from swift_vlpack.errors import ConfigError
 from tests.attention.one_by_one import built, compared, packed, run, samples_of
 from tests.attention.test_honours import deepseek, gemma2, gemma3_vision, gpt_oss, llama4, mistral
@@ -92,6 +93,31 @@ def test_grouped_rows_equal_one_by_one(config):
     assert max(compared(model, samples_of((23, 1, 40, 20, 21, 39)))) < 1e-5
 
 
+class Written(TorchDispatchMode):
+    """Numbers that are written by all operations inside of it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if not function.is_view:
+            self.count += sum(one.numel() for one in torch.utils._pytree.tree_leaves(made) if torch.is_tensor(one))
+        return made
+
+
+@pytest.mark.parametrize("kernel", [segments, grouped])
+def test_what_is_copied_does_not_grow_with_the_number_of_samples(kernel):
+    """ATTN-10: the gradient of a slice is as long as the sequence, so nothing is sliced sample by sample."""
+    (kind, *_) = layer_kinds(calls_of(built(mistral())))
+    written = []
+    for lengths in ((512,) * 2, (8, 16, 24, 32, 48) * 8):
+        sequence = kind.random(lengths, 1024)
+        with Written() as writes:
+            results(sequence, kernel)
+        written.append(writes.count)
+    assert written[1] < 1.2 * written[0]
+
+
 def test_what_a_kernel_cannot_do_segments_do():
     """ATTN-8: images see themselves in both directions, so padding would be seen."""
     model = built(gemma3_vision())
@@ -109,15 +135,39 @@ def test_what_a_kernel_cannot_do_segments_do():
 def test_quickest_of_those_that_are_right_is_used():
     """ATTN-8 ATTN-9"""
     model = built(mistral())
-    kernels = {"segments": slower(segments, 0.01), "grouped": grouped, "sleepy": slower(grouped, 0.02)}
+    kernels = {"segments": slower(segments, 0.01), "quick": grouped, "sleepy": slower(grouped, 0.02)}
     line = choose(model, forward_of(model), TYPICAL, kernels=kernels)
-    assert line.startswith("attention vlpack: grouped ")
-    assert "the quickest that is equal to the reference" in line
+    assert line.startswith("attention vlpack: quick, the quickest that is equal to the reference (")
     assert "7 samples of 318 tokens" in line
-    assert re.search(r"; segments \d+\.\d ms, sleepy \d+\.\d ms\)", line)
+    assert re.search(r"\(segments \d+\.\d ms, quick \d+\.\d ms, sleepy \d+\.\d ms, all layers forward", line)
     with recorded_calls() as calls:
         forward_of(model)()
     assert {attention._kernels[call.module] for call in calls} == {grouped}
+
+
+def test_lengths_tell_segments_from_grouped_without_a_stopwatch(monkeypatch):
+    """ATTN-9: both are tried, neither is timed, and every sequence takes the one that its own lengths ask for."""
+    monkeypatch.setattr(choose_kernel, "fastest_run", lambda *of: pytest.fail("timed"))
+    model = built(gpt_oss())
+    line = choose(model, forward_of(model), TYPICAL)
+    assert line.startswith("attention vlpack: segments or grouped, by the lengths of each sequence (varlen needs CUDA")
+    assert {*attention._kernels.values()} >= {by_lengths}
+    used = []
+    for name in ("segments", "grouped"):
+        kernel = KERNELS[name]
+        monkeypatch.setattr(kernels, name, lambda *of, name=name, kernel=kernel: used.append(name) or kernel(*of))
+    (kind, *_) = layer_kinds(calls_of(model))
+    for lengths, quicker in (((8,) * 40, "grouped"), ((300, 200, 90, 100, 400), "segments"), ((7,), "segments")):
+        by_lengths(kind.random(lengths, 16))
+        assert used.pop() == quicker
+
+
+def test_grouped_is_not_taken_where_it_is_wrong():
+    """ATTN-9: lengths do not matter then."""
+    model = built(gpt_oss())
+    line = choose(model, forward_of(model), TYPICAL, kernels={"segments": segments, "grouped": ignores_boundaries})
+    assert line.startswith("attention vlpack: segments, the quickest that is equal to the reference (grouped differs")
+    assert attention._kernels[model] is segments
 
 
 def ignores_boundaries(sequence):
@@ -142,7 +192,7 @@ def test_wrong_kernel_is_never_chosen(wrong):
     model = built(mistral())
     kernels = {"segments": slower(segments, 0.01), "wrong": wrong}
     line = choose(model, forward_of(model), TYPICAL, kernels=kernels)
-    assert line.startswith("attention vlpack: segments ")
+    assert line.startswith("attention vlpack: segments, ")
     assert "wrong differs from the reference by" in line
     with pytest.raises(ConfigError, match=r"packing_attention=wrong: the kernel differs .* set packing_attention=auto"):
         choose(model, forward_of(model), TYPICAL, wanted="wrong", kernels=kernels)
@@ -157,7 +207,7 @@ def test_kernel_that_breaks_is_skipped_with_its_reason():
     model = built(mistral())
     line = choose(model, forward_of(model), TYPICAL, kernels={"segments": segments, "broken": broken})
     assert "broken breaks with RuntimeError: no such device)" in line
-    assert line.startswith("attention vlpack: segments ")
+    assert line.startswith("attention vlpack: segments, ")
 
 
 def test_kernel_that_knows_no_dropout_is_not_chosen_for_a_model_that_trains_with_it():
@@ -175,7 +225,7 @@ def test_kernel_that_knows_no_dropout_is_not_chosen_for_a_model_that_trains_with
         model = built(config)
         state = torch.get_rng_state()
         line = choose(model, forward_of(model), TYPICAL, kernels=kernels)
-        assert line.startswith(f"attention vlpack: {chosen} ")
+        assert line.startswith(f"attention vlpack: {chosen}, ")
         assert ("quick knows no dropout" in line) == bool(rate)
         assert torch.equal(torch.get_rng_state(), state), "training draws as without"
         assert not any(module.training for module in model.modules())
@@ -199,8 +249,7 @@ def test_kernel_that_is_asked_for_is_used():
     model = built(mistral())
     kernels = {**KERNELS, "grouped": slower(grouped, 0.01)}
     line = choose(model, forward_of(model), TYPICAL, wanted="grouped", kernels=kernels)
-    assert line.startswith("attention vlpack: grouped ")
-    assert "as asked for" in line
+    assert line == "attention vlpack: grouped, as asked for"
     assert {*attention._kernels.values()} >= {kernels["grouped"]}
     assert choose(model, forward_of(model), TYPICAL, wanted="segments") == "attention vlpack: segments, as asked for"
     assert attention._kernels[model] is segments
@@ -209,9 +258,9 @@ def test_kernel_that_is_asked_for_is_used():
 def test_all_ranks_choose_the_same():
     """ATTN-9: what a rank cannot use none uses, and the slowest rank counts."""
     one = {"segments": Trial(1.0), "grouped": Trial(0.5), "varlen": Trial(0.1)}
-    two = {"segments": Trial(1.0), "grouped": Trial(0.8), "varlen": Trial(None, "breaks")}
+    two = {"segments": Trial(1.0), "grouped": Trial(0.8), "varlen": Trial(reason="breaks")}
     merged = _slowest([one, two])
-    assert merged == {"segments": Trial(1.0), "grouped": Trial(0.8), "varlen": Trial(None, "breaks")}
+    assert merged == {"segments": Trial(1.0), "grouped": Trial(0.8), "varlen": Trial(reason="breaks")}
     assert _quickest(merged) == _quickest(_slowest([two, one])) == "grouped"
     assert _quickest({"segments": Trial(1.0), "grouped": Trial(0.97)}) == "segments", "not worth it"
     model = built(mistral())

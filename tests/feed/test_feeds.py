@@ -165,30 +165,65 @@ def test_resumed_run_plans_again_only_where_sizes_are_others_and_keeps_what_was_
     then = planned_feed(with_words(2), Template(), CONFIG, num_epochs=3)
     now = planned_feed(with_words(lost_now), Template(), CONFIG, num_epochs=3)
     planned = []
-    monkeypatch.setattr(epochs, "pack_epoch", slowly(epochs.pack_epoch, planned))
+    monkeypatch.setattr(epochs, "pack_epoch", noting(epochs.pack_epoch, planned))
     now.saved_rows.take_sizes(from_bytes(then.saved_rows.as_file()))
     now.restore(json.loads(json.dumps(then.state())), None)
-    assert len(planned) == 1 + 2 * is_planned_again
+    assert len(planned) == 3 * is_planned_again
     assert now.epoch_plan.digest() == then.epoch_plan.digest()
     assert sorted(one.detail for one in now.begin(0).left_out) == [f"no such file: /photos/{at}.jpg" for at in range(2)]
 
 
-def slowly(pack_epoch, running):
-    def packed(recipe, epoch, name_of=None):
-        running.append((epoch, threading.current_thread() is threading.main_thread()))
-        return pack_epoch(recipe, epoch, name_of)
+def noting(make, made):
+    def noted(recipe, epoch, *name_of):
+        made.append((epoch, threading.current_thread() is threading.main_thread()))
+        return make(recipe, epoch, *name_of)
 
-    return packed
+    return noted
 
 
-def test_next_epoch_is_made_while_one_trains_and_is_the_same(monkeypatch):
-    """PLAN-14"""
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_next_epoch_is_made_while_one_trains_and_is_the_same(monkeypatch, is_kept):
+    """PLAN-14: also where the packs of all epochs would take too much memory to be kept."""
     expected = [packs_of_epoch(planned_feed(fused(ratio=0.6), Template(), CONFIG, num_epochs=3), n) for n in range(3)]
+    if not is_kept:
+        monkeypatch.setattr(epochs, "MOST_BYTES_KEPT", 0)
     feed = planned_feed(fused(ratio=0.6), Template(), CONFIG, num_epochs=3)
-    running = []
-    monkeypatch.setattr(epochs, "pack_epoch", slowly(epochs.pack_epoch, running))
+    made = []
+    name = "draw_epoch" if is_kept else "pack_epoch"
+    monkeypatch.setattr(epochs, name, noting(getattr(epochs, name), made))
     assert [packs_of_epoch(feed, epoch) for epoch in range(3)] == expected
-    assert running == [(1, False), (2, False)], "each once, none by the trainer, and none beyond the last"
+    assert made == [(1, False), (2, False)], "each once, none by the trainer, and none beyond the last"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("resumed_in", [None, 0, 1, 2])
+def test_run_plans_each_epoch_once_resumed_or_not(monkeypatch, resumed_in, num_ranks):
+    """PLAN-15"""
+    run = planned_feed(fused(200, ratio=0.6), Template(), CONFIG, num_epochs=3, num_ranks=2)
+    if resumed_in:
+        run.begin(resumed_in)
+    saved = {**run.state(), "cuts": [[2, len(run), 8]]}
+    planned = []
+    monkeypatch.setattr(epochs, "pack_epoch", noting(epochs.pack_epoch, planned))
+    feed = planned_feed(fused(200, ratio=0.6), Template(), CONFIG, num_epochs=3, num_ranks=num_ranks)
+    if resumed_in is not None:
+        feed.restore(json.loads(json.dumps(saved)), None)
+    for epoch in range(resumed_in or 0, 3):
+        feed.begin(epoch)
+        feed.consumed(loaded(feed)[:1])
+        feed.plan_of(2 - epoch, (), 7 - num_ranks)  # as `vlpack inspect` asks, for as many ranks as it likes
+    assert sorted(epoch for epoch, _ in planned) == [0, 1, 2]
+
+
+def test_resume_uses_the_epoch_that_is_at_hand(monkeypatch):
+    """PLAN-15: also where nothing is kept, a run of one epoch plans it once."""
+    monkeypatch.setattr(epochs, "MOST_BYTES_KEPT", 0)
+    planned = []
+    monkeypatch.setattr(epochs, "pack_epoch", noting(epochs.pack_epoch, planned))
+    feed = planned_feed(fused(200), Template(), CONFIG, num_ranks=2)
+    feed.restore({**feed.state(), "cuts": [[2, len(feed), 8]]}, None)
+    feed.begin(0)
+    assert planned == [(0, True)]
 
 
 def packs_of_epoch(feed, epoch):
@@ -242,6 +277,7 @@ def test_error_of_the_thread_reaches_the_trainer(monkeypatch):
     def fails(recipe, epoch, name_of=None):
         raise MemoryError(f"epoch {epoch} is too much")
 
+    monkeypatch.setattr(epochs, "MOST_BYTES_KEPT", 0)
     feed = planned_feed(fused(), Template(), CONFIG, num_epochs=2)
     monkeypatch.setattr(epochs, "pack_epoch", fails)
     feed.consumed([None])
@@ -251,6 +287,7 @@ def test_error_of_the_thread_reaches_the_trainer(monkeypatch):
 
 def test_run_that_ends_does_not_wait_for_an_epoch_that_never_comes(monkeypatch):
     """PLAN-14"""
+    monkeypatch.setattr(epochs, "MOST_BYTES_KEPT", 0)
     feed = planned_feed(fused(), Template(), CONFIG, num_epochs=2)
     goes_on = threading.Event()
     monkeypatch.setattr(epochs, "pack_epoch", lambda *_: goes_on.wait(60))

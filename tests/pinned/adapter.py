@@ -19,7 +19,7 @@ import numpy as np
 from swift_vlpack import PackingConfig
 from swift_vlpack.envelope import signed
 from swift_vlpack.feed.epochs import Epochs, Extent
-from swift_vlpack.plan import packer
+from swift_vlpack.plan import buffer
 from swift_vlpack.plan.cuts import with_consumed
 from swift_vlpack.plan.epoch import EpochPlan, Recipe
 from swift_vlpack.plan.mix import Mix, Source
@@ -57,8 +57,8 @@ def plan_of(  # noqa: PLR0913 - the facts of a run
     Returns `steps`, as {rank: {step: [ids of each pack]}}, and `left_out`, as {reason: ids}.
     """
     options = dict(options)
-    # What was the option `packing_max_carry` is a constant of the packer; cases that were pinned with others set it.
-    packer.MAX_CARRY = options.pop("packing_max_carry", 4)
+    # What was the option `packing_max_carry` is a constant of the buffer; cases that were pinned with others set it.
+    buffer.MAX_CARRY = options.pop("packing_max_carry", 4)
     config = PackingConfig.from_mapping({"packing_length": 512, **options})
     names, some = list(sources), some or {}
     takes_part = [None if name not in some else np.array(some[name], dtype=np.int64) for name in names]

@@ -4,7 +4,7 @@ import pytest
 
 from swift_vlpack import Item, Packer, PackingConfig
 from swift_vlpack.errors import DataError, StateMismatch
-from swift_vlpack.plan import packer as packer_module
+from swift_vlpack.plan import buffer as buffer_module
 from swift_vlpack.plan.strategies import STRATEGIES
 from tests.cases import cases
 from tests.contract import Ledger, assert_resumes_at_every_step, run
@@ -133,8 +133,8 @@ def test_a_thousand_items_that_fit_with_nothing_come_out(name, drop_last, option
 @pytest.mark.parametrize("name", ["binpack", "first_fit", "best_fit", "exact"])
 def test_an_item_leaves_after_it_was_carried_so_often(name, monkeypatch):
     """PACK-5: each buffer brings pairs that are full by themselves; the 64 finds nothing to share with."""
-    for max_carry in (0, 1, 3, packer_module.MAX_CARRY):
-        monkeypatch.setattr(packer_module, "MAX_CARRY", max_carry)
+    for max_carry in (0, 1, 3, buffer_module.MAX_CARRY):
+        monkeypatch.setattr(buffer_module, "MAX_CARRY", max_carry)
         packer = make(packing_strategy=name, packing_buffer=5)
         packer.push(("waits", 64))
         num_buffers = 0

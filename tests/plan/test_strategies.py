@@ -5,14 +5,14 @@ from itertools import combinations
 
 import pytest
 
+from swift_vlpack.plan import exact as exact_module
+from swift_vlpack.plan.exact import Shelf, fill_oldest
 from swift_vlpack.plan.strategies import (
     STRATEGIES,
     Caps,
     best_fit,
     binpack,
-    constant_volume,
     exact,
-    fill_oldest,
     first_fit,
     greedy,
     lower_bound,
@@ -107,26 +107,26 @@ def test_every_index_once_and_no_group_over_capacity(name):
 
 
 def test_binpack_is_what_ms_swift_packs():
-    """STRAT-2"""
+    """STRAT-2: ours is another algorithm, so many ties, many packs and a full buffer are compared too."""
     from swift.dataset.packing import calculate_matched_group
 
-    for lengths, capacity in workloads(40):
+    rng = random.Random(0)
+    buffers = [([rng.choice((205, 222, 250, 291, 331)) for _ in range(512)], 1000)]
+    buffers += [([rng.randint(350, 650) for _ in range(512)], 1000), ([rng.randint(1, 30) for _ in range(512)], 1000)]
+    for lengths, capacity in (*workloads(60), *buffers):
         theirs, rest = calculate_matched_group(list(enumerate(lengths)), capacity)
         assert rest == []
         assert binpack(lengths, capacity) == [sorted(index for index, _ in pack) for pack in theirs]
-        assert constant_volume(lengths, capacity) == binpack(lengths, capacity), "as without ms-swift"
 
 
-def test_binpack_without_ms_swift_gives_the_same_and_import_is_lazy():
-    """STRAT-2"""
-    lengths = [random.Random(1).randint(1, 60) for _ in range(200)]
+def test_binpack_does_not_import_ms_swift():
+    """STRAT-2: which takes seconds, where a file of lengths is planned in less."""
     code = (
-        "import sys; from swift_vlpack.plan import strategies as s; assert 'swift' not in sys.modules; "
-        "sys.modules['swift'] = None; "
-        f"print(s.binpack({lengths}, 100)); assert sys.modules['swift'] is None"
+        "import sys; from swift_vlpack.plan import strategies as s; "
+        "print(s.binpack([4, 5, 3], 8)); assert not {'swift', 'binpacking'} & set(sys.modules)"
     )
     without = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert without.strip() == str(binpack(lengths, 100))
+    assert without.strip() == "[[1], [0, 2]]"
 
 
 def test_greedy_keeps_the_order():
@@ -162,6 +162,55 @@ def test_exact_prefers_older_items_among_equally_full_packs():
     """STRAT-5"""
     assert fill_oldest([6, 4, 4], 10) == [0, 1]
     assert fill_oldest([2, 3, 5, 8], 10) == [0, 1, 2]
+
+
+def pack_of_the_oldest(lengths, capacity):
+    """As STRAT-5 says it, by every subset: the fullest, and of those the one whose newest items are the oldest."""
+    others = range(1, len(lengths))
+    packs = [(0, *some) for num in range(len(lengths)) for some in combinations(others, num)]
+    full = [(sum(lengths[i] for i in pack), pack) for pack in packs]
+    most = max(total for total, _ in full if total <= capacity)
+    return min((pack for total, pack in full if total == most), key=lambda pack: pack[::-1])
+
+
+def test_every_way_of_exact_gives_the_one_answer():
+    """STRAT-5: which way is taken is a matter of speed alone."""
+    num_left_out = num_one_long = 0
+    for seed in range(600):
+        rng = random.Random(seed)
+        capacity = rng.choice((7, 20, 100, 10_000))
+        low, high = rng.choice(((0, 1), (0, 0.3), (0.08, 0.13), (0.2, 0.5), (0.35, 0.65), (0.3, 0.36)))
+        lengths = [max(1, int(capacity * rng.uniform(low, high))) for _ in range(rng.randint(1, 11))]
+        lengths[rng.randrange(len(lengths))] = lengths[-1]  # equal ones meet more often than by chance
+        expected = list(pack_of_the_oldest(lengths, capacity))
+        assert exact_module._putting_in(lengths, capacity)[0] == expected
+        left_out = exact_module._leaving_out(lengths, capacity)
+        one_long = exact_module._with_one_long(lengths, sorted(lengths[1:]), capacity)
+        assert left_out is None or left_out[0] == expected
+        assert one_long is None or one_long == expected
+        num_left_out, num_one_long = num_left_out + (left_out is not None), num_one_long + (one_long is not None)
+    assert num_left_out > 100
+    assert num_one_long > 300
+
+
+def test_shelf_answers_the_same_with_and_without_what_it_remembers():
+    """STRAT-5: over a stream, in which lengths come, leave and are put last, as the packer does it."""
+    for low, high in ((0.2, 0.5), (0.35, 0.65), (0.01, 0.3), (0.01, 0.03)):
+        rng = random.Random(f"{low}")
+        draw = lambda num: [int(100_000 * rng.uniform(low, high)) for _ in range(num)]  # noqa: B023, E731
+        shelf, num_remembered = Shelf(100_000, draw(150)), 0
+        for _ in range(150):
+            num_remembered += shelf._ascending is not None
+            inside = shelf.fullest()
+            assert inside == fill_oldest(shelf.lengths, 100_000)
+            if rng.random() < 0.2:
+                shelf.put_oldest_last()
+            else:
+                left = [length for index, length in enumerate(shelf.lengths) if index not in inside]
+                shelf.take(inside)
+                assert shelf.lengths == left
+                shelf.add(draw(len(inside)))
+        assert (num_remembered > 100) == (low > 0.1)
 
 
 @pytest.mark.parametrize("name", OURS)

@@ -1,5 +1,6 @@
 """The choice for a model, its template and its packs."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,7 +9,8 @@ import pytest
 from swift_vlpack import choose_attention
 from swift_vlpack.attention import attention
 from swift_vlpack.attention.attention import NAME
-from swift_vlpack.attention.kernels import grouped
+from swift_vlpack.attention.choose_kernel import choose
+from swift_vlpack.attention.kernels import by_lengths, grouped, segments
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError
 
@@ -19,15 +21,20 @@ def packs(lengths=None, **options):
     return SimpleNamespace(config=PackingConfig(packing_length=200, **options), epoch_plan=plan)
 
 
-def test_kernel_is_chosen_for_rows_like_those_of_the_run(tiny):
+def test_kernel_is_chosen_for_rows_like_those_of_the_run(tiny, monkeypatch):
     """ATTN-9"""
     loaded = tiny("qwen2_5_vl")
     line = choose_attention(loaded.model, loaded.template, packs([50, 50, 0, 300, 50]))
+    assert line.startswith("attention vlpack: segments or grouped, by the lengths of each sequence")
+    assert attention._kernels[loaded.model] is by_lengths
+    line = choose_attention(loaded.model, loaded.template, packs(packing_attention="grouped"))
+    assert line == "attention vlpack: grouped, as asked for"
+    assert attention._kernels[loaded.model] is grouped
+    another = partial(choose, kernels={"segments": segments, "another": grouped})  # of a device that has more kernels
+    monkeypatch.setattr("swift_vlpack.feed.choose_attention.choose", another)
+    line = choose_attention(loaded.model, loaded.template, packs([50, 50, 0, 300, 50]))
     assert "4 samples of 200 tokens" in line
     assert "4 samples of 200 tokens" in choose_attention(loaded.model, loaded.template, packs())
-    line = choose_attention(loaded.model, loaded.template, packs(packing_attention="grouped"))
-    assert line.startswith("attention vlpack: grouped ")
-    assert attention._kernels[loaded.model] is grouped
     choose_attention(loaded.model, loaded.template, packs(packing_attention="segments"))
 
 
