@@ -13,7 +13,7 @@ OLDEST := $(shell sed -n 's/.*"ms-swift>=\([0-9.]*\),.*/\1/p' pyproject.toml)
 REQUIRED := -e '.[test,docs]' $(addprefix ms-swift==,$(patsubst oldest,$(OLDEST),$(filter-out newest,$(SWIFT))))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-telling test-oldest test-oldest-few lint format bench bench-start bench-loader scale soak soak-long families docs docs-tables clean
+.PHONY: help demo test test-slow test-telling test-oldest test-oldest-few lint format bench bench-start bench-loader bench-step scale soak soak-long families docs docs-tables clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -76,6 +76,9 @@ bench-start: $(READY)  ## Measure the first step, beside plain ms-swift; ARGUMEN
 
 bench-loader: $(READY)  ## Measure what dataloaders deliver, beside plain ms-swift and encoding alone (three minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.loader $(ARGUMENTS)
+
+bench-step: $(READY)  ## Measure a packed step, beside the same tokens without attention (three minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.step $(ARGUMENTS)
 
 scale: $(READY)  ## Measure planning and voting for 64 to 8,192 ranks; prints the tables of docs/scale.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.scale

@@ -32,7 +32,12 @@ class Layer(torch.nn.Module):
 def sequence_of(num_tokens: int, num_samples: int) -> PackedSequence:
     """Random boundaries of a full sequence, no sample shorter than 8 tokens."""
     cuts = random.Random(0).sample(range(1, num_tokens // 8), num_samples - 1)
-    ends = (0, *sorted(8 * cut for cut in cuts), num_tokens)
+    return sequence_with((0, *sorted(8 * cut for cut in cuts), num_tokens))
+
+
+def sequence_with(ends: tuple[int, ...]) -> PackedSequence:
+    """Random numbers for samples with these boundaries."""
+    num_tokens = ends[-1]
     query, key, value = (
         torch.randn(1, heads, num_tokens, HEAD_DIM, requires_grad=True)
         for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)

@@ -15,7 +15,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     write_whole(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes | memoryview) -> None:
     """Write a file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # In the same folder, because a rename is atomic only within one file system. Hidden, because it is not complete.

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from swift_vlpack.cli.bench_report import advice_on, bench_text, speed_of
+from swift_vlpack.cli.bench_report import advice_on, bench_text, limit_of, speed_of, start_of
 from swift_vlpack.cli.command import Command, add_packing_flags, add_run_flags
 from swift_vlpack.cli.environment import num_cores
 from swift_vlpack.cli.in_run import end_by_signal, in_run, run_named
@@ -44,6 +44,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the report")
     parser.add_argument("--phase", choices=("packed", "padded"), help=argparse.SUPPRESS)
     parser.add_argument("--tokens_of_pack", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--began", type=float, help=argparse.SUPPRESS)  # when the process was started
     add_packing_flags(parser, packing_length="the run's --max_length")
 
 
@@ -72,7 +73,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def measured_apart(argv: Sequence[str], phase: str, *, tokens_of_pack: int = 0) -> dict[str, Any]:
     """Measure a phase in a process of its own, which ends when this one does."""
-    of_phase = ["--phase", phase, "--tokens_of_pack", str(tokens_of_pack)]
+    of_phase = ["--phase", phase, "--tokens_of_pack", str(tokens_of_pack), "--began", str(time.time())]
     command = [sys.executable, "-m", "swift_vlpack", *argv, *of_phase]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
         try:
@@ -99,6 +100,7 @@ def bench_report(packed: Mapping[str, Any], padded: Mapping[str, Any], *, second
     report = {
         **{name: packed[name] for name in ("model", "device", "attention", "length_pass", "plan", "loader")},
         "workers_of_run": packed["workers_of_run"],
+        "start": start_of(packed),
         "cores": num_cores(),
         "packed": of_packed,
         "padded": of_padded,
@@ -106,7 +108,7 @@ def bench_report(packed: Mapping[str, Any], padded: Mapping[str, Any], *, second
         "seconds": round(seconds, 1),
         "seconds_measured": round(packed["seconds"] + padded["seconds"], 1),
     }
-    return {**report, "advice": advice_on(report)}
+    return {**report, "limit": limit_of(report), "advice": advice_on(report)}
 
 
 def _training(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,10 +134,11 @@ BENCH = Command(
     description=(
         "Measure a run on this machine and its own data: rows a second of the length pass, samples a second of the "
         "loader by workers, tokens a second of forward and backward on the real model, packed and as ms-swift trains "
-        "them un-packed, and memory; with advice, each with the measurement it comes from. Looks at --rows rows of "
-        "each source. Takes two starts of ms-swift with the model, 5 s for each number of workers, and at most "
-        "--seconds for each of packed and padded (two sequences to warm up and at least one more are always trained). "
-        "Nothing is saved."
+        "them un-packed, and memory; what the seconds to step 1 go to, and whether a run waits for its loader or for "
+        "its steps; with advice, each with the measurement it comes from. Looks at --rows rows of each source. Takes "
+        "two starts of ms-swift with the model, one proof, 5 s for each number of workers, and at most --seconds for "
+        "each of packed and padded (two sequences to warm up and at least one more are always trained). Nothing is "
+        "saved."
     ),
     add_flags=_add_flags,
     run=_run,

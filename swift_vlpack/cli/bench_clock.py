@@ -20,6 +20,30 @@ MOST_PADDED = 64
 """Most padded batches in one measurement, if they have fewer tokens than a pack."""
 
 
+class Laps:
+    """Seconds of each part of a start, from `began` on.
+
+    >>> laps = Laps(began=time.time() - 1.5)
+    >>> laps("imports")
+    >>> laps.seconds
+    {'imports': 1.5}
+    """
+
+    def __init__(self, began: float) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = began
+
+    def __call__(self, part: str) -> None:
+        """End a part; a part that comes again takes longer."""
+        now = time.time()
+        self.seconds[part] = round(self.seconds.get(part, 0.0) + now - self._last, 2)
+        self._last = now
+
+    def skip(self) -> None:
+        """Leave out what was done since the last part, because a start does not do it."""
+        self._last = time.time()
+
+
 class Enough(Exception):
     """All measurements are taken."""
 

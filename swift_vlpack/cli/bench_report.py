@@ -47,6 +47,35 @@ def speed_of(measurements: Sequence[Mapping[str, float]]) -> Speed | None:
     )
 
 
+def start_of(packed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the seconds to step 1 by parts, and those of the length pass of all rows, at a first start."""
+    parts = dict(packed["start"])
+    waited = [one["first_batch_seconds"] for one in packed["loader"] if one["workers"] == packed["workers_of_run"]]
+    parts["first batch"] = waited[0] or 0.0
+    rows, per_second = packed["rows_of_run"], packed["length_pass"]["rows_per_second"]
+    return {
+        "seconds": round(sum(parts.values()), 2),
+        "parts": parts,
+        "rows_of_run": rows,
+        "lengths_of_run": round(rows / per_second, 1),
+    }
+
+
+def limit_of(report: Mapping[str, Any]) -> str | None:
+    """Return what a run waits for: the `loader` or the `step`; None if one of them was not measured."""
+    delivered, trained = _delivered_and_trained(report)
+    if delivered is None or trained is None:
+        return None
+    return "step" if delivered >= trained else "loader"
+
+
+def _delivered_and_trained(report: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """Return the samples a second of the run's own loader, and those of forward and backward."""
+    loaders = {one["workers"]: one["samples_per_second"] for one in report["loader"]}
+    speed = report["packed"]["speed"]
+    return loaders.get(report["workers_of_run"]), None if speed is None else speed["samples_per_second"]
+
+
 def advice_on(report: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return what to do, and the measurement that says so."""
     found = (*_on_noise(report), *_on_workers(report), *_on_length(report), *_on_caps(report), *_on_memory(report))
@@ -87,7 +116,7 @@ def _on_workers(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     else:
         yield (
             f"leave dataloader_num_workers at {of_run}",
-            f"{needed}, and the loader gives {max(measured.get(of_run, 0.0), measured[least]):.1f}",
+            f"{needed}, and the loader gives {measured.get(of_run, measured[least]):.1f}",
         )
 
 
@@ -132,6 +161,8 @@ def bench_text(report: Mapping[str, Any]) -> str:
         ("model", f"{report['model']} on {report['device']}, {counted(report['cores'], 'core')}"),
         *_about_data(report),
         *_about_training(report),
+        *_about_start(report),
+        *_about_limit(report),
         *listed("advice", [f"{one['advice']}: {one['because']}" for one in report["advice"]] or ["none"]),
         ("time", f"{report['seconds']:.0f} s in all, of which {report['seconds_measured']:.0f} s were measured"),
     ]
@@ -163,6 +194,27 @@ def _about_training(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     if (ratio := report["ratio"]) is not None:
         lines.append(("ratio", f"{ratio:.2f} times the tokens a second, packed to padded (of medians)"))
     return lines
+
+
+def _about_start(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    start, rows = report["start"], report["length_pass"]["rows"]
+    parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in start["parts"].items())
+    lines = [("start", f"{start['seconds']:.1f} s to step 1, with {counted(rows, 'row')}: {parts}")]
+    if start["rows_of_run"] > rows:
+        lengths = f"lengths of all {start['rows_of_run']} rows: {start['lengths_of_run']:.0f} s at a first start"
+        lines.append(("", f"{lengths}; later starts remember them"))
+    return lines
+
+
+def _about_limit(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    delivered, trained = _delivered_and_trained(report)
+    if delivered is None or trained is None:
+        return [("limit", "not known: the loader with the run's workers, or the step, was not measured")]
+    workers = counted(report["workers_of_run"], "worker") if report["workers_of_run"] else "the main process"
+    told = f"the loader delivers {delivered:.1f} samples a second ({workers}), the step takes {trained:.1f}"
+    if delivered < trained:
+        return [("limit", f"the loader is the limit: {told}")]
+    return [("limit", f"the step is the limit, the loader is not: {told}")]
 
 
 def _speed(measured: Mapping[str, Any]) -> str:

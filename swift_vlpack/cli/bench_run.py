@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from swift_vlpack.cli.bench_clock import MOST_PADDED, NUM_WARM, Enough, StepTimer, loader_speed, memory, say
+from swift_vlpack.cli.bench_clock import MOST_PADDED, NUM_WARM, Enough, Laps, StepTimer, loader_speed, memory, say
 from swift_vlpack.cli.environment import num_cores
-from swift_vlpack.config import PackingConfig, checked, chosen_options
+from swift_vlpack.config import checked, chosen_options
 from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.host.args import packing_config
 from swift_vlpack.host.launch import RunLaunch
 from swift_vlpack.host.pipeline import measured_rows, planned_feed
+from swift_vlpack.host.proof import prove_isolation
 from swift_vlpack.host.run import TrainableRun, instead_of_proof, need_packing, run_of
 from swift_vlpack.host.sources import load_sources
 from swift_vlpack.host.use_attention import choose_for, use_attention
@@ -44,13 +45,19 @@ ONE_PACK_A_STEP = (
 
 def measured(args: argparse.Namespace, launch: RunLaunch) -> dict[str, Any]:
     """Measure the phase of these flags of `vlpack bench`."""
+    laps = Laps(args.began or time.time())
+    laps("imports")
     is_packed = args.phase == "packed"
     most = NUM_WARM + args.steps * (1 if is_packed else MOST_PADDED)
     flags = [*launch.flags, *ONE_PACK_A_STEP, "--max_steps", str(most), *([] if is_packed else _unpacked())]
     with run_of(flags, num_ranks=1, command=launch.command, kind=TrainableRun) as run:
         found: dict[str, Any] = {"model": run.args.model}
-        run.make_data = partial(_packed_data if is_packed else _padded_data, run, args, found)
-        run.at_training = partial(_measure_packed if is_packed else _measure, args, found)
+        if is_packed:
+            run.make_data = partial(_packed_data, run, args, found, laps)
+            run.at_training = partial(_measure_packed, args, found, laps)
+        else:
+            run.make_data = partial(_padded_data, run, args)
+            run.at_training = partial(_measure, args, found)
         run.run()
         return {**found, "memory": memory()}
 
@@ -62,8 +69,9 @@ def _unpacked() -> list[str]:
     return ["--packing", "false", *(["--dataset", *(spec.dataset for spec in sources)] if sources else [])]
 
 
-def _packed_data(run: TrainableRun, args: argparse.Namespace, found: dict[str, Any]) -> list[Any]:
+def _packed_data(run: TrainableRun, args: argparse.Namespace, found: dict[str, Any], laps: Laps) -> list[Any]:
     """Measure the length pass and plan, as training would, on some rows of every source."""
+    laps("model")
     need_packing(run.args)
     if run.args.streaming:
         raise ConfigError("--streaming true has nothing to plan and no loader that ends; bench the files without it")
@@ -72,36 +80,50 @@ def _packed_data(run: TrainableRun, args: argparse.Namespace, found: dict[str, A
     ) as folder:  # empty, as at a first start, when no lengths are remembered
         config = replace(packing_config(run.args), packing_cache_dir=folder)
         use_attention(run.model, run.args.attn_impl)
-        sources = _some_sources(run, args, config)
+        all_sources, _ = load_sources(run.args, config)
+        sources = [some_of(source, args.rows) for source in all_sources]
+        laps("data")
         say("length pass")
         start = time.perf_counter()
         rows = measured_rows(sources, run.template, run.args, config)
         seconds = time.perf_counter() - start
+        laps("lengths")
     feed = planned_feed(rows, run.template, run.args, config)
+    laps("plan")
+    found["rows_of_run"] = sum(len(source.rows) for source in all_sources)
     found["length_pass"] = _length_pass(rows, seconds, run.args.dataset_num_proc or 1)
     found["plan"] = _about_plan(feed)
     return [feed, None]
 
 
-def _padded_data(run: TrainableRun, args: argparse.Namespace, found: dict[str, Any]) -> list[Any]:
+def _padded_data(run: TrainableRun, args: argparse.Namespace) -> list[Any]:
     """Take the same rows for ms-swift's own batches, by its own trainer."""
-    sources = _some_sources(run, args, checked(chosen_options(os.environ)))
-    return [UnpackedRows(FusionCaptionDataset(sources, run.template, shuffle=False)), None]
+    sources, _ = load_sources(run.args, checked(chosen_options(os.environ)))
+    some = [some_of(source, args.rows) for source in sources]
+    return [UnpackedRows(FusionCaptionDataset(some, run.template, shuffle=False)), None]
 
 
-def _some_sources(run: TrainableRun, args: argparse.Namespace, config: PackingConfig) -> list[RowSource]:
-    sources, _ = load_sources(run.args, config)
-    return [some_of(source, args.rows) for source in sources]
+def _measure_packed(args: argparse.Namespace, found: dict[str, Any], laps: Laps, trainer: Any) -> None:
+    """Measure the loader while nothing else runs, then the rest of a start, then training."""
+    laps("trainer")
+    of_run = found["workers_of_run"] = trainer.args.dataloader_num_workers
+    tried = sorted({*workers_to_try(num_cores()), of_run})
+    found["loader"] = [loader_speed(trainer, workers) for workers in tried]
+    trainer.args.dataloader_num_workers = of_run
+    laps.skip()
 
+    def before_step_1(*of: Any, **more: Any) -> None:
+        laps("trainer")
+        found["attention"] = choose_for(trainer)
+        laps("attention")
+        if trainer.feed.config.packing_verify:
+            say("proof")
+            prove_isolation(trainer)
+            laps("proof")
 
-def _measure_packed(args: argparse.Namespace, found: dict[str, Any], trainer: Any) -> None:
-    """Measure the loader while nothing else runs, then training, with the attention that the run would choose."""
-    found["workers_of_run"] = trainer.args.dataloader_num_workers
-    found["loader"] = [loader_speed(trainer, workers) for workers in workers_to_try(num_cores())]
-    trainer.args.dataloader_num_workers = found["workers_of_run"]
-    # The proof is not what is measured.
-    instead_of_proof(trainer, lambda *of, **more: found.update(attention=choose_for(trainer)))
+    instead_of_proof(trainer, before_step_1)
     _measure(args, found, trainer)
+    found["start"] = laps.seconds
 
 
 def _measure(args: argparse.Namespace, found: dict[str, Any], trainer: Any) -> None:

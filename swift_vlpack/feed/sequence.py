@@ -65,13 +65,21 @@ def check_sequence(sequence: dict[str, Any], boundaries: Boundaries, name: str) 
     positions = sequence.get("text_position_ids")
     if positions is None:
         positions = sequence["position_ids"]
-    try:
-        boundaries.check_positions(positions.reshape(-1, num_tokens)[0].tolist())
-    except BoundaryError as error:
-        raise BoundaryError(f"{name}: {error}") from None
+    positions = positions.reshape(-1, num_tokens)[0]
+    if not torch.equal(positions.long(), _expected_positions(boundaries)):
+        try:
+            boundaries.check_positions(positions.tolist())  # says which token is wrong
+        except BoundaryError as error:
+            raise BoundaryError(f"{name}: {error}") from None
     made = sequence.get("cu_seq_lens_q")
     if made is not None and tuple(made.tolist()) != boundaries.cu_seqlens:
         raise BoundaryError(f"{name}: cu_seq_lens_q is {made.tolist()}, expected {list(boundaries.cu_seqlens)}")
+
+
+def _expected_positions(boundaries: Boundaries) -> torch.Tensor:
+    lengths = torch.tensor(boundaries.lengths)
+    starts = torch.tensor(boundaries.cu_seqlens[:-1])
+    return torch.arange(boundaries.num_tokens) - starts.repeat_interleave(lengths)
 
 
 def boundary_tensors(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:

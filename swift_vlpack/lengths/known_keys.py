@@ -130,36 +130,46 @@ class KnownKeys:
         self, saved_block: NDArray[np.int64], block: NDArray[np.int64], place: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         """Return where each row of this rank is among the saved ones; -1 for a row that is not."""
-        nowhere = np.full(len(block), -1)
-        if not len(saved_block) or not len(self._saved_code):
-            return nowhere
-        in_saved = np.where(block >= 0, saved_block[np.maximum(block, 0)], -1)
-        code = in_saved * NUM_ROWS + place
-        order = np.argsort(self._saved_code, kind="stable")
-        found = np.searchsorted(self._saved_code, code, sorter=order)
-        at = order[np.minimum(found, len(order) - 1)]
-        return np.where((in_saved >= 0) & (self._saved_code[at] == code), at, nowhere)
+        at_code = np.full(len(self._saved_digests) * NUM_ROWS, -1)
+        at_code[self._saved_code] = np.arange(len(self._saved_code))
+        in_saved = np.where(block >= 0, saved_block[block], -1)
+        is_saved = in_saved >= 0
+        at = np.full(len(block), -1)
+        at[is_saved] = at_code[in_saved[is_saved] * NUM_ROWS + place[is_saved]]
+        return at
 
-    def without_files(self) -> RowKeys:
+    def without_files(self) -> Positions:
         """Return the known rows that name no file: they have the keys that they had."""
-        positions = np.flatnonzero(self._at >= 0)
-        positions = positions[self._saved.rows["num_files"][self._at[positions]] == 0]
-        return replace(RowKeys.empty(positions), rows=self._saved.rows[self._at[positions]])
+        return self._known(has_files=False)
 
     def with_files(self) -> Positions:
         """Return the known rows that name files, of which `are_unchanged` has to be asked."""
+        return self._known(has_files=True)
+
+    def _known(self, *, has_files: bool) -> Positions:
         positions = np.flatnonzero(self._at >= 0)
-        return positions[self._saved.rows["num_files"][self._at[positions]] > 0]
+        return positions[(self._saved.rows["num_files"][self._at[positions]] > 0) == has_files]
+
+    def keys(self, positions: Positions) -> RowKeys:
+        """Return the keys of known rows, without their files."""
+        return replace(RowKeys.empty(positions), rows=self._saved.rows[self._at[positions]])
 
     def of(self, positions: Positions) -> RowKeys:
-        """Return what is known of rows."""
+        """Return all that is remembered of known rows."""
         return replace(self._saved.at(self._at[positions]), positions=positions)
 
-    def save(self, found: Sequence[RowKeys]) -> None:
-        """Save the keys of all rows of this rank, and other keys of the file as long as they are no more rows."""
-        rows = RowKeys.joined(found)
+    def save(self, unchanged: Positions, found: list[RowKeys]) -> None:
+        """Save the keys of all rows of this rank, and other keys of the file as long as they are no more rows.
+
+        `unchanged` rows have the keys that they had; `found` are the others. The list is emptied, because the names
+        and states of a million images take 100 MB.
+        """
+        rows = RowKeys.joined([self.of(unchanged), *found])
+        found.clear()
         kept = np.flatnonzero((self._code[rows.positions] >= 0) & (rows.rows["key"] != NO_KEY))
-        rows, digests, code = rows.at(kept), self._digests, self._code[rows.positions[kept]]
+        digests, code = self._digests, self._code[rows.positions[kept]]
+        if len(kept) < len(rows.positions):
+            rows = rows.at(kept)
         # Other rows are of blocks that were not met now, or were drawn, or validated on, by other seeds.
         is_other = np.ones(len(self._saved_code), dtype=bool)
         is_other[self._at[self._at >= 0]] = False
@@ -175,12 +185,13 @@ class KnownKeys:
             code = np.concatenate([code, number[block] * NUM_ROWS + place])
             rows = RowKeys.joined([rows, self._saved.at(other)])
         file = io.BytesIO()
+        file.write(KEYS_MAGIC)
         np.savez(
             file, digests=digests, code=code, rows=rows.rows, states=rows.states, name_sizes=rows.name_sizes,
             names=np.frombuffer(rows.names, np.uint8),
         )  # fmt: skip
         with suppress(OSError):  # the file of lengths, in the same folder, reports it
-            write_whole(self._path, KEYS_MAGIC + file.getvalue())
+            write_whole(self._path, file.getbuffer())
 
 
 def are_unchanged(files: Iterable[tuple[str, int]]) -> bool:
@@ -191,14 +202,17 @@ def are_unchanged(files: Iterable[tuple[str, int]]) -> bool:
 def _load(path: Path) -> tuple[NDArray[np.void], NDArray[np.int64], RowKeys]:
     """Read a saved file; nothing if there is none, or if it is damaged."""
     try:
-        content = path.read_bytes()
-        if not content.startswith(KEYS_MAGIC):
-            raise ValueError
-        with np.load(io.BytesIO(content[len(KEYS_MAGIC) :]), allow_pickle=False) as saved:
+        with path.open("rb") as file:
+            if file.read(len(KEYS_MAGIC)) != KEYS_MAGIC:
+                raise ValueError
+            saved = np.load(file, allow_pickle=False)
             code, names = saved["code"], saved["names"].tobytes()
             rows = RowKeys(np.arange(len(code)), saved["rows"], saved["states"], saved["name_sizes"], names)
+            digests = saved["digests"]
             if rows.rows.dtype != ROW or len(rows.rows) != len(code) or rows.file_starts[-1] != len(rows.states):
                 raise ValueError
-            return saved["digests"], code, rows
+            if len(code) and not 0 <= code.min() <= code.max() < len(digests) * NUM_ROWS:
+                raise ValueError
+            return digests, code, rows
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return np.zeros(0, "V16"), np.zeros(0, dtype=np.int64), RowKeys.empty(np.zeros(0, dtype=np.int64))

@@ -59,8 +59,9 @@ process is cheap in comparison."""
 _NUM_KEYS_WORTH_A_PROCESS = 2000
 """Rows that are worth another process to look up their keys. A key takes 0.05 ms for a text and 0.3 ms for an image;
 starting and ending a process takes about 50 ms."""
-_NUM_FILES_WORTH_A_PROCESS = 20_000
-"""Known rows that are worth another process to ask for their files: 5 us a row on a local disk."""
+_NUM_FILES_WORTH_A_PROCESS = 5_000
+"""Known rows that are worth another process to ask for their files: 25 ms on a local disk, 1 s and more on a network's,
+where processes wait side by side."""
 _FILES_OF_TASK = 1024
 """Known rows of a task: 5 ms."""
 _NUM_BYTES_WORTH_A_PROCESS = 2**28
@@ -152,24 +153,21 @@ class _RankPass:
 
     def _keys(self, digests: list[list[bytes]]) -> Iterator[RowKeys]:
         """Yield the keys of all rows, remembered or computed, and remember those that were computed."""
-        is_known = np.zeros(len(self._rows), dtype=bool)
-        known, found = self._known(digests), []
+        unchanged, known = np.zeros(0, dtype=np.int64), self._known(digests)
         if known is not None:
             files = known.with_files()
             tasks = _tasks(TaskKind.FILES, files, _FILES_OF_TASK)
-            are = list(self._results(tasks, _worth(len(files), _NUM_FILES_WORTH_A_PROCESS)))
-            found = [known.without_files(), known.of(files[np.concatenate([np.zeros(0, dtype=bool), *are])])]
-            yield from found
-            for one in found:
-                is_known[one.positions] = True
-        unknown = np.flatnonzero(~is_known)
+            are = [np.zeros(0, dtype=bool), *self._results(tasks, _worth(len(files), _NUM_FILES_WORTH_A_PROCESS))]
+            unchanged = np.concatenate([known.without_files(), files[np.concatenate(are)]])
+            yield known.keys(unchanged)
+        unknown, found = np.setdiff1d(np.arange(len(self._rows)), unchanged, assume_unique=True), []
         tasks = _tasks(TaskKind.KEYS, unknown, _CHUNK_BY_HEADER)
         for one in self._results(tasks, _worth(len(unknown), _NUM_KEYS_WORTH_A_PROCESS)):
             yield one
             if known is not None:
                 found.append(one)
-        if known is not None and len(unknown):
-            known.save(found)
+        if known is not None and found:
+            known.save(unchanged, found)
 
     def _known(self, digests: list[list[bytes]]) -> KnownKeys | None:
         """Load the keys that earlier starts remembered; None if rows are in no blocks."""

@@ -114,22 +114,41 @@ def sequences_of_plan(packs: Packs, window: int | None = None) -> list[list[Enco
     plan = epoch.packs
     if not len(plan):
         return []
-    pack_of = np.repeat(np.arange(len(plan)), plan.num_samples_per_pack)
-    lengths = plan.lengths[plan.members]
-    longer = np.flatnonzero(lengths > window) if window else np.array([], dtype=np.int64)
-    asked_for = [int(np.argmax(lengths)), *longer[np.argsort(lengths[longer], kind="stable")][:1].tolist()]
-    of_media = [] if (number := _with_most_media(plan, pack_of)) is None else [number]
-    numbers = dict.fromkeys([int(np.argmax(plan.num_samples_per_pack)), *of_media, *pack_of[asked_for[::-1]].tolist()])
-    sequences = [list(_encoded(packs, epoch.samples(plan[number]))) for number in numbers]
+    chosen: list[int] = []
+    for scores in _scores(plan, window):
+        most = np.flatnonzero(scores == scores.max())
+        if not set(most.tolist()) & set(chosen):
+            chosen.append(int(most[0]))
+    # Cheap ones first, because the first is always compared, and the others while the budget of tokens lasts.
+    tokens = plan.num_tokens_per_pack
+    chosen.sort(key=lambda number: int(tokens[number]))
+    sequences = [list(_encoded(packs, epoch.samples(plan[number]))) for number in chosen]
     return [sequence for sequence in sequences if sequence]
 
 
-def _with_most_media(plan: Plan, pack_of: NDArray[np.int64]) -> int | None:
-    """Return the number of the pack with the most images; without images, with the most patches; None without both."""
+def _scores(plan: Plan, window: int | None) -> Iterator[NDArray[Any]]:
+    """Yield scores of all packs, one kind after the other; of each kind a pack with the highest score is compared.
+
+    The longest sample first, because few packs have one as long, and many packs may have as many samples or images.
+    """
+    pack_of = np.repeat(np.arange(len(plan)), plan.num_samples_per_pack)
+    lengths = plan.lengths[plan.members]
+    yield _of_packs(np.maximum, pack_of, lengths, len(plan))
+    if window and (lengths > window).any():
+        shortest = lengths[lengths > window].min()
+        yield _of_packs(np.maximum, pack_of, lengths == shortest, len(plan))
     for counts in (plan.images, plan.patches):
         if counts is not None and counts.any():
-            return int(np.argmax(np.bincount(pack_of, weights=counts[plan.members])))
-    return None
+            yield _of_packs(np.add, pack_of, counts[plan.members], len(plan))
+            break
+    yield plan.num_samples_per_pack
+
+
+def _of_packs(join: np.ufunc, pack_of: NDArray[np.int64], values: NDArray[Any], num_packs: int) -> NDArray[np.int64]:
+    """Join the values of the samples of each pack."""
+    joined = np.zeros(num_packs, dtype=np.int64)
+    join.at(joined, pack_of, values)
+    return joined
 
 
 def tokens_of_epoch(packs: Packs) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -17,6 +18,11 @@ from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.samples import Encoded, PackRecord, SampleId
 
 Span = tuple[int, int]
+
+TARGETS_OF_SAMPLE, TARGETS_OF_SEQUENCE, FEWEST_TARGETS = 8, 256, 2
+"""Targets of which the loss is taken: so many of a sample, fewer if the sequence would have more than that many, but at
+least a sample's first and last. Each target costs a product with the whole vocabulary, forward and backward. A few are
+enough, because the gradient of a late target reaches all tokens before it in every layer but the last."""
 
 
 def encoded_again(feed: Feed, record: PackRecord, *, rank: int, num_workers: int) -> list[Encoded] | str:
@@ -54,12 +60,12 @@ class FirstSequence:
     template: Any
     is_ordinary: Callable[[int], bool]
 
-    @property
+    @cached_property
     def spans(self) -> list[Span]:
         """Return the range of tokens of each sample."""
         return list(pairwise([0, *accumulate(self.record.lengths)]))
 
-    @property
+    @cached_property
     def watched(self) -> list[int]:
         """Return every second sample, from the second on, or the others if these have no targets.
 
@@ -70,17 +76,28 @@ class FirstSequence:
         number = len(has_target)
         return list(range(1 if any(has_target[1::2]) else 0, number, 2))
 
-    @property
+    @cached_property
     def others(self) -> list[int]:
         """Return the samples that are not watched."""
         return [at for at in range(len(self.spans)) if at not in self.watched]
 
-    def for_watched(self) -> dict[str, Any]:
-        """Return the inputs with labels of the watched samples only, so that the loss is theirs alone."""
-        labels = torch.full_like(self.inputs["labels"], NO_LABEL)
+    @cached_property
+    def is_learnt(self) -> torch.Tensor:
+        """Return a mask of the targets of which the loss is taken: a few of each watched sample, spread over it."""
+        is_target, weights = self.inputs["labels"][0] != NO_LABEL, self.inputs.get("loss_scale")
+        if weights is not None:
+            is_target &= weights[0] != 0
+        most = max(FEWEST_TARGETS, min(TARGETS_OF_SAMPLE, TARGETS_OF_SEQUENCE // max(1, len(self.watched))))
+        is_learnt = torch.zeros_like(is_target)
         for start, end in map(self.spans.__getitem__, self.watched):
-            labels[0, start:end] = self.inputs["labels"][0, start:end]
-        return {**self.inputs, "labels": labels}
+            targets = start + is_target[start:end].nonzero().flatten()
+            spread = torch.linspace(0, len(targets) - 1, min(most, len(targets)), device=targets.device)
+            is_learnt[targets[spread.long()]] = True
+        return is_learnt
+
+    def for_watched(self) -> dict[str, Any]:
+        """Return the inputs with a few labels of the watched samples only (`is_learnt`): the loss is theirs alone."""
+        return {**self.inputs, "labels": self.inputs["labels"].masked_fill(~self.is_learnt, NO_LABEL)}
 
     def with_other(self, which: Sequence[int]) -> dict[str, Any]:
         """Return `for_watched()` with other tokens and media in the samples `which`; lengths, grids and labels stay."""
@@ -99,14 +116,17 @@ class FirstSequence:
         return inputs
 
     def alone(self, at: int) -> dict[str, Any]:
-        """Collate one sample as the host does un-packed, with the loss weights that its tokens have in the sequence."""
+        """Collate one sample as the host does un-packed, with the targets and weights that it has in the sequence."""
         assert not isinstance(self.samples, str)
         with layout(self.template, packed=False):
             made: dict[str, Any] = self.template.data_collator([without_extras(self.samples[at])])
+        span, places = slice(*self.spans[at]), is_token(made)
+        is_learnt = torch.zeros_like(places)
+        is_learnt[places] = self.is_learnt[span].cpu()
+        made["labels"] = made["labels"].masked_fill(~is_learnt, NO_LABEL)
         if self.inputs.get("loss_scale") is not None:
-            start, end = self.spans[at]
             weights = torch.zeros(made["labels"].shape, dtype=self.inputs["loss_scale"].dtype)
-            weights[is_token(made)] = self.inputs["loss_scale"][0, start:end].cpu()
+            weights[places] = self.inputs["loss_scale"][0, span].cpu()
             made["loss_scale"] = weights
         return made
 

@@ -1,8 +1,8 @@
 """Measure a whole sequence that trains, with the trainer's own loss, backward and random draws.
 
-(a) Compute the loss of every second sample, the `watched` ones. Replace tokens and media of the other samples, and keep
-    lengths and grids, so that the same random numbers are drawn. Nothing of the watched samples may change: neither
-    their hidden states nor the gradients of their tokens and of parameters.
+(a) Compute the loss of a few targets of every second sample, the `watched` ones. Replace tokens and media of the other
+    samples, and keep lengths and grids, so that the same random numbers are drawn. Nothing of the watched samples may
+    change: neither their hidden states nor the gradients of their tokens and of parameters.
 (b) Switch random draws off: each watched sample must give what it gives alone by the model's own attention.
 (c) Measure the noise drawn for embeddings: it must be as large as it is for each sample alone.
 """
@@ -70,6 +70,8 @@ class InTraining:
 
     num_samples: int
     num_tokens: int
+    num_targets: int
+    """Targets of the watched samples of which the loss was taken."""
     names: Sequence[str]
     """Names of the watched samples."""
     is_encoded_again: bool
@@ -175,6 +177,7 @@ class _Compared:
         self.result = InTraining(
             num_samples=len(sequence.spans),
             num_tokens=int(sequence.inputs["input_ids"].shape[-1]),
+            num_targets=int(sequence.is_learnt.sum()),
             names=[str(sequence.record.sample_ids[at]) for at in self.watched],
             is_encoded_again=not isinstance(sequence.samples, str),
             has_drawn=self.has_drawn,
@@ -355,6 +358,7 @@ def _most(one: torch.Tensor, other: torch.Tensor, span: Span) -> float:
 class _Joined(NamedTuple):
     loss: torch.Tensor | None
     inputs: torch.Tensor | None
+    embedded: torch.Tensor | None
     parameters: Mapping[str, torch.Tensor]
 
 
@@ -364,17 +368,19 @@ def _joined(samples: Sequence[Pass], gradient: Mapping[str, torch.Tensor] | None
     Gradients at tokens are concatenated. Those of parameters are added up, unless `gradient` is given: a sequence has
     one gradient of parameters for all its samples.
     """
-    loss, inputs = (
-        torch.cat(parts) if parts and all(part is not None for part in parts) else None  # type: ignore[arg-type]
-        for parts in ([one.of_loss for one in samples], [one.of_inputs for one in samples])
-    )
-    return _Joined(loss, inputs, gradients.added([one.gradient for one in samples]) if gradient is None else gradient)
+
+    def of_tokens(name: str) -> torch.Tensor | None:
+        parts = [getattr(one, name) for one in samples]
+        return torch.cat(parts) if parts and all(part is not None for part in parts) else None
+
+    of_parameters = gradients.added([one.gradient for one in samples]) if gradient is None else gradient
+    return _Joined(of_tokens("of_loss"), of_tokens("of_inputs"), of_tokens("of_embedded"), of_parameters)
 
 
 def _apart(one: _Joined, other: _Joined) -> Gradients:
     return Gradients(
         _share(one.loss, other.loss),
-        _share(one.inputs, other.inputs),
+        worst([_share(one.inputs, other.inputs), _share(one.embedded, other.embedded)]),
         gradients.difference(one.parameters, other.parameters),
     )
 

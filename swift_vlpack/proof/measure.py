@@ -11,6 +11,7 @@ import torch
 
 from swift_vlpack.proof import gradients
 from swift_vlpack.proof.choose_samples import shortest_of_each_kind
+from swift_vlpack.proof.each_alone import each_alone
 from swift_vlpack.proof.limits import (
     TIMES_NOISE,
     TIMES_NOISE_BESIDE_FLOAT32,
@@ -35,6 +36,7 @@ from swift_vlpack.proof.reference import (
     repeatable_training,
     run_alone,
     untouched,
+    words_of,
 )
 from swift_vlpack.proof.same_inputs import (
     wrong_boundaries,
@@ -47,6 +49,8 @@ from swift_vlpack.rows.samples import Encoded
 
 TOKENS_ALLOWED, SHARE_OF_EPOCH = 16_384, 0.02
 """Budget of a proof for sequences of the plan: this many tokens, or this share of an epoch, whichever is more."""
+_WORDS_FOR_HEAD = 16
+"""Number of tokens on which the whole head of the model is run once, to compare it with a part of the head."""
 
 
 class AgainstAlone(NamedTuple):
@@ -173,7 +177,7 @@ def measure_pack(
         reference = Reference(proof_model, samples)
         samples = reference.known(samples)
         with own_attention(proof_model.model):
-            proof_model = with_cut_head(proof_model, min(samples, key=length_of))
+            proof_model = with_cut_head(proof_model, words_of(samples[0], proof_model.is_ordinary, _WORDS_FOR_HEAD))
         experts = has_experts(proof_model.model)
         packs = _PackRuns(proof_model, samples, has_experts=experts)
         # Some kernels add in another order each time. That is noise; a cache or a draw that stays moves far more.
@@ -235,12 +239,9 @@ def _tokens_in(sequences: Sequence[Sequence[Encoded]]) -> int:
 
 def _against_known(proof_model: ProofModel, reference: Reference, sequence: Sequence[Encoded]) -> AgainstAlone | None:
     """Compare a sequence of the plan with its samples alone, if they have a reference; None if none of them has."""
-    is_known = [reference.is_for([sample]) for sample in sequence]
-    if not any(is_known):
+    if not any(reference.is_for([sample]) for sample in sequence):
         return None
-    alone = (
-        run_alone(proof_model, sample) if known else None for sample, known in zip(sequence, is_known, strict=True)
-    )
+    alone = each_alone(proof_model, reference, sequence)
     return AgainstAlone.of(sequence, proof_model.run(sequence, packed=True), alone)
 
 

@@ -18,7 +18,8 @@ import torch
 
 NUM_KEPT = 2**16
 """Most values that are kept of each parameter's gradient; of a larger gradient only every n-th value is compared."""
-_HIDDEN, _OF_LOSS, _OF_INPUTS, _EMBEDDED = "hidden", "of_loss", "of_inputs", "embedded"
+_HIDDEN, _OF_LOSS, _OF_INPUTS = "hidden", "of_loss", "of_inputs"
+_EMBEDDED, _OF_EMBEDDED = "embedded", "of_embedded"
 
 ComputeLoss = Callable[[Mapping[str, Any], bool], torch.Tensor]
 """Computes the trainer's loss of collated samples, packed or not, with autocast and all that the trainer does."""
@@ -37,6 +38,8 @@ class Pass:
     """Gradient of the loss with respect to the input of the first layer, at the end of the layers' whole backward."""
     embedded: torch.Tensor | None
     """Embeddings of the tokens, with the noise that is drawn for them."""
+    of_embedded: torch.Tensor | None = None
+    """Gradient of the loss with respect to `embedded`. It stands for the gradient of the embeddings' weight."""
     gradient: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Gradients of trained parameters, by name; at most `NUM_KEPT` values of each."""
     has_drawn: bool = False
@@ -44,11 +47,12 @@ class Pass:
 
     def at(self, tokens: slice | torch.Tensor) -> Pass:
         """Return the results of some tokens, without the gradient of parameters."""
-        hidden, of_loss, of_inputs = (
-            None if one is None else one[tokens] for one in (self.hidden, self.of_loss, self.of_inputs)
+        hidden, of_loss, of_inputs, of_embedded = (
+            None if one is None else one[tokens]
+            for one in (self.hidden, self.of_loss, self.of_inputs, self.of_embedded)
         )
         assert hidden is not None
-        return replace(self, hidden=hidden, of_loss=of_loss, of_inputs=of_inputs, gradient={})
+        return replace(self, hidden=hidden, of_loss=of_loss, of_inputs=of_inputs, of_embedded=of_embedded, gradient={})
 
 
 class CannotSee(Exception):
@@ -75,6 +79,7 @@ class Passes:
         self.compute_loss = compute_loss
         self.scale = scale
         self.decoder = _layers_of(model)
+        self.of_vocabulary = _of_vocabulary(model)
         # Parameters of FSDP2 are DTensors, which have a mesh; ZeRO-3 gives each parameter a `ds_id`.
         self.is_sharded = any(hasattr(one, "device_mesh") or hasattr(one, "ds_id") for one in model.parameters())
         self.why_no_parameters = "they are sharded" if self.is_sharded else None
@@ -97,14 +102,18 @@ class Passes:
             has_drawn = not all(map(torch.equal, before, _states_of_torch()))
             if backward and loss.requires_grad:
                 self.scale(loss).backward()
-        if _HIDDEN not in seen or len(seen[_HIDDEN]) != inputs["input_ids"].shape[-1]:
+        num_tokens = inputs["input_ids"].shape[-1]
+        if _HIDDEN not in seen or len(seen[_HIDDEN]) != num_tokens:
             raise CannotSee(f"{type(self.decoder).__name__} gives no hidden states")
+        if len(seen.get(_OF_EMBEDDED, ())) != num_tokens:  # the embeddings were called for something else, too
+            seen.pop(_OF_EMBEDDED, None)
         return Pass(
             loss=float(loss.detach()),
             hidden=seen[_HIDDEN],
             of_loss=seen.get(_OF_LOSS),
             of_inputs=seen.get(_OF_INPUTS),
             embedded=seen.get(_EMBEDDED),
+            of_embedded=seen.get(_OF_EMBEDDED),
             gradient=gradient,
             has_drawn=has_drawn,
         )
@@ -115,7 +124,7 @@ class Passes:
 
         `torch.autograd.grad` would not touch `.grad`, but does not work with reentrant checkpointing. If something else
         receives gradients in the backward (an engine, an optimizer step), parameters are frozen and nothing is
-        collected.
+        collected. Weights with a row for each word are frozen, too (`_of_vocabulary`).
         """
         found: dict[str, torch.Tensor] = {}
         trained = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
@@ -124,7 +133,7 @@ class Passes:
         try:
             for name, parameter in trained.items():
                 parameter.grad = None
-                if self.why_no_parameters:
+                if self.why_no_parameters or id(parameter) in self.of_vocabulary:
                     parameter.requires_grad_(False)
                 else:
                     handles.append(parameter.register_post_accumulate_grad_hook(partial(_take, found, name)))
@@ -146,6 +155,17 @@ def _layers_of(model: Any) -> torch.nn.Module:
     sizes = {name: sum(map(torch.numel, one.parameters())) for name, one in stacks.items()}
     layers: torch.nn.Module = model.get_submodule(max(sizes, key=sizes.__getitem__, default="").rpartition(".")[0])
     return layers
+
+
+def _of_vocabulary(model: Any) -> frozenset[int]:
+    """Return the ids of the weights of plain embeddings and heads, whose gradients are the largest of a backward.
+
+    They say nothing that the gradients of each token do not: those of its embedding, and of its last hidden state.
+    """
+    names = ("get_input_embeddings", "get_output_embeddings")
+    ends: list[Any] = [getattr(model, name, lambda: None)() for name in names]
+    # Not of a class of their own, whose backward may be wrong.
+    return frozenset(id(end.weight) for end in ends if type(end) in (torch.nn.Embedding, torch.nn.Linear))
 
 
 def _is_waited_for(model: torch.nn.Module) -> bool:
@@ -176,8 +196,12 @@ def _seen(model: Any, decoder: torch.nn.Module) -> Iterator[dict[str, torch.Tens
             tensor.requires_grad_(True)  # frozen embeddings: their gradient shows the layers' backward all the same
         tensor.register_hook(note)
 
-    def embedded(module: Any, args: Any, made: torch.Tensor) -> None:
+    def embedded(module: Any, args: Any, made: torch.Tensor) -> torch.Tensor | None:
         seen[_EMBEDDED] = made.detach()[0].clone()
+        if not torch.is_grad_enabled():
+            return None
+        gradient(_OF_EMBEDDED, made)
+        return made.clone()  # because the model may put images into it, and a leaf cannot be changed
 
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = kwargs.get("inputs_embeds")

@@ -19,10 +19,11 @@ import torch
 
 from swift_vlpack.feed.collate import NOT_FOR_THE_MODEL, UNUSED_COLUMNS, on_device
 from swift_vlpack.feed.sequence import layout, packed_sequence
+from swift_vlpack.feed.waiting import is_of_collective
 from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.samples import Encoded
 
-NUM_COLUMNS = 4096
+NUM_COLUMNS = 1024
 """Most words of the vocabulary whose logits are compared. They are enough, because a change in a token's hidden state
 moves all its logits. Over a whole vocabulary, logits would be the largest tensor and the most expensive product."""
 VISION_PARTS = ("visual", "vision", "audio", "image")
@@ -88,6 +89,20 @@ class RunResult:
     positions: tuple[torch.Tensor, ...] = ()  # (axes, length) each
     """Positions that the rotary embedding was given; empty if the model has none that takes positions."""
 
+    def of_sample(self, at: int) -> RunResult:
+        """Return the results of one sample of an un-packed batch, and its inputs without the padding."""
+        mask = self.inputs.get("attention_mask")
+        inputs = {}
+        for name, value in self.inputs.items():
+            if isinstance(value, torch.Tensor) and value.dim() and len(value) == len(self.logits):
+                own = value[at : at + 1]
+                if mask is not None and own.shape[:2] == (1, mask.shape[1]):
+                    own = own[:, mask[at].bool()]
+                inputs[name] = own
+        return RunResult(
+            (self.logits[at],), (self.labels[at],), (self.weights[at],), {}, inputs, self.positions[at : at + 1]
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ProofModel:
@@ -140,17 +155,18 @@ class ProofModel:
         )
 
 
-def with_cut_head(proof_model: ProofModel, sample: Encoded) -> ProofModel:
-    """Let the head compute only the logits that are compared, if that gives the same on a short sample.
+def with_cut_head(proof_model: ProofModel, words: Encoded) -> ProofModel:
+    """Let the head compute only the logits that are compared, if that gives the same on a few `words`.
 
     Saves time, because with a large vocabulary the head is most of the work of a small model. A model that computes
-    logits from one another keeps its whole head.
+    logits from one another keeps its whole head, and so does a model that cannot be run on words alone.
     """
     cut = replace(proof_model, is_head_cut=True)
-    whole = proof_model.run([sample], packed=False).logits[0]
     try:
-        logits = cut.run([sample], packed=False).logits[0]
-    except (RuntimeError, IndexError, ValueError):
+        whole, logits = (one.run([words], packed=False).logits[0] for one in (proof_model, cut))
+    except Exception as error:  # a model that needs media may raise anything
+        if is_of_collective(error):
+            raise
         return proof_model
     is_same = logits.shape == whole.shape and torch.allclose(logits.float(), whole.float(), rtol=0.02, atol=0.02)
     return cut if is_same else proof_model

@@ -46,7 +46,7 @@ class Reference:
     def __init__(self, proof_model: ProofModel, samples: Sequence[Encoded]) -> None:
         self.proof_model = proof_model
         self.limit = longest_for_own(proof_model.model)
-        self.short = _words_of(min(samples, key=length_of), proof_model.is_ordinary)
+        self.short = words_of(min(samples, key=length_of), proof_model.is_ordinary)
 
     def is_for(self, samples: Sequence[Encoded]) -> bool:
         """Return whether all these samples can be run alone as a reference."""
@@ -70,9 +70,9 @@ class Reference:
         return gap_of(*logits).most <= without_noise(coarsest([logits[0].dtype]), logits[0])
 
 
-def _words_of(sample: Encoded, is_ordinary: Callable[[int], bool]) -> Encoded:
-    """Make a sample of a few words of another sample."""
-    tokens = [token for token in sample["input_ids"] if is_ordinary(token)][:_FEW_WORDS]
+def words_of(sample: Encoded, is_ordinary: Callable[[int], bool], most: int = _FEW_WORDS) -> Encoded:
+    """Make a sample of a few words of another sample, at `most` so many tokens."""
+    tokens = [token for token in sample["input_ids"] if is_ordinary(token)][:most]
     return {"input_ids": tokens, "labels": [NO_LABEL, *tokens[1:]], "length": len(tokens)}
 
 

@@ -101,9 +101,10 @@ def wrong_media(joined: Mapping[str, Any], alone: Sequence[Mapping[str, Any]], *
 
 
 def _is_equal(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
-    if not tolerance or not one.is_floating_point():
-        return torch.equal(one, other)
-    return torch.allclose(one.float(), other.float(), rtol=tolerance, atol=tolerance)
+    if torch.equal(one, other):
+        return True
+    is_close = tolerance > 0 and one.is_floating_point()
+    return is_close and torch.allclose(one.float(), other.float(), rtol=tolerance, atol=tolerance)
 
 
 # -- before training: a sequence and its samples alone ----------------------------------------------------------------

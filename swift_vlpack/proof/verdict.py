@@ -289,7 +289,8 @@ def line_in_training(measured: InTraining) -> str:
         of_changed = "" if measured.of_changed is None else f", gradients by {measured.of_changed.most:.1e}"
         parts.append(f"other neighbours move hidden states by {worst(measured.moved):.1e}{of_changed}")
     if measured.gaps:
-        of_alone = "" if measured.of_alone is None else f", gradients within {measured.of_alone.most:.1e}"
+        of_targets = f"(the loss of {counted(measured.num_targets, 'target')})"
+        of_alone = "" if measured.of_alone is None else f", gradients within {measured.of_alone.most:.1e} {of_targets}"
         equal = "equals" if len(measured.gaps) == 1 else "equal"
         off = worst([gap.most for gap in measured.gaps])
         alone = f"{counted(len(measured.gaps), 'sample')} in it {equal} the model's own attention within {off:.1e}"

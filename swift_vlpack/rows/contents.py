@@ -104,8 +104,10 @@ def size_of(sample: Encoded) -> RowSize:
 def num_supervised(sample: Encoded) -> int:
     """Count the tokens that are predicted: those with a label, except the first, because no token precedes it."""
     labels = sample.get("labels")
-    predicted = [] if labels is None else list(labels)[1:]
-    return len(predicted) - predicted.count(NO_LABEL)
+    if labels is None or not len(labels):
+        return 0
+    labels = labels if isinstance(labels, list) else list(labels)
+    return len(labels) - labels.count(NO_LABEL) - int(labels[0] != NO_LABEL)
 
 
 def num_vision_tokens(template: Any, sequence: Mapping[str, Any]) -> int:

@@ -77,8 +77,12 @@ class Targets:
             if self.mask_boundary_loss:
                 made[:1] = NO_LABEL
             return made
-        kept = [NO_LABEL if label == self.untrained else label for label in labels]
-        return [NO_LABEL, *kept[1:]] if kept and self.mask_boundary_loss else kept
+        kept = list(labels)
+        if self.untrained is not None and self.untrained in kept:
+            kept = [NO_LABEL if label == self.untrained else label for label in kept]
+        if kept and self.mask_boundary_loss:
+            kept[0] = NO_LABEL
+        return kept
 
 
 @dataclass(frozen=True, eq=False)

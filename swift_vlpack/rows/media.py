@@ -39,7 +39,8 @@ class RealFile(NamedTuple):
 def media(row: Mapping[str, Any]) -> Iterator[Medium]:
     """Yield all media that a row names, in every form that ms-swift documents."""
     for column, kind in _COLUMNS.items():
-        yield from _media(column, kind, row.get(column))
+        if (value := row.get(column)) is not None:
+            yield from _media(column, kind, value)
     messages = row.get("messages")
     for number, message in enumerate(messages if isinstance(messages, (list, tuple)) else ()):
         content = message.get("content") if isinstance(message, Mapping) else None

@@ -28,17 +28,15 @@ class RandomStream:
     """A context with its own random states of Python, numpy and torch (CPU). Entered again, it continues them."""
 
     def __init__(self, *name: object) -> None:
-        outside = _states()
-        random.seed(seed := int(sort_keys(1, *name)[0]))
-        # numpy takes a seed of 32 bits; the key has 64.
-        np.random.seed(seed % 2**32)
-        torch.default_generator.manual_seed(seed % 2**63)  # torch.manual_seed would reach GPUs, too
-        self._first = self._states = _states()
-        _restore(outside)
+        self._seed = int(sort_keys(1, *name)[0])
+        self._states: States | None = None  # when it was left last
 
     def __enter__(self) -> RandomStream:
         self._outside = _states()
-        _restore(self._states)
+        if self._states is None:
+            _begin(self._seed)
+        else:
+            _restore(self._states)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -47,12 +45,24 @@ class RandomStream:
 
     @property
     def has_drawn(self) -> bool:
-        """True if any random number was drawn inside."""
+        """True if any random number was drawn inside, once the stream was left."""
+        if self._states is None:
+            return False
+        with RandomStream() as fresh:
+            _begin(self._seed)
         # Compare the states, because nothing else tells that code has drawn.
+        assert fresh._states is not None
         python, (_, keys, at, *_), of_torch = self._states
-        first_python, (_, first_keys, first_at, *_), first_of_torch = self._first
+        first_python, (_, first_keys, first_at, *_), first_of_torch = fresh._states
         is_unmoved = python == first_python and at == first_at and bool((keys == first_keys).all())
         return not (is_unmoved and torch.equal(of_torch, first_of_torch))
+
+
+def _begin(seed: int) -> None:
+    random.seed(seed)
+    # numpy takes a seed of 32 bits; the key has 64.
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed % 2**63)  # torch.manual_seed would reach GPUs, too
 
 
 def own_generator() -> torch.Generator:

@@ -38,7 +38,7 @@ def measure(small_folder, tmp_path, monkeypatch, capfd):
 @pytest.mark.slow
 @pytest.mark.telling
 def test_both_phases_measure_the_same_rows_and_leave_nothing(measure, tmp_path):
-    """CLI-22"""
+    """CLI-22 CLI-39"""
     code, packed, said = measure("packed")
     assert code == 0, said[-3000:]
     code, padded, said = measure("padded", per_device_train_batch_size=2)
@@ -49,6 +49,10 @@ def test_both_phases_measure_the_same_rows_and_leave_nothing(measure, tmp_path):
     assert all(one["first_batch_seconds"] > 0 for one in packed["loader"])
     assert packed["loader"][0]["samples_per_second"] > 0
     assert packed["attention"].startswith("attention vlpack")
+    assert [*packed["start"]] == ["imports", "model", "data", "lengths", "plan", "trainer", "attention", "proof"]
+    assert all(seconds >= 0 for seconds in packed["start"].values())
+    assert packed["start"]["lengths"] == pytest.approx(packed["length_pass"]["seconds"], abs=0.5)
+    assert packed["rows_of_run"] == 50
     assert len(packed["measurements"]) == len(padded["measurements"]) == 3
     assert all(0 < one["tokens"] <= 200 and one["batches"] == 1 for one in packed["measurements"])
     assert all(one["tokens"] >= 200 and one["samples"] == 2 * one["batches"] for one in padded["measurements"])
@@ -59,6 +63,8 @@ def test_both_phases_measure_the_same_rows_and_leave_nothing(measure, tmp_path):
     json.dumps(report)
     speeds = [report[name]["speed"]["tokens_per_second"] for name in ("packed", "padded")]
     assert report["ratio"] == pytest.approx(speeds[0] / speeds[1], abs=1e-3)
+    assert report["limit"] in ("loader", "step")
+    assert report["start"]["seconds"] == pytest.approx(sum(report["start"]["parts"].values()), abs=0.01)
     assert "samples/s" in bench_text(report)
 
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from swift_vlpack.cli.bench_report import advice_on, bench_text, speed_of
+from swift_vlpack.cli.bench_report import advice_on, bench_text, limit_of, speed_of, start_of
 
 GB = 2**30
 
@@ -36,6 +36,11 @@ def report():
         },
         "loader": [loader(0, 8.0), loader(1, 11.0), loader(2, 20.0), loader(4, 30.0)],
         "workers_of_run": 2,
+        "start": {
+            "seconds": 12.5, "parts": {"imports": 6.0, "lengths": 1.0, "proof": 5.5},
+            "rows_of_run": 40_000, "lengths_of_run": 50.0,
+        },
+        "limit": "step",
         "packed": training(speed_of(rows(1.0, 1.0, 1.0, 1.1))),
         "padded": training(speed_of(rows(2.0, 2.0, 2.0, 2.1))),
         "ratio": 2.0,
@@ -106,6 +111,39 @@ def test_advice_about_length_does_not_contradict_itself(report):
     assert [advice for advice in found if "packing_length" in advice] == [
         "packing_length 4096 is enough (it is 8192): shorter sequences, less memory"
     ]
+
+
+def test_start_is_of_the_rows_that_were_looked_at(report):
+    """CLI-39: with the first batch of the run's own workers, and what lengths of all rows would take."""
+    packed = {**report, "start": {"imports": 6.0, "proof": 5.5}, "rows_of_run": 40_000}
+    assert start_of(packed) == {
+        "seconds": 12.0,
+        "parts": {"imports": 6.0, "proof": 5.5, "first batch": 0.5},
+        "rows_of_run": 40_000,
+        "lengths_of_run": 50.0,
+    }
+    said = bench_text({**report, "advice": []})
+    assert "start        12.5 s to step 1, with 500 rows: imports 6.0, lengths 1.0, proof 5.5" in said
+    assert "lengths of all 40000 rows: 50 s at a first start; later starts remember them" in said
+    said = bench_text({**changed(report, "start/rows_of_run", 500), "advice": []})
+    assert "lengths of all" not in said
+
+
+@pytest.mark.parametrize(
+    ("workers", "loaders", "limit", "said"),
+    [
+        (2, [loader(2, 20.0)], "step", "the step is the limit, the loader is not: the loader delivers 20.0 samples"),
+        (1, [loader(1, 6.0)], "loader", "the loader is the limit: the loader delivers 6.0 samples a second (1 worker)"),
+        (0, [loader(0, 6.0)], "loader", "6.0 samples a second (the main process), the step takes 10.0"),
+        (1, [loader(1, None)], None, "not known"),
+        (3, [loader(1, 6.0)], None, "not known"),
+    ],
+)
+def test_limit_is_what_the_run_waits_for(workers, loaders, limit, said, report):
+    """CLI-39"""
+    made = {**report, "workers_of_run": workers, "loader": loaders}
+    assert limit_of(made) == limit
+    assert said in bench_text({**made, "limit": limit, "advice": []})
 
 
 def test_report_for_a_reader(report):

@@ -11,15 +11,17 @@ import pyarrow as pa
 import pytest
 
 from swift_vlpack.lengths.cache import LengthCache
-from swift_vlpack.lengths.measured_sizes import MeasuredSizes
+from swift_vlpack.lengths.cache_folder import lengths_path, remembered_in
+from swift_vlpack.lengths.measured_sizes import LengthCaches, MeasuredSizes
 from swift_vlpack.lengths.row_blocks import RowBlocks
+from swift_vlpack.lengths.trust import Trust
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.samples import SampleError, SampleId
 from swift_vlpack.rows.source import RowSource
 from tests.data_rows import image_row, text_row
 from tests.images import photo
-from tests.lengths.test_measure import start, texts, true_columns, unchecked
-from tests.plain_template import PlainTemplate
+from tests.lengths.test_measure import Start, start, texts, true_columns, unchecked
+from tests.plain_template import HeaderTemplate, PlainTemplate
 from tests.ranks_in_threads import on_ranks
 
 
@@ -235,6 +237,16 @@ def test_damaged_file_costs_only_the_keys(content, tmp_path, computed):
         assert file.read_bytes() == whole
 
 
+def test_file_of_keys_is_listed_and_cleared_with_the_lengths(tmp_path):
+    """LEN-23: a file of that name that begins otherwise is not ours."""
+    path = lengths_path(tmp_path, "data", "context")
+    caches = LengthCaches(cache=LengthCache(path, "context"), trust=Trust(tmp_path / "kinds.trust"))
+    Start(caches, HeaderTemplate(), PlainTemplate()).measured(loaded(texts(20)))
+    path.with_suffix(".1of2.keys").write_bytes(b"keys of a house")
+    (group,) = remembered_in(tmp_path)
+    assert [file.name for file in group.files] == [path.with_suffix(".0of1.keys").name, path.name]
+
+
 def test_rows_that_a_transform_or_a_format_makes_are_in_no_block():
     """LEN-23: what they are does not follow from the Arrow data."""
     rows = loaded(texts(20))
@@ -263,3 +275,13 @@ def test_blocks_are_counted_from_the_first_row_of_the_file():
     behind = datasets.concatenate_datasets([loaded(texts(5, 900)), rows])
     source = RowSource(name="data", rows=behind.select(range(6, 45)), row_numbers=np.arange(1, 40))
     assert RowBlocks.of(source, "context").digests(range(5))[1:] == whole[1:]
+
+
+def test_rows_of_equal_digest_have_equal_places():
+    """LEN-23: a block that lacks its first row, which was held out, is equal to one that begins with the next."""
+    without_first = RowSource(name="data", rows=loaded(texts(8)).select(range(1, 8)), row_numbers=np.arange(1, 8))
+    one, other = (
+        RowBlocks.of(source, "context") for source in (without_first, RowSource(name="data", rows=loaded(texts(7, 1))))
+    )
+    assert one.digests([0]) == other.digests([0])
+    assert one.place.tolist() == other.place.tolist()

@@ -65,9 +65,11 @@ def test_row_with_the_most_images_is_there(packs, rows):
     many = {**text_row("<image><image>twice", "the same"), "images": rows["image"]["images"] * 2}
     data = [*[text_row("hi", "ho")] * 24, *[many] * 8, text_row("long", "word " * 320)]
     made = packs(data, packing_strategy="greedy")
-    fullest, of_images, longest = ([contents_of(sample).images for sample in row] for row in sequences_of_plan(made))
-    assert sum(of_images) == max(sum(contents_of(sample).images for sample in pack) for pack in made)
-    assert sum(of_images) > max(sum(fullest), sum(longest))
+    sequences = [[contents_of(sample).images for sample in row] for row in sequences_of_plan(made)]
+    assert len(sequences) == 3
+    *others, most = sorted(map(sum, sequences))
+    assert most == max(sum(contents_of(sample).images for sample in pack) for pack in made)
+    assert most > max(others)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -161,12 +163,29 @@ def test_rows_of_the_plan_are_the_fullest_and_that_of_the_longest(packs):
     """ISO-12"""
     data = [*texts(30), text_row("long", "word " * 300)]
     made = packs(data)
-    fullest, longest = sequences_of_plan(made)
+    fullest, longest = sorted(sequences_of_plan(made), key=len, reverse=True)
     assert len(fullest) == max(made.plan.num_samples_per_pack)
     assert 30 in ids(longest)
     in_plan = [sorted(made[number].record.lengths) for number in range(len(made))]
     assert all(sorted(sample["length"] for sample in row) in in_plan for row in (fullest, longest))
     assert tokens_of_epoch(made) == sum(made.plan.num_tokens_per_pack)
+
+
+def test_sequence_that_has_the_most_of_all_is_taken_once(packs):
+    """ISO-12: many packs have as many samples, and one of these has the longest sample, too."""
+    made = packs([text_row("word " * (50 + (number == 7)), "word") for number in range(30)])
+    assert len(set(made.plan.num_samples_per_pack.tolist())) == 1
+    (sequence,) = sequences_of_plan(made)
+    assert 7 in ids(sequence)
+
+
+def test_sequences_come_by_their_tokens(packs):
+    """ISO-14: the budget takes cheap ones first."""
+    made = packs([*texts(30), text_row("long", "word " * 300), text_row("longer", "word " * 600)])
+    tokens = [sum(sample["length"] for sample in sequence) for sequence in sequences_of_plan(made)]
+    assert len(tokens) == 2
+    assert tokens == sorted(tokens)
+    assert tokens[0] <= 400 < tokens[1]
 
 
 def test_row_with_a_sample_longer_than_the_window_is_there(packs):

@@ -5,17 +5,22 @@ import logging
 import re
 import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils.data import get_worker_info
 from transformers import AttentionInterface
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 
 from swift_vlpack.attention import attention
 from swift_vlpack.errors import IsolationError
 from swift_vlpack.feed.collate import Collator, batch_of
 from swift_vlpack.host.proof import prove_first_batch
+from swift_vlpack.host.trainer import PackingTrainer
 from swift_vlpack.proof import in_training, passes
+from swift_vlpack.proof.first_batch import FirstSequence
+from swift_vlpack.rows.samples import PackRecord
 from tests.data_rows import mixed_rows, text_row, write_jsonl
 from tests.environment import packing_options
 from tests.host.proof import sabotage as s
@@ -188,6 +193,68 @@ def test_backward_that_is_wrong_in_full_rows_is_stopped(run, attending):
     attending(wrong)
     with pytest.raises(IsolationError, match=r"the backward of the trainer's own sequence is not that of its samples"):
         run(max_length=900)
+
+
+class Rolled(torch.autograd.Function):
+    """Nothing forwards; backwards each token gets the gradient of the one before it."""
+
+    @staticmethod
+    def forward(ctx, states):
+        return states.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.roll(1, dims=1)
+
+
+def test_gradient_that_reaches_other_embeddings_is_stopped(run, data, tmp_path, monkeypatch):
+    """ISO-21: between embeddings and layers, of which no norm and no matrix of the layers has a gradient."""
+    right = Qwen2_5_VLModel.forward
+
+    def forward(self, *args, inputs_embeds=None, cu_seq_lens_q=None, **options):
+        if cu_seq_lens_q is not None and len(cu_seq_lens_q) > 2:
+            inputs_embeds = Rolled.apply(inputs_embeds)
+        return right(self, *args, inputs_embeds=inputs_embeds, cu_seq_lens_q=cu_seq_lens_q, **options)
+
+    monkeypatch.setattr(Qwen2_5_VLModel, "forward", forward)
+    texts = write_jsonl(tmp_path / "texts.jsonl", [text_row(f"question {n}", "answer " * 40) for n in range(12)])
+    with pytest.raises(IsolationError, match=r"the backward of the trainer's own sequence is not that of its samples"):
+        run(dataset=texts)
+
+
+def test_loss_is_taken_of_a_few_targets_of_each_watched_sample():
+    """ISO-21: the first, the last and some between, none of those with a weight of 0; of many samples fewer."""
+    labels, weights = torch.full((1, 300), 7), torch.ones(1, 300)
+    labels[0, [0, 100]], weights[0, 100:150] = -100, 0
+    record = PackRecord(0, 0, (), (100, 200), 0)
+    sequence = FirstSequence({"labels": labels, "loss_scale": weights}, record, "", None, bool)
+    places = sequence.is_learnt.nonzero().flatten().tolist()
+    assert len(places) == 8
+    assert (places[0], places[-1]) == (150, 299)
+    assert torch.equal(sequence.for_watched()["labels"][0] != -100, sequence.is_learnt)
+    lengths = (10,) * 600
+    many = FirstSequence({"labels": torch.full((1, 6000), 7)}, replace(record, lengths=lengths), "", None, bool)
+    assert int(many.is_learnt.sum()) == 2 * 300
+
+
+def test_no_logits_of_a_target_that_is_not_taken_are_computed(run, monkeypatch):
+    """ISO-21: those of a whole vocabulary are the largest tensors of a step."""
+    nums, right = [], PackingTrainer.compute_loss
+
+    def compute_loss(self, model, inputs, *args, **options):
+        nums.append(int((inputs["labels"] != -100).sum()))
+        return right(self, model, inputs, *args, **options)
+
+    def prove(*args):
+        monkeypatch.setattr(PackingTrainer, "compute_loss", compute_loss)
+        said = prove_first_batch(*args)
+        monkeypatch.setattr(PackingTrainer, "compute_loss", right)
+        return said
+
+    monkeypatch.setattr("swift_vlpack.host.trainer.prove_first_batch", prove)
+    _, (line,) = run()
+    num_targets = int(re.search(r"\(the loss of (\d+) targets\)", line)[1])
+    assert max(nums) == num_targets <= 8 * int(re.search(r"(\d+) samples? in it equal", line)[1])
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------

@@ -221,10 +221,34 @@ def test_logits_of_a_large_vocabulary_are_compared_in_part():
     """ISO-14: of all over it."""
     logits = torch.arange(151_936.0).expand(2, 3, -1)
     some = some_columns(logits)
-    assert some.shape == (2, 3, 3999)
+    assert some.shape == (2, 3, 1020)
     assert float(some.min()) == 0
     assert float(some.max()) > 151_800
     assert some_columns(logits[..., :512]).shape[-1] == 512
+
+
+def test_model_that_cannot_be_run_on_a_few_words_computes_all_logits():
+    """ISO-14: as one that needs an image; it is proved all the same."""
+    right = s.llama(vocab_size=5000)
+
+    def refuse(module, args, options):
+        if options["input_ids"].shape[1] == 16:
+            raise KeyError("pixel_values")
+
+    handle = right.model.register_forward_pre_hook(refuse, with_kwargs=True)
+    proof = run_proof(right, text_samples(*LENGTHS), [text_samples(*LENGTHS)])
+    handle.remove()
+    assert (proof.num_samples, proof.num_more) == (len(LENGTHS), len(LENGTHS))
+
+
+def test_head_computes_all_logits_of_a_few_words_only():
+    """ISO-14: to compare it with the part of it that it computes otherwise."""
+    right = s.llama(vocab_size=5000)
+    made = []
+    right.model.lm_head.register_forward_hook(lambda module, args, logits: made.append(logits.shape))
+    run_proof(right, text_samples(*LENGTHS), [text_samples(*LENGTHS)])
+    assert [shape[1] for shape in made if shape[-1] == 5000] == [16]
+    assert {shape[-1] for shape in made} == {5000, 1000}
 
 
 # -- as models train --------------------------------------------------------------------------------------------------
