@@ -125,10 +125,10 @@ def grouped(sequence: PackedSequence) -> torch.Tensor:
 
 def by_lengths(sequence: PackedSequence) -> torch.Tensor:
     """Compute as `grouped` if the samples are so many and short that it is quicker, else as `segments`."""
-    return grouped(sequence) if _saves_calls(sequence) else segments(sequence)
+    return grouped(sequence) if saves_calls(sequence) else segments(sequence)
 
 
-def _saves_calls(sequence: PackedSequence) -> bool:
+def saves_calls(sequence: PackedSequence) -> bool:
     """Return whether the calls that groups save take longer than the copy of all tokens that groups need."""
     if sequence.query.device.type == "cpu":
         worth = BYTES_OF_CALL if sequence.args.is_plain else BYTES_OF_EAGER_CALL
