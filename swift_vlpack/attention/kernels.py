@@ -23,8 +23,8 @@ Kernel = Callable[[PackedSequence], torch.Tensor]
 
 BYTES_OF_CALL, BYTES_OF_EAGER_CALL, BYTES_OF_LAUNCH = 50e3, 100e3, 10e6
 """Bytes of query, key and value whose copy takes as long as a call of attention on one short sample, both with their
-gradients: by sdpa on a CPU, by `eager` on a CPU (both measured on one thread: 8 to 128 tokens, 4 and 16 heads, fp32 and bf16), and
-on a device where a call is some ten launches (estimated: 0.1 ms at 0.1 TB/s)."""
+gradients: by sdpa on a CPU, by `eager` on a CPU (both measured on one thread: 8 to 128 tokens, 4 and 16 heads, fp32 and
+bf16), and on a device where a call is some ten launches (estimated: 0.1 ms at 0.1 TB/s)."""
 
 
 class CannotDo(Exception):
