@@ -227,6 +227,20 @@ def test_logits_of_a_large_vocabulary_are_compared_in_part():
     assert some_columns(logits[..., :512]).shape[-1] == 512
 
 
+def test_model_that_cannot_be_run_on_a_few_words_computes_all_logits():
+    """ISO-14: as one that needs an image; it is proved all the same."""
+    right = s.llama(vocab_size=5000)
+
+    def refuse(module, args, options):
+        if options["input_ids"].shape[1] == 16:
+            raise KeyError("pixel_values")
+
+    handle = right.model.register_forward_pre_hook(refuse, with_kwargs=True)
+    proof = run_proof(right, text_samples(*LENGTHS), [text_samples(*LENGTHS)])
+    handle.remove()
+    assert (proof.num_samples, proof.num_more) == (len(LENGTHS), len(LENGTHS))
+
+
 def test_head_computes_all_logits_of_a_few_words_only():
     """ISO-14: to compare it with the part of it that it computes otherwise."""
     right = s.llama(vocab_size=5000)
