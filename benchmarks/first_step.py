@@ -15,6 +15,7 @@ take turns, so that what else the machine does meets all of them. `--runs 5` giv
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import os
 import random
@@ -187,6 +188,8 @@ def main() -> None:
     parser.add_argument("--runs", type=int, help="turns of every number of rows; default: 3 to 1, the fewer the more")
     parser.add_argument("--processes", type=int, default=2, help="dataset_num_proc of all")
     options = parser.parse_args()
+    # As an installer does; an editable install is compiled at every start where Python may not write bytecode.
+    compileall.compile_dir(str(Path(plugin_path()).parents[1]), quiet=1)
     print(HEADER, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for data in DATA:

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.plan import strategies
-from swift_vlpack.plan.exact import Shelf, take_out
+from swift_vlpack.plan.exact import Shelf
 from swift_vlpack.plan.length_files import read_lengths
 from swift_vlpack.plan.packs import Plan
 from swift_vlpack.plan.planner import plan
@@ -157,8 +157,7 @@ def exact_alone(sizes: list[int], capacity: int, window: int) -> list[list[int]]
     while indices:
         inside = shelf.fullest()
         groups.append([indices[i] for i in inside])
-        shelf.take(inside)
-        take_out(indices, inside)
+        shelf.take(inside, indices)
         more = sizes[num_read : num_read + len(inside)]
         shelf.add(more)
         indices += range(num_read, num_read + len(more))

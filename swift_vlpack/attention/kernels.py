@@ -23,8 +23,8 @@ Kernel = Callable[[PackedSequence], torch.Tensor]
 
 BYTES_OF_CALL, BYTES_OF_EAGER_CALL, BYTES_OF_LAUNCH = 50e3, 100e3, 10e6
 """Bytes of query, key and value whose copy takes as long as a call of attention on one short sample, both with their
-gradients: by sdpa on a CPU, by `eager` on a CPU (both measured: 16 to 128 tokens, 4 and 16 heads, fp32 and bf16), and
-on a device where a call is some ten launches (estimated: 0.1 ms at 0.1 TB/s)."""
+gradients: by sdpa on a CPU, by `eager` on a CPU (both measured on one thread: 8 to 128 tokens, 4 and 16 heads, fp32 and
+bf16), and on a device where a call is some ten launches (estimated: 0.1 ms at 0.1 TB/s)."""
 
 
 class CannotDo(Exception):
@@ -125,10 +125,10 @@ def grouped(sequence: PackedSequence) -> torch.Tensor:
 
 def by_lengths(sequence: PackedSequence) -> torch.Tensor:
     """Compute as `grouped` if the samples are so many and short that it is quicker, else as `segments`."""
-    return grouped(sequence) if _saves_calls(sequence) else segments(sequence)
+    return grouped(sequence) if saves_calls(sequence) else segments(sequence)
 
 
-def _saves_calls(sequence: PackedSequence) -> bool:
+def saves_calls(sequence: PackedSequence) -> bool:
     """Return whether the calls that groups save take longer than the copy of all tokens that groups need."""
     if sequence.query.device.type == "cpu":
         worth = BYTES_OF_CALL if sequence.args.is_plain else BYTES_OF_EAGER_CALL

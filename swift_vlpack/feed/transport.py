@@ -37,6 +37,8 @@ _SPARE_BYTES = 1 << 24
 """
 _LEAST_JOINED_BYTES = 1 << 18
 """Smaller tensors are joined as always and copied into the buffer: that is faster than to look at them."""
+MOST_INLINE_BYTES = 1 << 19
+"""Smaller batches, as those of texts are, go through the pipe: handing over a descriptor takes longer (1 to 2 ms)."""
 _JOINS = (torch.cat, torch.concat, torch.concatenate)
 _CLOSE_ON_EXEC = 1  # MFD_CLOEXEC
 
@@ -123,8 +125,11 @@ class Written(TorchFunctionMode):
         pickler = ForkingPickler(stream, pickle.HIGHEST_PROTOCOL)
         pickler.persistent_id = places.of  # type: ignore[method-assign]
         pickler.dump(batch)
-        self._buffer.memory[0] = _IN_USE
-        return Sent(DupFd(self._buffer.fd), self._buffer.num_bytes, tuple(places.known), stream.getvalue())
+        source: Any = bytearray(self._buffer.memory[: self._end]) if self._end <= MOST_INLINE_BYTES else None
+        if source is None:
+            self._buffer.memory[0] = _IN_USE
+            source = DupFd(self._buffer.fd)
+        return Sent(source, self._buffer.num_bytes, tuple(places.known), stream.getvalue())
 
     def place_of(self, tensor: torch.Tensor) -> Place:
         """Return where a tensor is in the buffer; copy it there first if it is elsewhere."""
@@ -173,15 +178,24 @@ class _Places:
 class Sent:
     """A batch in a buffer, for the queue of a worker; unpickled, it is the batch itself."""
 
-    def __init__(self, fd: Any, num_bytes: int, places: tuple[Place, ...], data: bytes) -> None:
-        self._parts = fd, num_bytes, places, data
+    def __init__(self, source: Any, num_bytes: int, places: tuple[Place, ...], data: bytes) -> None:
+        """Send what is in `source`: the descriptor of a buffer of `num_bytes`, or a copy of what was written in it."""
+        self._parts = source, num_bytes, places, data
 
     def __reduce__(self) -> tuple[Any, ...]:
         return received, self._parts
 
 
-def received(fd: Any, num_bytes: int, places: Sequence[Place], data: bytes) -> Any:
+def received(source: Any, num_bytes: int, places: Sequence[Place], data: bytes) -> Any:
     """Return a batch whose tensors are in the buffer of a worker; the buffer is free when the last of them is gone."""
+    memory = np.frombuffer(source, np.uint8) if isinstance(source, bytearray) else _mapped(source, num_bytes)
+    tensors = [tensor_at(memory, place) for place in places]
+    unpickler = pickle.Unpickler(io.BytesIO(data))
+    unpickler.persistent_load = tensors.__getitem__  # type: ignore[method-assign]
+    return unpickler.load()
+
+
+def _mapped(fd: Any, num_bytes: int) -> Any:
     number = fd.detach()
     try:
         mapped = mmap.mmap(number, num_bytes)
@@ -189,10 +203,7 @@ def received(fd: Any, num_bytes: int, places: Sequence[Place], data: bytes) -> A
         os.close(number)
     memory = np.frombuffer(mapped, np.uint8)
     weakref.finalize(memory, _set_free, mapped, os.getpid()).atexit = False
-    tensors = [tensor_at(memory, place) for place in places]
-    unpickler = pickle.Unpickler(io.BytesIO(data))
-    unpickler.persistent_load = tensors.__getitem__  # type: ignore[method-assign]
-    return unpickler.load()
+    return memory
 
 
 def _set_free(mapped: mmap.mmap, pid: int) -> None:
@@ -265,4 +276,6 @@ def num_bytes_of(value: Any) -> int:
         return value.nbytes
     if isinstance(value, Mapping):
         return sum(map(num_bytes_of, value.values()))
-    return sum(map(num_bytes_of, value)) if isinstance(value, (list, tuple)) else 0
+    # Tokens are lists of thousands of numbers; the first of them tells.
+    has_inner = isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, float))
+    return sum(map(num_bytes_of, value)) if has_inner else 0

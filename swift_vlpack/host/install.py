@@ -16,6 +16,7 @@ import sys
 from typing import Any
 
 from swift_vlpack.attention import attention
+from swift_vlpack.host.garbage import pass_over_imports
 from swift_vlpack.host.messages import join_log, quiet_mistakes
 from swift_vlpack.host.seam import CALLBACK, SEAM, UnsupportedSwift, check_seam
 from swift_vlpack.rows.families import let_through
@@ -39,6 +40,7 @@ def install() -> None:
         raise UnsupportedSwift(f"{SEAM[0][0]}.{SEAM[0][1]} is gone")
     if hasattr(check, "_vlpack_original"):
         return
+    pass_over_imports()
 
     @functools.wraps(check)
     def _check_padding_free(self: Any) -> None:

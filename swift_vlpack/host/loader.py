@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from multiprocessing.connection import wait
 from typing import Any
@@ -12,6 +11,7 @@ from swift.dataloader import DataLoaderShard
 from swift_vlpack.errors import VLPackError
 from swift_vlpack.feed.collate import Batch, Collator, WorkerCollator
 from swift_vlpack.feed.feed import Feed
+from swift_vlpack.host.garbage import shared_with_forks
 from swift_vlpack.rows.randomness import own_generator
 
 SECONDS_TO_DIE = 1.0
@@ -57,14 +57,9 @@ class PackLoader(DataLoaderShard):
             ) from error
 
     def _get_iterator(self) -> Any:
-        # A forked worker shares the memory of this process until one of both writes to it. A full collection writes to
-        # every object that it looks at, some 170 MB. So let it look at none that the worker finds when it is forked.
-        gc.freeze()
-        try:
+        with shared_with_forks():
             # Keep the iterator: it alone knows the processes of the workers.
             self._reading = super()._get_iterator()
-        finally:
-            gc.unfreeze()
         return self._reading
 
     def _dead_workers(self) -> list[str]:

@@ -25,9 +25,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -59,8 +59,9 @@ process is cheap in comparison."""
 _NUM_KEYS_WORTH_A_PROCESS = 2000
 """Rows that are worth another process to look up their keys. A key takes 0.05 ms for a text and 0.3 ms for an image;
 starting and ending a process takes about 50 ms."""
-_NUM_FILES_WORTH_A_PROCESS = 20_000
-"""Known rows that are worth another process to ask for their files: 5 us a row on a local disk."""
+_NUM_FILES_WORTH_A_PROCESS = 5_000
+"""Known rows that are worth another process to ask for their files: 25 ms on a local disk, 1 s and more on a network's,
+where processes wait side by side."""
 _FILES_OF_TASK = 1024
 """Known rows of a task: 5 ms."""
 _NUM_BYTES_WORTH_A_PROCESS = 2**28
@@ -105,6 +106,14 @@ def measure(
     )
 
 
+class BlockDigests(NamedTuple):
+    """The digests of one rank's share of the blocks of rows."""
+
+    layout: bytes = b""
+    """A digest of where the rows are in their blocks; empty if they are in none."""
+    digests: Sequence[bytes] = ()
+
+
 class _RankPass:
     """The measuring of one rank's rows in steps: `digest_blocks`, `look_up`, `measure`, `compare`, in this order.
 
@@ -127,17 +136,17 @@ class _RankPass:
     def _encoders(self) -> Encoders:
         return self._work.encoders
 
-    def digest_blocks(self) -> list[bytes]:
-        """Return the digests of this rank's share of the blocks of rows: rank r has the blocks r, r + n, ..."""
+    def digest_blocks(self) -> BlockDigests:
+        """Digest this rank's share of the blocks of rows: rank r has the blocks r, r + n, ..."""
         blocks = self._work.blocks
         if blocks is None:
-            return []
+            return BlockDigests()
         mine = np.arange(self._comm.rank, len(blocks), self._comm.num_ranks)
         num_processes = _worth(blocks.num_bytes // self._comm.num_ranks, _NUM_BYTES_WORTH_A_PROCESS)
         tasks = _tasks(TaskKind.DIGESTS, mine, _BLOCKS_OF_TASK)
-        return [digest for some in self._results(tasks, num_processes) for digest in some]
+        return BlockDigests(blocks.layout(), [one for some in self._results(tasks, num_processes) for one in some])
 
-    def look_up(self, digests: list[list[bytes]]) -> str | None:
+    def look_up(self, digests: list[BlockDigests]) -> str | None:
         """Load the sizes that the cache has for the rows. Keys are computed of rows that no earlier start has seen.
 
         `digests` are those of the blocks of each rank.
@@ -150,7 +159,7 @@ class _RankPass:
             return f"they were found to differ at an earlier start, which {self._caches.cache.path} remembers"
         return None
 
-    def _keys(self, digests: list[list[bytes]]) -> Iterator[RowKeys]:
+    def _keys(self, digests: list[BlockDigests]) -> Iterator[RowKeys]:
         """Yield the keys of all rows, remembered or computed, and remember those that were computed."""
         unchanged, known = np.zeros(0, dtype=np.int64), self._known(digests)
         if known is not None:
@@ -168,12 +177,13 @@ class _RankPass:
         if known is not None and found:
             known.save(unchanged, found)
 
-    def _known(self, digests: list[list[bytes]]) -> KnownKeys | None:
+    def _known(self, digests: list[BlockDigests]) -> KnownKeys | None:
         """Load the keys that earlier starts remembered; None if rows are in no blocks."""
         blocks, num_ranks = self._work.blocks, self._comm.num_ranks
-        if blocks is None or not len(blocks):
+        # A rank may have the same rows in another order of its table, which has other blocks.
+        if blocks is None or not len(blocks) or len({of_rank.layout for of_rank in digests}) > 1:
             return None
-        in_order = [digests[number % num_ranks][number // num_ranks] for number in range(len(blocks))]
+        in_order = [digests[number % num_ranks].digests[number // num_ranks] for number in range(len(blocks))]
         path, mine = self._caches.cache.keys_file(self._comm.rank, num_ranks), self._rows.indices
         self._work.known = KnownKeys(path, in_order, blocks.block[mine], blocks.place[mine])
         return self._work.known

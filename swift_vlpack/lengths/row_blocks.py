@@ -69,6 +69,11 @@ class RowBlocks:
     def __len__(self) -> int:
         return len(self.starts)
 
+    def layout(self) -> bytes:
+        """Return a digest of where the rows of the source are in its blocks."""
+        arrays = (self.block, self.place, self.starts, self.stops)
+        return hashlib.blake2b(b"".join(one.tobytes() for one in arrays), digest_size=_DIGEST_BYTES).digest()
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the table that digesting reads, about."""

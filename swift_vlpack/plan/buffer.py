@@ -18,7 +18,7 @@ from typing import Any
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import StrategyError
-from swift_vlpack.plan.exact import Shelf, take_out
+from swift_vlpack.plan.exact import Shelf
 from swift_vlpack.plan.registry import WINDOW, strategy_named
 from swift_vlpack.plan.shuffle import permutation
 from swift_vlpack.plan.strategies import Caps, Groups, fill_around_oldest
@@ -55,6 +55,7 @@ class Buffer:
         self._shelf = Shelf(config.packing_length)
         self.lengths = self._shelf.lengths
         self._uses: list[tuple[int, ...]] = []  # of the limits; empty without caps
+        self._beside: list[list[Any]] = [self.serials, self._uses] if self._limits else [self.serials]
         self._num_carried: dict[int, int] = {}  # by serial, how often the buffer was packed without it
 
     def __len__(self) -> int:
@@ -138,8 +139,8 @@ class Buffer:
         oldest = self.serials[0]
         self._num_carried[oldest] = self.num_carried(oldest) + 1
         self._shelf.put_oldest_last()
-        for values in (self.serials, self._uses) if self._limits else (self.serials,):
-            values.append(values.pop(0))  # type: ignore[arg-type]
+        for values in self._beside:
+            values.append(values.pop(0))
 
     def _step_in_order(self) -> Groups:
         """Let the open pack leave if the newest item does not fit, or if it is exactly full (`greedy`, `window`)."""
@@ -184,10 +185,7 @@ class Buffer:
         if self._num_carried:
             for index in indices:
                 self._num_carried.pop(self.serials[index], None)
-        self._shelf.take(indices)
-        take_out(self.serials, indices)
-        if self._limits:
-            take_out(self._uses, indices)
+        self._shelf.take(indices, *self._beside)
 
     # -- how full -----------------------------------------------------------------------------------------------
 

@@ -21,9 +21,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import TypeVar
-
-Value = TypeVar("Value")
+from typing import Any
 
 _MOST_OVER = 8
 """Tokens over the pack, in items of mean length, up to which leaving out is tried."""
@@ -59,12 +57,21 @@ class Shelf:
             for length in islice(self.lengths, at, None):
                 insort(self._ascending, length)
 
-    def take(self, indices: Sequence[int]) -> None:
-        """Take out the lengths at these indices, which ascend."""
+    def take(self, indices: Sequence[int], *beside: list[Any]) -> None:
+        """Take out the lengths at these indices, which ascend, and what is at the same places of lists `beside`."""
         if self._ascending is not None:
             for index in indices:
                 del self._ascending[bisect_left(self._ascending, self.lengths[index])]
-        take_out(self.lengths, indices)
+        stop = indices[-1] + 1
+        if stop > 4 * len(indices):  # a few of many
+            for index in reversed(indices):  # from the end, so that the other indices stay right
+                for values in (self.lengths, *beside):
+                    del values[index]
+            return
+        inside = set(indices)
+        left = [index for index in range(stop) if index not in inside]
+        for values in (self.lengths, *beside):
+            values[:stop] = [values[index] for index in left]
 
     def put_oldest_last(self) -> None:
         """Make the oldest length the newest one."""
@@ -86,17 +93,6 @@ class Shelf:
         elif self._ascending is None:
             self._ascending = sorted(lengths)
         return inside
-
-
-def take_out(values: list[Value], indices: Sequence[int]) -> None:
-    """Delete the values at these indices, which ascend."""
-    stop = indices[-1] + 1
-    if stop > 4 * len(indices):
-        for index in reversed(indices):  # from the end, so that the other indices stay right
-            del values[index]
-        return
-    gone = set(indices)
-    values[:stop] = [values[index] for index in range(stop) if index not in gone]
 
 
 def _leaving_out(lengths: Sequence[int], capacity: int) -> tuple[list[int], bool] | None:
@@ -130,16 +126,16 @@ def _leaving_out(lengths: Sequence[int], capacity: int) -> tuple[list[int], bool
         room -= length
     if room < -most_over:
         return None
-    left_out = set()
     index = len(trail)
+    inside = list(range(index))
     while room:
         index -= 1
         # Newest first: an item is left out if the others that are left out could be older than it.
         rest = room + lengths[index]
         if rest <= 0 and (trail[index - 1] >> (most_over + rest)) & 1:
-            left_out.add(index)
+            del inside[index]
             room = rest
-    return [index for index in range(len(trail)) if index not in left_out], True
+    return inside, True
 
 
 def _putting_in(lengths: Sequence[int], capacity: int) -> tuple[list[int], bool]:

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from swift_vlpack.plan.exact import Shelf, take_out
+from swift_vlpack.plan.exact import Shelf
 
 Groups = list[list[int]]
 
@@ -227,8 +227,7 @@ def exact(lengths: Sequence[int], capacity: int, caps: Caps | None = None) -> Gr
     while left:
         inside = fill_around_oldest(shelf, capacity, caps and caps.subset(left))
         groups.append([left[i] for i in inside])
-        shelf.take(inside)
-        take_out(left, inside)
+        shelf.take(inside, left)
     return groups
 
 

@@ -21,7 +21,7 @@ from swift_vlpack.attention.choose_kernel import (
     reference,
     results,
 )
-from swift_vlpack.attention.kernels import KERNELS, CannotDo, by_flex, by_lengths, grouped, segments
+from swift_vlpack.attention.kernels import KERNELS, CannotDo, by_flex, by_lengths, grouped, saves_calls, segments
 from swift_vlpack.errors import ConfigError
 from tests.attention.one_by_one import built, compared, packed, run, samples_of
 from tests.attention.test_honours import deepseek, gemma2, gemma3_vision, gpt_oss, llama4, mistral
@@ -160,6 +160,15 @@ def test_lengths_tell_segments_from_grouped_without_a_stopwatch(monkeypatch):
     for lengths, quicker in (((8,) * 40, "grouped"), ((300, 200, 90, 100, 400), "segments"), ((7,), "segments")):
         by_lengths(kind.random(lengths, 16))
         assert used.pop() == quicker
+
+
+def test_a_device_where_calls_are_launches_groups_longer_samples():
+    """ATTN-9: on a CPU a call costs little more than what it computes."""
+    (kind, *_) = layer_kinds(calls_of(built(mistral())))
+    for lengths, is_quicker in (((500,) * 16, True), ((500, 300, 100), False)):
+        on_cpu = kind.random(lengths, 16)
+        on_device = replace(on_cpu, **{name: getattr(on_cpu, name).to("meta") for name in ("query", "key", "value")})
+        assert (saves_calls(on_cpu), saves_calls(on_device)) == (False, is_quicker)
 
 
 def test_grouped_is_not_taken_where_it_is_wrong():

@@ -285,3 +285,14 @@ def test_rows_of_equal_digest_have_equal_places():
     )
     assert one.digests([0]) == other.digests([0])
     assert one.place.tolist() == other.place.tolist()
+
+
+def test_ranks_whose_tables_are_in_another_order_take_no_digest_of_each_other(tmp_path, taken):
+    """LEN-12 LEN-23: the rows are the same, shuffled by an index on one rank and rewritten on the other."""
+    indexed = loaded(texts(64)).shuffle(seed=5)
+    of_ranks = [indexed, indexed.flatten_indices()]
+    for given in (of_ranks, [indexed, indexed]):
+        taken.clear()
+        on_ranks(2, lambda comm, given=given: start(tmp_path).measured(given[comm.rank], comm))
+    keys = LengthCache(tmp_path / "rows.lengths", "context").keys(indexed).tolist()
+    assert sorted(found.tolist() for found, _ in taken) == sorted([keys[0::2], keys[1::2]])
