@@ -48,13 +48,13 @@ class Trial:
 
     seconds: float | None = None
     """Time for forward and backward of all layers, if the kernel was timed."""
-    reason: str = ""
+    why_not: str = ""
     """Why the kernel must not be used; empty if it may."""
 
     @property
     def is_right(self) -> bool:
         """Return whether the kernel may be used."""
-        return not self.reason
+        return not self.why_not
 
 
 def choose(
@@ -83,8 +83,8 @@ def choose(
 
     found = _slowest(results_of_all(measure))
     chosen = _quickest(found) if wanted == AUTO else wanted
-    if found[chosen].reason:
-        raise ConfigError(f"packing_attention={chosen}: the kernel {found[chosen].reason}; set packing_attention=auto")
+    if found[chosen].why_not:
+        raise ConfigError(f"packing_attention={chosen}: the kernel {found[chosen].why_not}; set packing_attention=auto")
     if wanted == AUTO and chosen in CHOSEN_BY_LENGTHS and GROUPED in found and found[GROUPED].is_right:
         attention.use_kernel(model, by_lengths)
         return _line(f"{DEFAULT} or {GROUPED}", found, lengths, "by the lengths of each sequence")
@@ -137,7 +137,7 @@ def _tried(
     found: dict[str, Trial] = {}
     for name, kernel in kernels.items():
         if name == "flex" and "varlen" in found and found["varlen"].is_right:
-            found[name] = Trial(reason="was not compiled, as varlen does it")  # compiling takes longest of all
+            found[name] = Trial(why_not="was not compiled, as varlen does it")  # compiling takes longest of all
         else:
             found[name] = _of(partial(_checked, kinds, kernel))
     right = [name for name, trial in found.items() if trial.is_right]
@@ -152,7 +152,7 @@ def _of(work: Callable[[], Trial]) -> Trial:
         return work()
     except Exception as error:
         why = str(error) if isinstance(error, _Wrong) else f"breaks with {type(error).__name__}: {error}"
-        return Trial(reason=why.splitlines()[0])
+        return Trial(why_not=why.splitlines()[0])
 
 
 def _checked(kinds: Sequence[LayerKind], kernel: Kernel) -> Trial:
@@ -175,7 +175,7 @@ def _checked(kinds: Sequence[LayerKind], kernel: Kernel) -> Trial:
                 raise _Wrong(
                     f"differs from the reference by {gap:.1e} of the largest value (segments {of_segments:.1e})"
                 )
-    return Trial(reason=reasons[0] if len(reasons) == len(kinds) else "")
+    return Trial(why_not=reasons[0] if len(reasons) == len(kinds) else "")
 
 
 def _timed(kinds: Sequence[LayerKind], lengths: Sequence[int], kernel: Kernel) -> Trial:
@@ -211,7 +211,7 @@ def _quickest(found: Mapping[str, Trial]) -> str:
 
 def _line(chosen: str, found: Mapping[str, Trial], lengths: Sequence[int], why: str) -> str:
     """Say which kernel computes, why, and what is known of all kernels."""
-    known = [f"{name} {trial.reason}" for name, trial in found.items() if trial.reason]
+    known = [f"{name} {trial.why_not}" for name, trial in found.items() if trial.why_not]
     times = [f"{name} {1000 * trial.seconds:.1f} ms" for name, trial in found.items() if trial.seconds is not None]
     if times:
         sequence = f"{counted(len(lengths), 'sample')} of {sum(lengths)} tokens"

@@ -267,9 +267,9 @@ def test_kernel_that_is_asked_for_is_used():
 def test_all_ranks_choose_the_same():
     """ATTN-9: what a rank cannot use none uses, and the slowest rank counts."""
     one = {"segments": Trial(1.0), "grouped": Trial(0.5), "varlen": Trial(0.1)}
-    two = {"segments": Trial(1.0), "grouped": Trial(0.8), "varlen": Trial(reason="breaks")}
+    two = {"segments": Trial(1.0), "grouped": Trial(0.8), "varlen": Trial(why_not="breaks")}
     merged = _slowest([one, two])
-    assert merged == {"segments": Trial(1.0), "grouped": Trial(0.8), "varlen": Trial(reason="breaks")}
+    assert merged == {"segments": Trial(1.0), "grouped": Trial(0.8), "varlen": Trial(why_not="breaks")}
     assert _quickest(merged) == _quickest(_slowest([two, one])) == "grouped"
     assert _quickest({"segments": Trial(1.0), "grouped": Trial(0.97)}) == "segments", "not worth it"
     model = built(mistral())

@@ -80,10 +80,10 @@ def test_worker_that_raises_brings_its_traceback(small_folder, texts, tmp_path, 
 
     encode = FusionCaptionDataset.encode
 
-    def broken_reader(self, address):
+    def broken_reader(self, address, *row):
         if multiprocessing.parent_process() is not None:
             raise ZeroDivisionError("a mistake in a reader")
-        return encode(self, address)
+        return encode(self, address, *row)
 
     monkeypatch.setattr(FusionCaptionDataset, "encode", broken_reader)
     with pytest.raises(ZeroDivisionError, match="a mistake in a reader") as stopped:

@@ -199,11 +199,11 @@ def test_row_that_breaks_after_the_length_pass_is_left_out(small_folder, data, t
     dataset = write_jsonl(tmp_path / "rows.jsonl", [*rows, *[text_row(answer="y " * 50) for _ in range(3)]])
     encode = FusionCaptionDataset.encode
 
-    def breaking(data, address):
+    def breaking(data, address, *read):
         row = data.sources[address.source].row(address.row_index)
         if row.get("images") and "photo" not in str(row["images"]):
             raise SampleError(data.sample_id(address), "file_missing", "gone")
-        return encode(data, address)
+        return encode(data, address, *read)
 
     monkeypatch.setattr(FusionCaptionDataset, "encode", breaking)  # which the length pass does not call
     options(packing_length=140, packing_strategy="greedy", packing_drop_last="false", packing_verify="false")
