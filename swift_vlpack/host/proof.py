@@ -16,6 +16,7 @@ from swift_vlpack.attention.prepare import unwrapped
 from swift_vlpack.feed.collate import Batch, batch_of
 from swift_vlpack.feed.sequence import layout
 from swift_vlpack.feed.waiting import waiting
+from swift_vlpack.host.garbage import give_back_memory
 from swift_vlpack.host.ranks import results_of_all
 from swift_vlpack.proof.first_batch import FirstSequence, encoded_again
 from swift_vlpack.proof.in_training import measure_in_training
@@ -29,7 +30,10 @@ def prove_isolation(trainer: Any) -> Proof:
     """Prove isolation on the model as it will train, before step 1. All ranks call it, and run the same forwards."""
     context = trainer.compute_loss_context_manager
     with waiting("the isolation proof"):  # wrapped models exchange data in it
-        return proof_of(model_of(trainer), trainer.template, trainer.feed.packs, forward_context=context)
+        try:
+            return proof_of(model_of(trainer), trainer.template, trainer.feed.packs, forward_context=context)
+        finally:
+            give_back_memory()
 
 
 def prove_first_batch(trainer: Any, batches: Sequence[Batch], num_items: Any) -> str:
@@ -58,6 +62,7 @@ def prove_first_batch(trainer: Any, batches: Sequence[Batch], num_items: Any) ->
         )
     lines: list[str] = []
     results_of_all(lambda: lines.append(prove_in_training(measured)), "the first batch in training")
+    give_back_memory()
     return lines[0]
 
 
