@@ -38,7 +38,7 @@ def shared_with_forks() -> Iterator[None]:
 
 
 def give_back_memory() -> None:
-    """Give the system what was freed, where the C library can: it keeps 100 MB of the proof, beside the first step's."""
+    """Give the system what was freed, where the C library can: of the proof it keeps 100 MB, in the first step too."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:  # glibc
         trim(0)
