@@ -96,6 +96,70 @@ CASES = {
 }
 
 
+def pair(number, images=()):
+    """A conversation with a rejected answer, which may have images of its own."""
+    words = "word " * number
+    row = {**text_row("<image>" * len(images) + f"question {number}", words + "yes"), "rejected_response": words + "no"}
+    return {**row, "images": list(images)} if images else row
+
+
+def kto(number, images=()):
+    row = pair(number, images)
+    row.pop("rejected_response")
+    return {**row, "label": number % 2 == 0}
+
+
+def candidates(number, images=()):
+    """A question with a document that answers it, and some that do not; as many as the number says."""
+    ask = {"messages": text_row("<image>" * len(images) + f"question {number}")["messages"][:1]}
+    told = [[{"role": "assistant", "content": "word " * (number + at)}] for at in range(1 + number % 3)]
+    row = {**ask, "positive_messages": [[{"role": "assistant", "content": "that one"}]], "negative_messages": told}
+    return {**row, "images": list(images)} if images else row
+
+
+def rated(number, images=()):
+    row = {**text_row("<image>" * len(images) + f"question {number}"), "label": number % 3}
+    return {**row, "images": list(images)} if images else row
+
+
+MODES = {
+    "rlhf": (pair, {"template_mode": "rlhf"}),
+    "kto": (kto, {"template_mode": "kto"}),
+    "reward model": (pair, {"template_mode": "rlhf", "task_type": "seq_cls", "num_labels": 1}),
+    "embedding": (candidates, {"task_type": "embedding"}),
+    "reranker": (candidates, {"task_type": "reranker"}),
+    "generative reranker": (candidates, {"task_type": "generative_reranker"}),
+    "classes": (rated, {"task_type": "seq_cls", "num_labels": 3, "problem_type": "single_label_classification"}),
+    "decision": (rated, {"task_type": "decision"}),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_and_task_equals_that_of_ms_swift(mode, small_folder, tmp_path, capfd):
+    """EXPORT-8: rows of several sequences, and what rows of one sequence are trained for."""
+    make_row, options = MODES[mode]
+    good = make(tmp_path / "images", {name: GOOD[name] for name in ("photo.jpg", "wide.jpg", "palette.png")})
+    bad = make(tmp_path / "images", {name: BROKEN[name] for name in ("truncated.jpg", "missing.jpg")})
+    images = [[], [good["photo.jpg"]], [good["wide.jpg"], good["palette.png"]], *([path] for path in bad.values())]
+    rows = [make_row(number, images[number % len(images)]) for number in range(1, 21)]
+    rows.append(make_row(700))
+    given = flags_of(small_folder(FAMILY), write_jsonl(tmp_path / "rows.jsonl", rows), **options)
+    right = theirs(given, tmp_path / "theirs") / "train"
+    assert_equal(ours(given, tmp_path / "checked", "--check_pixels") / "train", right)
+    capfd.readouterr()
+    assert_equal(ours(given, tmp_path / "again", "--check_pixels", "--json") / "train", right)
+    assert json.loads(capfd.readouterr().out)["train"]["num_images_not_decoded"] == 0
+
+    cached = [*given, "--packing_cache_dir", tmp_path / "lengths"]
+    for attempt in ("from headers", "remembered"):
+        made = load_from_disk(str(ours(cached, tmp_path / attempt, "--json") / "train"))
+        part = json.loads(capfd.readouterr().out)["train"]
+        kept = [row for row in made if [image["path"] for image in row["images"] or ()] != [bad["truncated.jpg"]]]
+        assert kept == list(load_from_disk(str(right)))
+        assert len(made) > len(kept), "a good header, broken pixels"
+        assert 0 < part["num_images_not_decoded"] < part["num_images"]
+
+
 @pytest.fixture
 def flags(small_folder, files):
     def made(names, **options):
@@ -121,6 +185,23 @@ def test_export_equals_that_of_ms_swift(case, flags, tmp_path):
             assert_equal(decoded / part, right / part)
     if (right / "val_dataset.jsonl").exists():
         assert (decoded / "val_dataset.jsonl").read_text() == (right / "val_dataset.jsonl").read_text()
+
+
+def test_documents_that_are_split_equal_those_of_ms_swift(text_folder, tmp_path):
+    """EXPORT-1: the command of ms-swift's example of pretraining, whose rows become tokens; and from a run of `pt`."""
+    rows = [text_row("", "word " * (40 * number)) for number in range(1, 9)]
+    given = {
+        "model": text_folder, "model_type": "qwen2", "template": "qwen2_5", "torch_dtype": "float32", "use_hf": "true",
+        "dataset": write_jsonl(tmp_path / "rows.jsonl", rows), "dataset_num_proc": 2, "truncation_strategy": "split",
+        "max_length": 128, "split_dataset_ratio": 0.2,
+    }  # fmt: skip
+    plain = [str(part) for name, value in given.items() for part in (f"--{name}", value)]
+    of_pretraining = ["--use_chat_template", "false", "--loss_scale", "all"]
+    right = theirs([*plain, *of_pretraining], tmp_path / "theirs")
+    for output, command in (("ours", [*plain, *of_pretraining]), ("pt", ["pt", *plain])):
+        made = ours(command, tmp_path / output, "--to_cached_dataset", "true")
+        assert_equal(made / "train", right / "train")
+        assert_equal(made / "val", right / "val")
 
 
 def test_headers_keep_only_rows_with_broken_pixels_in_addition(flags, tmp_path, capfd):
