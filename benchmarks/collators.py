@@ -150,9 +150,7 @@ CASES = (
 
 def judged(case: Case, folder: Path) -> Row:
     """Ask the referee."""
-    try:
-        installed(case.library)
-    except PackageNotFoundError:
+    if version_of(case.library) is None:
         return Row(case, ABSENT, "")
     model = c.model_of(case.family, folder, case.attention)
     c.use_cache(model, yes=case.has_cache)
@@ -163,9 +161,12 @@ def judged(case: Case, folder: Path) -> Row:
     return Row(case, HOLDS, "")
 
 
-def installed(library: str) -> str:
-    """Return the version of a library. Raises `PackageNotFoundError` if there is none."""
-    return version(library)
+def version_of(library: str) -> str | None:
+    """Return the version of a library, or None if it is not installed."""
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return None
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -184,14 +185,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         rows = [judged(case, Path(folder) / str(number)) for number, case in enumerate(CASES)]
     print(table(rows))
-    known = [library for library in dict.fromkeys(case.library for case in CASES) if library != OURS]
-    said = []
-    for library in known:
-        try:
-            said.append(f"{library} {installed(library)}")
-        except PackageNotFoundError:
-            said.append(f"{library} is not installed")
-    print(f"\n{', '.join(said)}")
+    known = dict.fromkeys(case.library for case in CASES)
+    print(f"\n{', '.join(f'{library} {version_of(library) or ABSENT}' for library in known)}")
     return 0
 
 
