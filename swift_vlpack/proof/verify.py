@@ -43,6 +43,7 @@ _GIVEN = "_given"
 _STARTS = "document_starts"
 _SPECIAL = re.compile(r"token_(id|index)s?$")
 """Names under which configs hold ids of tokens that are no words: of images, of turns, of padding."""
+_MEDIA = re.compile(r"(image|video|audio)_token_(id|index)$")
 _TYPES, _OF_MEDIA = "mm_token_type_ids", (("image_token_id", 1), ("video_token_id", 2))
 
 
@@ -118,6 +119,7 @@ class CollatorBatches:
     def __init__(self, collator: Collator, model: Any) -> None:
         self.collator = collator
         self.config = model.config
+        self.media_tokens = _tokens_of(configs_of(model), _MEDIA)
 
     def sample(self, row: Sample, name: str) -> Encoded:
         """Collate a sample alone, and return it with its tokens and labels as the proof handles them."""
@@ -151,11 +153,25 @@ class CollatorBatches:
         if _GIVEN not in sample:  # a few words of a sample
             tokens, labels = (torch.tensor([sample[field]]) for field in ("input_ids", "labels"))
             return _with_tokens({"input_ids": tokens, "labels": labels}, [Slot(0, 0, length_of(sample))], [sample])
-        slot = sample[_GIVEN].slot
-        made = _without_padding(self._collated([_as_given(sample)]), slot)
+        made, slot = self._without_padding(self._collated([_as_given(sample)]), sample[_GIVEN].slot)
         made = {name: value for name, value in made.items() if name not in WHERE_SAMPLES_START}
-        made = self._with_types(made)
-        return _with_tokens(made, [Slot(0, 0, slot.length)], [sample])
+        return _with_tokens(self._with_types(made), [slot], [sample])
+
+    def _without_padding(self, made: Mapping[str, Any], slot: Slot) -> tuple[dict[str, Any], Slot]:
+        """Cut a batch of one sample to its own tokens. It needs no mask then: the model makes its own."""
+        tokens = made["input_ids"]
+        made = {name: value for name, value in made.items() if name != "attention_mask"}
+        is_own = torch.zeros_like(tokens)
+        is_own[0, slot.tokens] = 1
+        # Some collators add a picture to a sample without one, behind its tokens, and the model wants its tokens, too.
+        if any(int(token) in self.media_tokens for token in tokens[is_own == 0].unique()):
+            return {**made, "attention_mask": is_own}, slot
+        width = tokens.shape[1]
+        cut = {
+            name: value[:, slot.tokens] if isinstance(value, torch.Tensor) and value.shape[:2] == (1, width) else value
+            for name, value in made.items()
+        }
+        return cut, Slot(0, 0, slot.length)
 
     def _with_types(self, made: dict[str, Any]) -> dict[str, Any]:
         """Add which tokens are images and videos, if the collator does not: models make positions by it."""
@@ -230,16 +246,6 @@ def _own_slot(made: Mapping[str, Any], row: Sample) -> Slot:
     return Slot(0, 0, tokens.shape[1])
 
 
-def _without_padding(made: Mapping[str, Any], slot: Slot) -> dict[str, Any]:
-    """Cut a batch of one sample to its own tokens. It needs no mask then: the model makes its own."""
-    width = made["input_ids"].shape[1]
-    return {
-        name: value[:, slot.tokens] if isinstance(value, torch.Tensor) and value.shape[:2] == (1, width) else value
-        for name, value in made.items()
-        if name != "attention_mask"
-    }
-
-
 def _with_tokens(made: Mapping[str, Any], slots: Sequence[Slot], samples: Sequence[Encoded]) -> Collated:
     """Put the tokens of the samples at their places in the batch."""
     tokens = made["input_ids"].clone()
@@ -267,11 +273,14 @@ def _is_ordinary(model: Any, collator: Any) -> Callable[[int], bool]:
     tokenizer = getattr(collator, "tokenizer", None) or getattr(getattr(collator, "processor", None), "tokenizer", None)
     special: set[Any] = {getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")}
     special |= set(getattr(tokenizer, "all_special_ids", ()))
-    for config in configs_of(model):
-        for name, value in vars(config).items():
-            if _SPECIAL.search(name):
-                special |= set(value) if isinstance(value, (list, tuple)) else {value}
+    special |= _tokens_of(configs_of(model), _SPECIAL)
     return lambda token: token not in special
+
+
+def _tokens_of(configs: Iterable[Any], names: re.Pattern[str]) -> set[Any]:
+    """Return the ids of tokens that configs hold under some names."""
+    found = [value for config in configs for name, value in vars(config).items() if names.search(name)]
+    return {token for value in found for token in (value if isinstance(value, (list, tuple)) else [value])}
 
 
 # -- rows of documents ------------------------------------------------------------------------------------------------
