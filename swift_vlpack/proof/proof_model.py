@@ -20,6 +20,7 @@ import torch
 from swift_vlpack.feed.collate import NOT_FOR_THE_MODEL, UNUSED_COLUMNS, on_device
 from swift_vlpack.feed.sequence import layout, packed_sequence
 from swift_vlpack.feed.waiting import is_of_collective
+from swift_vlpack.proof.shards import class_of
 from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.samples import Encoded
 
@@ -175,8 +176,8 @@ def with_cut_head(proof_model: ProofModel, words: Encoded) -> ProofModel:
 @contextmanager
 def cut_head(model: Any) -> Iterator[None]:
     """Compute the logits of `some_columns` only; a head that is more than a linear layer stays as it is."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    if type(head) is not torch.nn.Linear:
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    if class_of(head) is not torch.nn.Linear:
         yield
         return
 

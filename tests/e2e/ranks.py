@@ -24,12 +24,14 @@ MARK = "TEST_RUN"
 class Processes:
     """A command that starts processes, all of which can be found."""
 
-    def __init__(self, command: Iterable[Any], environ: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self, command: Iterable[Any], environ: Mapping[str, str], log: Path, *, folder: Path | None = None
+    ) -> None:
         self.log = log
         self.mark = uuid.uuid4().hex
         with log.open("w") as file:
             self.process = subprocess.Popen(
-                [str(part) for part in command], stdout=file, stderr=file, start_new_session=True,
+                [str(part) for part in command], stdout=file, stderr=file, start_new_session=True, cwd=folder,
                 env={**environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", MARK: self.mark},
             )  # fmt: skip
 
