@@ -13,7 +13,7 @@ The pack of a rank in a step is number `step * num_ranks + rank`. All ranks have
 >>> with TemporaryDirectory() as folder:
 ...     index = write_index(Path(folder), plan([6, 5, 4, 5], config).align(2))
 ...     Path(folder, "packs.jsonl").read_text().splitlines()[0], index["num_steps"]
-('{"step": 0, "rank": 0, "rows": [0, 2], "lengths": [6, 4], "num_tokens": 10}', 1)
+('{"step": 0, "rank": 0, "rows": [1, 3], "lengths": [5, 5], "num_tokens": 10}', 1)
 """
 
 from __future__ import annotations
