@@ -40,6 +40,7 @@ from swift_vlpack.proof.reference import (
     words_of,
 )
 from swift_vlpack.proof.same_inputs import (
+    lengths_end_to_end,
     wrong_boundaries,
     wrong_media,
     wrong_positions,
@@ -74,15 +75,16 @@ class AgainstAlone(NamedTuple):
 
         `alone` may be a generator: it is read one sample at a time, because logits are large.
         """
-        gaps, targets, inputs, tokens = [], [], [], [wrong_boundaries(packed.inputs, list(map(length_of, samples)))]
+        lengths = lengths_end_to_end(packed.slots)
+        gaps, targets, inputs = [], [], []
+        tokens = [wrong_boundaries(packed.inputs, lengths) if lengths else None]
         for at, (sample, ran) in enumerate(zip(samples, alone, strict=True)):
             inputs.append({} if ran is None else ran.inputs)
             if ran is None:
                 continue
             gaps.append(gap_of(packed.logits[at], ran.logits[0]))
             targets.append(wrong_targets_of(sample, at, packed, ran))
-            start = sum(map(length_of, samples[:at]))
-            tokens.append(wrong_positions(sample, at, packed, ran) or wrong_tokens(sample, at, start, packed, ran))
+            tokens.append(wrong_positions(sample, at, packed, ran) or wrong_tokens(sample, at, packed, ran))
         media = wrong_media(packed.inputs, inputs) if len(gaps) == len(samples) else None
         return cls(samples, gaps, next(filter(None, targets), None), media, next(filter(None, tokens), None))
 

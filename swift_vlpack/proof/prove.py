@@ -6,7 +6,7 @@
 isolation verified: max difference 0.0 over 2 samples, attention vlpack (packed equals the model's own attention ...)
 >>> verify(tiny_llama(attn_implementation="sdpa"), collator, [row])  # doctest: +ELLIPSIS
 Traceback (most recent call last):
-swift_vlpack.errors.IsolationError: isolation could not be verified with attention sdpa: attention sdpa knows no ...
+swift_vlpack.errors.IsolationError: isolation could not be verified with attention sdpa: positions begin again ...
 
 There are two proofs. The one before training takes short samples of every kind and sequences of the plan:
 

@@ -57,7 +57,9 @@ class Proof:
     """Largest difference of a gradient, as a share, over parts of the model; None if no rank has a whole gradient."""
     largest_logit: float
     num_more: int = 0
-    """Number of samples that were compared in sequences of the plan."""
+    """Number of samples that were compared in whole sequences."""
+    others: str = "sequences of the plan"
+    """Where those samples are, in words."""
     left_out: LeftOut = NOTHING_LEFT_OUT
     """Sequences and samples of the plan that were not compared."""
     limits: Limits | None = None
@@ -138,7 +140,7 @@ class Proof:
                 yield f"not compared in float32: {self.not_in_float32}"
         if self.num_more:
             in_dtype = f" in {self.dtype}" if self.in_float32 is not None else ""
-            yield f"so do {counted(self.num_more, 'sample')} in sequences of the plan{in_dtype}"
+            yield f"so do {counted(self.num_more, 'sample')} in {self.others}{in_dtype}"
         if self.left_out.num_sequences:
             yield (
                 f"{counted(self.left_out.num_sequences, 'long sequence')} of the plan left out, "
