@@ -23,7 +23,7 @@ from swift_vlpack.words import by_reason, counted
 
 MODES = ("train", "rlhf", "kto")
 PARTS = ("train", "val")
-_OF_EXPORT = {*PARTS, "val_dataset.jsonl", "left_out.jsonl", "packed"}
+_OF_EXPORT = {*PARTS, "val_dataset.jsonl", "left_out.jsonl", "settings.json", "packed"}
 """What an export writes into its folder."""
 _BOOLEAN = ("true", "false")
 

@@ -28,6 +28,7 @@ from swift.utils import get_logger
 from swift_vlpack import json_lines
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError, DataError
+from swift_vlpack.host.cached import write_settings
 from swift_vlpack.host.length_pass import with_all_lengths
 from swift_vlpack.host.messages import said_by_swift
 from swift_vlpack.host.pipeline import data_seed
@@ -227,6 +228,8 @@ def export(flags: Sequence[str], folder: Path, options: ExportOptions, *, comman
         raise ConfigError("--cached_dataset is an export already; name what it was made of with --dataset")
     with said_by_swift("cannot export the data"):
         pipeline.main()
+    plugins = pipeline.args.external_plugins or []
+    write_settings(folder, pipeline.template, plugins, options.multiple)
     if pipeline.left_out:
         json_lines.append(folder / LEFT_OUT, pipeline.left_out, ensure_ascii=False)
     return {

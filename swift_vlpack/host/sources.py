@@ -25,6 +25,7 @@ from swift.utils import get_logger, safe_ddp_context, use_hf_hub
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import DataError, VLPackError
+from swift_vlpack.host.cached import cached_sources
 from swift_vlpack.host.messages import Refused, said_by_swift
 from swift_vlpack.host.row_numbers import NumberedPreprocess, PreprocessedRows, column
 from swift_vlpack.json_lines import broken_line
@@ -80,6 +81,9 @@ class _Loading:
 
 def load_sources(args: Any, config: PackingConfig) -> tuple[list[RowSource], HfDataset | None]:
     """Load the training sources, and the validation rows or None: the rows that plain `swift sft` would have."""
+    cached = cached_sources(args, config)
+    if not (args.dataset or config.fusion_config):
+        return cached, _validation(args) if args.val_dataset else None
     specs = read_fusion_config(config.fusion_config).sources if config.fusion_config else specs_of(args.dataset)
     options = args.get_dataset_kwargs()
     datasets = [spec.dataset for spec in specs]
@@ -98,7 +102,7 @@ def load_sources(args: Any, config: PackingConfig) -> tuple[list[RowSource], HfD
         val_dataset = _validation(args)
     places = column(train, PLACE)
     train = train.remove_columns(PLACE)
-    return [_source(one, train, places, loading, _deleted_rows(one)) for one in loading], val_dataset
+    return [*cached, *(_source(one, train, places, loading, _deleted_rows(one)) for one in loading)], val_dataset
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
