@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
+import transformers
 from PIL import Image
 
 import swift_vlpack
@@ -209,6 +211,44 @@ def test_tokens_that_are_cut_are_named(model):
     assert "are not in the batch in one piece: the collator cut, dropped or changed them" in said
 
 
+def gemma():
+    """A sliding window in one of two layers, and soft caps, which sdpa drops."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 480, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    layers = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2, "use_cache": False}
+    made = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes, **layers, **heads)).train()
+    made.set_attn_implementation("eager")
+    return made
+
+
+def gpt():
+    """Embeddings of positions, in place of rotary ones."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 480, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "use_cache": False}
+    ids = {"bos_token_id": 1, "eos_token_id": 2}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **ids)).train()
+
+
+def test_what_a_model_asks_of_its_mask_is_named():
+    """REF-4: the mask of the batch would be right for a model without a window."""
+    of_family, texts = gemma(), [c.text_sample(length, length) for length in (13, 9, 21, 17)]
+    assert_isolated(of_family, c.Flat(of_family), texts)
+    cause = failing(of_family, c.Flat(of_family, c.added_mask), texts)[1]
+    assert "4-D attention_mask of the batch takes the place of the model's own" in cause
+    assert "sliding window" in cause
+
+
+def test_positions_that_are_embedded_are_named():
+    """REF-4"""
+    of_family, texts = gpt(), [c.text_sample(length, length) for length in (13, 9, 21, 17)]
+    assert_isolated(of_family, c.Flat(of_family), texts)
+    wrong = c.Flat(of_family, c.running_positions, c.added_mask)
+    assert "the model adds embeddings of positions" in failing(of_family, wrong, texts)[1]
+    on_the_left = partial(c.padded, model=of_family, on_the_left=True)
+    assert "none beside padding on the left" in failing(of_family, on_the_left, texts)[1]
+
+
 # -- samples of any kind ----------------------------------------------------------------------------------------------
 
 
@@ -263,6 +303,54 @@ def test_samples_may_have_pictures_that_the_collator_decodes(model, is_exchanged
         assert "media are in the wrong order" in failing(of_family, collate, samples)[1]
     else:
         assert_isolated(of_family, collate, samples)
+
+
+def in_order_of_length(flat, samples):
+    return flat(sorted(samples, key=lambda sample: len(sample["input_ids"])))
+
+
+def with_ends(flat, samples):
+    """A token in front of each sample, and one behind it that is learnt."""
+    ids = [[5, *sample["input_ids"], 6] for sample in samples]
+    labels = [[c.IGNORED, *sample["labels"], 6] for sample in samples]
+    added = zip(samples, ids, labels, strict=True)
+    return flat([{**sample, "input_ids": tokens, "labels": targets} for sample, tokens, targets in added])
+
+
+def in_arrays(flat, samples):
+    return {name: value.numpy() for name, value in flat(samples).items()}
+
+
+@pytest.mark.parametrize("collate", [in_order_of_length, with_ends, in_arrays])
+def test_collators_may_sort_add_and_give_arrays(model, collate):
+    """REF-2"""
+    of_family = model("qwen2_5_vl")
+    assert_isolated(of_family, partial(collate, c.Flat(of_family)), c.samples_of(of_family))
+    assert "run over the whole row" in failing(of_family, partial(collate, c.Flat(of_family, c.running_positions)))[1]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_few_samples_are_enough(model, count):
+    """REF-2: one is given a twin, and a neighbour."""
+    of_family = model("qwen2_5_vl")
+    samples = c.samples_of(of_family)[:count]
+    assert_isolated(of_family, c.Flat(of_family), samples)
+    assert "run over the whole row" in failing(of_family, c.Flat(of_family, c.running_positions), samples)[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "autocast"])
+def test_half_precision_is_compared_in_float32_too(tmp_path, dtype):
+    """REF-3 ISO-16"""
+    of_family = c.model_of("qwen2_5_vl", tmp_path)
+    options = {}
+    if dtype == "autocast":
+        options["forward_context"] = lambda: torch.autocast("cpu", torch.bfloat16)
+    else:
+        of_family = of_family.to(dtype)
+    samples = c.samples_of(of_family)
+    assert "in float32 packed equals" in verify(of_family, c.Flat(of_family), samples, **options)
+    with pytest.raises(IsolationError, match="run over the whole row"):
+        verify(of_family, c.Flat(of_family, c.running_positions), samples, **options)
 
 
 def test_helper_for_tests_raises_what_pytest_shows(model):
