@@ -4,6 +4,7 @@ import subprocess
 import sys
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -16,6 +17,7 @@ from swift_vlpack.errors import DataError, IsolationError
 from swift_vlpack.proof import handed
 from swift_vlpack.proof.verify import verify
 from swift_vlpack.testing import assert_isolated
+from tests import tiny
 from tests.proof import collators as c
 
 FAMILIES = (*c.GRIDS, c.INTERN, c.TEXT)
@@ -303,6 +305,55 @@ def test_samples_may_have_pictures_that_the_collator_decodes(model, is_exchanged
         assert "media are in the wrong order" in failing(of_family, collate, samples)[1]
     else:
         assert_isolated(of_family, collate, samples)
+
+
+def message(text, answer, *sizes, seed=0):
+    """A row of chat with pictures of (height, width), as a processor takes it."""
+    noise = np.random.default_rng(seed)
+    pictures = [Image.fromarray(noise.integers(0, 255, (*size, 3), dtype=np.uint8)) for size in sizes]
+    parts = [*({"type": "image", "image": one} for one in pictures), {"type": "text", "text": text}]
+    return {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]}
+
+
+def encoded(processor, row):
+    """By transformers' own processor; the answer is learnt."""
+    user, assistant = row["messages"]
+    images = [part["image"] for part in user["content"] if part["type"] == "image"]
+    marks = "<|vision_start|><|image_pad|><|vision_end|>" * len(images)
+    question = f"<|im_start|>user\n{marks}{user['content'][-1]['text']}<|im_end|>\n<|im_start|>assistant\n"
+    made = processor(text=[f"{question}{assistant['content']}<|im_end|>"], images=images or None, return_tensors="pt")
+    ids, num_learnt = made["input_ids"][0].tolist(), len(processor.tokenizer(assistant["content"])["input_ids"]) + 1
+    fields = {"input_ids": ids, "labels": [c.IGNORED] * (len(ids) - num_learnt) + ids[-num_learnt:]}
+    return fields | {name: made[name] for name in ("pixel_values", "image_grid_thw") if name in made}
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ([], None),
+        ([c.running_positions], "run over the whole row"),
+        ([c.exchanged_images], "media are in the wrong order: sample 1 of the sequence gives what it gives with"),
+    ],
+)
+def test_samples_may_be_messages_with_pictures_that_a_processor_encodes(model, changes, wanted):
+    """REF-6: by the processor of transformers, of pictures of several sizes, two in one sample."""
+    of_family = model("qwen2_5_vl")
+    processor = tiny.build_processor(tiny.build_tokenizer("qwen2_5_vl", is_small=True), "qwen2_5_vl")
+    flat = c.Flat(of_family, *changes)
+    rows = [
+        message("what is this", "a small red house", (56, 56)),
+        message("hello there", "how are you"),
+        message("describe", "a tree near the street", (56, 84), (84, 56), seed=1),
+        message("caption", "the sky is blue", (56, 56), seed=2),
+    ]
+
+    def collate(samples):
+        return flat([encoded(processor, row) for row in samples])
+
+    if wanted is None:
+        assert_isolated(of_family, collate, rows)
+    else:
+        assert wanted in failing(of_family, collate, rows)[1]
 
 
 def in_order_of_length(flat, samples):
