@@ -81,6 +81,8 @@ class PackingTrainer(EvaluatesRows):
         self._supervised: list[torch.Tensor] = []  # tokens of each step of this rank since the last log line
         self.lengths_in_sequence: tuple[int, ...] = ()  # of the sequence that is trained now
         super().__init__(*args, **kwargs)
+        if training_args.fsdp and not self.is_fsdp_enabled:
+            _warn("--fsdp has no effect: accelerate shards on devices, and under --use_cpu this run is plain DDP")
         refuse_experts_of_packs(self)
         warn_of_what_differs(self)
         smoother: Any = self.label_smoother  # type: ignore[has-type]
