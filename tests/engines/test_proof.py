@@ -26,11 +26,12 @@ OFF = "IsolationError: isolation could not be verified.*the gradient of the lang
 @pytest.mark.parametrize("engine", ["ddp", *ENGINES])
 def test_gradients_are_compared_before_training_and_on_the_first_batch(engine, runs):
     """ISO-24"""
-    number = len(runs(engine).first)
+    number = sum(outcome.error is None for outcome in runs(engine).first.values())
+    assert number >= 5
     said = (runs(engine).folder / engine / "full_and_more.txt").read_text()
     of_parts = rf"of \d+ whole parameters that {NAMES[engine]} shards" if engine in NAMES else ""
     before = r"isolation verified: .*gradients within \d\.\de-0[67]" + (rf" \({of_parts}\)" if of_parts else ";")
-    assert len(re.findall(before, said)) == number
+    assert len(re.findall(before, said)) >= number
     lines = re.findall(r"isolation verified in training: .*", said)
     assert len(lines) == number
     for line in lines:
