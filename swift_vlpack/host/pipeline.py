@@ -27,7 +27,7 @@ from swift_vlpack.feed.planned import PlannedPackingDataset
 from swift_vlpack.feed.planned_feed import PlannedFeed
 from swift_vlpack.feed.streamed import StreamedPackingDataset
 from swift_vlpack.feed.streamed_feed import StreamedFeed
-from swift_vlpack.host.args import packing_config, plans_ahead, unpacked_batch_size
+from swift_vlpack.host.args import deletes_failing_rows, packing_config, plans_ahead, unpacked_batch_size, unpacked_step
 from swift_vlpack.host.evaluation import evaluation_data, saved_validation_rows
 from swift_vlpack.host.headers import reading_urls
 from swift_vlpack.host.length_pass import with_all_lengths
@@ -110,6 +110,8 @@ def planned_feed(rows: FusionCaptionDataset, template: Any, args: Any, config: P
         # A run may end within an epoch (of 2.5, say), which is planned as a whole.
         num_epochs=math.ceil(args.num_train_epochs),
         num_packs=args.max_steps * packs_per_step if args.max_steps > 0 else None,
+        step=(step := unpacked_step(args)),
+        unpacked=step and unpacked_rows(args, rows.sources, deletes_failing=deletes_failing_rows(args)),
     )
     plan = packs.epoch_plan
     _warn_of_length(args, config, plan.lengths[plan.lengths > 0])
