@@ -63,13 +63,16 @@ def plan_facts(plan: EpochPlan, *, accumulation: int, seconds: float = 0.0) -> d
 
     A step is described by its `step` where packs decide what it trains, by its `kept_steps` where it keeps its samples.
     """
-    keeps = plan.step is not None and plan.batch is not None
+    kept = None
+    if plan.step is not None:
+        assert plan.batch is not None
+        kept = kept_steps(plan.packs, plan.batch, plan.step).as_json()
     return {
         **plan_report(plan.unshared, plan.packs, num_rows=plan.num_rows, seconds=seconds),
         "packs_per_epoch": len(plan),
-        "steps_per_epoch": plan.num_steps if keeps else num_steps(plan.packs.num_packs_per_rank, accumulation),
-        "step": None if keeps else size_of_step(plan, accumulation=accumulation).as_json(),
-        "kept_steps": kept_steps(plan.packs, plan.batch, plan.step).as_json() if keeps else None,
+        "steps_per_epoch": plan.num_steps if kept else num_steps(plan.packs.num_packs_per_rank, accumulation),
+        "step": None if kept else size_of_step(plan, accumulation=accumulation).as_json(),
+        "kept_steps": kept,
     }
 
 

@@ -96,6 +96,7 @@ def facts_at_start(trainer: Any, *, attention: str, proof: str | None) -> dict[s
     feed, args, state = trainer.feed, trainer.args, trainer.state
     plan = feed.epoch_plan
     checkpoint = trainer.checkpoint_resumed
+    accumulation = args.gradient_accumulation_steps if feed.kept_step is None else feed.kept_step.accumulation
     return {
         "versions": versions(),
         "output_dir": args.output_dir,
@@ -105,9 +106,7 @@ def facts_at_start(trainer: Any, *, attention: str, proof: str | None) -> dict[s
         "num_epochs": state.num_train_epochs,
         "epoch": feed.epoch,
         "num_ranks": feed.num_ranks,
-        "gradient_accumulation_steps": args.gradient_accumulation_steps
-        if feed.kept_step is None
-        else feed.kept_step.accumulation,
+        "gradient_accumulation_steps": accumulation,
         "num_workers": args.dataloader_num_workers,
         "unpacked_batch_size": feed.unpacked_batch_size,
         "mode": feed.kind,

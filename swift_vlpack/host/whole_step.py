@@ -1,4 +1,4 @@
-"""Train all sequences of an optimizer step at once, where the trainer's loop would accumulate the same number each time.
+"""Train all sequences of an optimizer step at once, where the trainer's loop would always accumulate as many.
 
 With `packing_batch=samples` a step takes as many sequences as its samples need. The loop of transformers is told to
 accumulate nothing, so it takes an optimizer step after each "batch", and that batch is a `WholeStep`.

@@ -159,10 +159,10 @@ class _StepPacker:
         num_ranks: int,
     ) -> None:
         nothing = np.zeros(len(lengths), dtype=np.int64)
-        counted = [nothing if column is None else column for column in (images, patches)]
+        images, patches = (nothing if column is None else column for column in (images, patches))
         self._lengths, self._costs, self._num_ranks = lengths, costs, num_ranks
-        self._is_alone = must_be_alone(lengths, *counted, config)
-        self._uses = np.stack(use_of_caps(nothing + 1, *counted, config), axis=1) if config.has_caps else None
+        self._is_alone = must_be_alone(lengths, images, patches, config)
+        self._uses = np.stack(use_of_caps(nothing + 1, images, patches, config), axis=1) if config.has_caps else None
         caps = (config.packing_max_samples, config.packing_max_images, config.packing_max_patches)
         self._limits = tuple(cap for cap in caps if cap is not None)
         self._config = config

@@ -37,13 +37,9 @@ def unpacked_steps(folder: Path, *, accumulation: int, num_epochs: int) -> list[
     (num_batches,) = {len(batches) for batches in of_ranks}
     per_epoch = num_batches // num_epochs
     assert per_epoch * num_epochs == num_batches, "every epoch has as many batches"
-    return [
-        sorted(
-            row for batches in of_ranks for batch in batches[first : min(first + accumulation, end)] for row in batch
-        )
-        for end in range(per_epoch, num_batches + 1, per_epoch)
-        for first in range(end - per_epoch, end, accumulation)
-    ]
+    ends = range(per_epoch, num_batches + 1, per_epoch)
+    steps = [(at, min(at + accumulation, end)) for end in ends for at in range(end - per_epoch, end, accumulation)]
+    return [sorted(row for batches in of_ranks for batch in batches[at:end] for row in batch) for at, end in steps]
 
 
 def packed_steps(*outputs: Path) -> list[list[int]]:
@@ -72,10 +68,8 @@ def largest_differences(one: list[tuple[float, ...]], other: list[tuple[float, .
     """The largest relative difference of each column."""
     assert len(one) == len(other)
     assert one
-    pairs = [
-        zip(*columns, strict=True) for columns in zip(zip(*one, strict=True), zip(*other, strict=True), strict=True)
-    ]
-    return [max(abs(a - b) / max(abs(a), 1e-12) for a, b in pair) for pair in pairs]
+    columns = zip(zip(*one, strict=True), zip(*other, strict=True), strict=True)
+    return [max(abs(a - b) / max(abs(a), 1e-12) for a, b in zip(*both, strict=True)) for both in columns]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -68,7 +68,7 @@ def saved(output):
         ("qwen2_5_vl", 3, 2, {"dataloader_drop_last": "true", "dataloader_num_workers": 2}),
     ],
 )
-def test_every_step_is_that_of_the_unpacked_run(
+def test_every_step_is_that_of_the_unpacked_run(  # noqa: PLR0913 - a case, and fixtures
     family, batch_size, accumulation, more, dataset, small_folder, tmp_path, record, options
 ):
     """SAME-1 SAME-3"""
