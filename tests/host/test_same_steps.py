@@ -37,7 +37,7 @@ def record(monkeypatch, tmp_path):
     folder = tmp_path / "recorded"
     folder.mkdir()
     monkeypatch.setattr(Template, "data_collator", Template.data_collator)  # undone after the test
-    monkeypatch.setitem(os.environ, "RECORD_FOLDER", str(folder))
+    os.environ["RECORD_FOLDER"] = str(folder)
     spec = importlib.util.spec_from_file_location("record_samples", RECORDER)
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
     return folder
@@ -76,6 +76,7 @@ def test_every_step_is_that_of_the_unpacked_run(  # noqa: PLR0913 - a case, and 
     in_order = {"dataloader_num_workers": 0}  # so that the recorder is called batch by batch
     plain = train(argv(small_folder(family), family, tmp_path / "plain", **{**flags, **in_order}))
     expected = unpacked_steps(record, accumulation=accumulation, num_epochs=2)
+    del os.environ["RECORD_FOLDER"]
     options(**OPTIONS)
     packed = train(packed_argv(small_folder(family), family, tmp_path / "packed", **flags))
     assert packed_steps(tmp_path / "packed") == expected

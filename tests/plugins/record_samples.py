@@ -3,6 +3,7 @@
 Rows say their number in their question (`row 17`). The files are `$RECORD_FOLDER/rank_N.jsonl`.
 """
 
+import functools
 import json
 import os
 import re
@@ -14,10 +15,12 @@ from swift.utils import get_dist_setting
 _collate = Template.data_collator
 
 
+@functools.wraps(_collate)
 def _recorded(self, batch, *args, **kwargs):
-    numbers = [int(re.search(r"row (\d+)", self.tokenizer.decode(sample["input_ids"]))[1]) for sample in batch]
-    with (Path(os.environ["RECORD_FOLDER"]) / f"rank_{max(0, get_dist_setting()[0])}.jsonl").open("a") as file:
-        file.write(json.dumps(numbers) + "\n")
+    if folder := os.environ.get("RECORD_FOLDER"):
+        numbers = [int(re.search(r"row (\d+)", self.tokenizer.decode(sample["input_ids"]))[1]) for sample in batch]
+        with (Path(folder) / f"rank_{max(0, get_dist_setting()[0])}.jsonl").open("a") as file:
+            file.write(json.dumps(numbers) + "\n")
     return _collate(self, batch, *args, **kwargs)
 
 
