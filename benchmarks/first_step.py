@@ -44,8 +44,8 @@ SftArguments._check_padding_free = lambda self: setattr(self, "padding_free", Tr
 """
 CACHES = ("MODELSCOPE_CACHE", "HF_DATASETS_CACHE")
 """Variables that are not the user's: folders of the benchmark's own, so that it finds and leaves nothing."""
-MAX_MB = 2_000
-"""Megabytes that the main process may have held by the end of the first step."""
+MAX_MIB = 2_000
+"""MiB that the main process may have held by the end of the first step."""
 
 
 class Data(NamedTuple):
@@ -76,7 +76,7 @@ class Start(NamedTuple):
     """What a start took."""
 
     seconds: float
-    peak_mb: float
+    peak_mib: float
     """The most that the main process held."""
 
 
@@ -114,7 +114,7 @@ def flags_of(kind: str, model: Path, dataset: str, output: Path, unchecked: Path
     return flags
 
 
-def peak_mb(pid: int) -> float:
+def peak_mib(pid: int) -> float:
     """Return the most that a process has held."""
     status = Path(f"/proc/{pid}/status").read_text()
     return sum(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmHWM"))
@@ -135,9 +135,9 @@ def first_step(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Start:
             while not (log.exists() and any("loss" in json.loads(line) for line in log.read_text().splitlines())):
                 if process.poll() is not None and process.returncode:
                     raise SystemExit((output / "printed.txt").read_text()[-3000:])
-                peak = max(peak, peak_mb(process.pid))
+                peak = max(peak, peak_mib(process.pid))
                 time.sleep(0.05)
-            return Start(time.perf_counter() - start, max(peak, peak_mb(process.pid)))
+            return Start(time.perf_counter() - start, max(peak, peak_mib(process.pid)))
         finally:
             process.kill()
             process.wait()
@@ -176,9 +176,9 @@ def lines(data: Data, starts: Mapping[str, Sequence[Start]]) -> Iterator[str]:
         limit = Limit(f"{other}{f' + {more:.0f} s' if more else ''}", [value + more for value in seconds[other]])
         yield row(f"{data}: {ours}, s", seconds[ours], limit)
     for kind, of_kind in starts.items():
-        peaks = [start.peak_mb for start in of_kind]
-        limit = Limit(f"{MAX_MB:,} MB", [MAX_MB] * len(peaks)) if kind in (COLD, WARM) else None
-        yield row(f"{data}: {kind}, MB of the main process", peaks, limit)
+        peaks = [start.peak_mib for start in of_kind]
+        limit = Limit(f"{MAX_MIB:,} MiB", [MAX_MIB] * len(peaks)) if kind in (COLD, WARM) else None
+        yield row(f"{data}: {kind}, MiB of the main process", peaks, limit)
 
 
 def main() -> None:

@@ -126,7 +126,7 @@ def test_kinds_of_run_take_turns_and_reach_the_first_step(tmp_path):
     """DOC-5: by the real command line, each of them."""
     data = first_step.Data(24, "photos", first_step.KINDS, 1, [(first_step.WARM, first_step.UNPACKED, 3.0)])
     starts = first_step.measured(tmp_path, data, runs=1, processes=1)
-    assert all(start.seconds > 1 and start.peak_mb > 300 for [start] in starts.values())
+    assert all(start.seconds > 1 and start.peak_mib > 300 for [start] in starts.values())
     assert list(starts) == list(first_step.KINDS)
     assert any(path.is_file() for path in (tmp_path / "lengths_of_24_photos").rglob("*")), (
         "lengths, in their own folder"

@@ -19,6 +19,7 @@ import io
 import mmap
 import os
 import pickle
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.reduction import DupFd, ForkingPickler
@@ -41,6 +42,7 @@ MOST_INLINE_BYTES = 1 << 19
 """Smaller batches, as those of texts are, go through the pipe: handing over a descriptor takes longer (1 to 2 ms)."""
 _JOINS = (torch.cat, torch.concat, torch.concatenate)
 _CLOSE_ON_EXEC = 1  # MFD_CLOEXEC
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
 
 
 class Place(NamedTuple):
@@ -76,6 +78,7 @@ class Buffers:
 
     def __init__(self) -> None:
         self._buffers: list[Buffer] = []
+        keep_freed_memory()
 
     def sent(self, num_bytes: int, make: Callable[[], Any]) -> Sent | AsBytes:
         """Make a batch, of some `num_bytes`, in a free buffer, and return what the queue of the worker carries."""
@@ -242,6 +245,19 @@ def _joined_by_rows(tensors: Any = (), dim: int = 0, **others: Any) -> list[torc
     first = given[0]
     is_alike = all(one.dtype is first.dtype and one.dim() and one.shape[1:] == first.shape[1:] for one in given)
     return given if is_alike and sum(one.nbytes for one in given) >= _LEAST_JOINED_BYTES else []
+
+
+def keep_freed_memory() -> None:
+    """Let this worker keep the memory that it frees, where the C library can be told: the next pack needs as much.
+
+    Else the photos of each pack are new memory, which the system clears page by page: 12.0 ms of processor time a photo
+    of 640x480 and not 10.0 (`benchmarks/loader.py`).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        # Both: whoever sets one of them fixes the other at its low start.
+        mallopt(_MMAP_THRESHOLD, 1 << 25)  # more is refused
+        mallopt(_TRIM_THRESHOLD, 1 << 30)
 
 
 def anonymous_file() -> int:
