@@ -34,7 +34,8 @@ NO_OPTIONS = (RESUME_DATA, RESUME_FILES, RECORD_PACKS)
 MODES = ("auto", "plan", "buffer")
 ATTENTIONS = ("auto", "segments", "grouped", "varlen", "flex")
 LOSSES = ("token", "sample", "sqrt")
-BATCHES = ("packs", "samples")
+SAMPLES = "samples"
+BATCHES = ("packs", SAMPLES)
 OVERFLOWS = ("keep", "split", "truncate", "drop")
 PAD_TO_LENGTH = "length"
 LEAST_FILL_RATIO = 0.6
@@ -215,11 +216,6 @@ class PackingConfig:
         return self.packing_length if self.packing_pad_to == PAD_TO_LENGTH else int(self.packing_pad_to)
 
     @property
-    def keeps_steps(self) -> bool:
-        """Tell whether every optimizer step trains the samples that it trains un-packed."""
-        return self.packing_batch == "samples"
-
-    @property
     def cuts_rows(self) -> bool:
         """Tell whether rows can be cut, so that a sample may be a part of a row."""
         return self.packing_overflow != "keep" or self.packing_strategy == WINDOW
@@ -271,7 +267,7 @@ def is_planned(config: PackingConfig, *, is_sized: bool) -> bool:
     >>> [is_planned(PackingConfig(packing_length=8), is_sized=is_sized) for is_sized in (True, False)]
     [True, False]
     """
-    if config.keeps_steps and not is_sized:
+    if config.packing_batch == SAMPLES and not is_sized:
         raise ConfigError(
             "packing_batch=samples needs data with a length, and this has none (--streaming true, or an iterable "
             "without len()): which samples a step of a stream trains depends on how ranks and workers share it; load "
@@ -428,7 +424,7 @@ def _check_padding(config: PackingConfig) -> None:
 
 
 def _check_kept_steps(config: PackingConfig) -> None:
-    if not config.keeps_steps:
+    if config.packing_batch != SAMPLES:
         return
     for name in ("packing_buffer", "packing_min_fill_ratio", "packing_drop_last"):
         if name in config.changed():

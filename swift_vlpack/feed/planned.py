@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from swift_vlpack.config import PackingConfig
+from swift_vlpack.config import SAMPLES, PackingConfig
 from swift_vlpack.errors import ConfigError, DataError, PlanError, StateMismatch
 from swift_vlpack.feed.epochs import Epochs, Extent
 from swift_vlpack.feed.packs import Packs
@@ -215,7 +215,7 @@ def recipe_of(rows: FusionCaptionDataset, config: PackingConfig, *, seed: int, n
 
 def _checked_step(step: UnpackedStep | None, config: PackingConfig, rows: FusionCaptionDataset) -> UnpackedStep | None:
     """Refuse steps that are to be kept and are not known, or are known and not to be kept."""
-    if not config.keeps_steps:
+    if config.packing_batch != SAMPLES:
         if step is not None:
             raise ConfigError("samples_per_step is of packing_batch=samples; set that, or leave samples_per_step out")
         return None

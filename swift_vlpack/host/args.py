@@ -30,7 +30,7 @@ from swift.utils import get_logger, parse_args
 from transformers import PretrainedConfig
 
 from swift_vlpack.attention import attention
-from swift_vlpack.config import ENV_PREFIX, PackingConfig, checked, chosen_options, is_planned
+from swift_vlpack.config import ENV_PREFIX, SAMPLES, PackingConfig, checked, chosen_options, is_planned
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.host.launch import CONFIG_FILE, is_our_plugin
 from swift_vlpack.host.losses import refuse_loss_type
@@ -110,7 +110,7 @@ def unpacked_batch_size(args: Any) -> int:
 def unpacked_step(args: Any) -> UnpackedStep | None:
     """Return the optimizer step of the same run without packing, if its samples are kept; else None."""
     settled = _settled[id(args)]
-    if not packing_config(args).keeps_steps:
+    if packing_config(args).packing_batch != SAMPLES:
         return None
     return UnpackedStep(settled.unpacked_batch_size, settled.accumulation, num_ranks_of_run())
 
@@ -246,12 +246,8 @@ def make_config(args: Any) -> PackingConfig:
     """Make the one `PackingConfig` of the run, and keep it for `packing_config`."""
     settled = _settled[id(args)]
     config = PackingConfig.from_mapping({**settled.options, **{name: getattr(args, name) for name in FIELDS_OF_SWIFT}})
-    batch_size = args.per_device_train_batch_size
-    accumulation = args.gradient_accumulation_steps
-    if accumulation is None:  # ms-swift's own default
-        accumulation = max(1, math.ceil(16 / batch_size / num_ranks_of_run()))
-    kept = {"unpacked_batch_size": batch_size, "accumulation": accumulation}
-    _keep(args, dataclasses.replace(settled, config=config, **kept))
+    given = {"unpacked_batch_size": args.per_device_train_batch_size, "accumulation": _accumulation(args)}
+    _keep(args, dataclasses.replace(settled, config=config, **given))
     return config
 
 
@@ -265,7 +261,7 @@ def prepare_args(args: Any, *, flash_check: Callable[[Any], None]) -> None:
     if args.attn_impl not in OWN_ATTENTION:
         flash_check(args)  # ms-swift's own check of the name
     args.padding_free = True
-    if config.keeps_steps:
+    if config.packing_batch == SAMPLES:
         _accumulate_by_steps(args)
     else:
         _fold_batch_size(args)
@@ -320,6 +316,12 @@ def _count_tokens_of_all_ranks(args: Any) -> None:
         )
 
 
+def _accumulation(args: Any) -> int:
+    """Return the accumulation that was given, or ms-swift's own default."""
+    given: int | None = args.gradient_accumulation_steps
+    return given or max(1, math.ceil(16 / args.per_device_train_batch_size / num_ranks_of_run()))
+
+
 def _accumulate_by_steps(args: Any) -> None:
     """Let the trainer take each step whole: how many sequences it accumulates differs from step to step.
 
@@ -336,9 +338,8 @@ def _accumulate_by_steps(args: Any) -> None:
 
 def _fold_batch_size(args: Any) -> None:
     """Turn a batch size above one into accumulation, because a batch is one pack; the effective batch size stays."""
-    settled = _settled[id(args)]
-    per_device, accumulation = settled.unpacked_batch_size, settled.accumulation
-    args.gradient_accumulation_steps = accumulation
+    per_device = args.per_device_train_batch_size
+    accumulation = args.gradient_accumulation_steps = _accumulation(args)
     if per_device <= 1:
         return
     args.per_device_train_batch_size = 1

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from swift_vlpack.config import PackingConfig, is_planned
+from swift_vlpack.config import SAMPLES, PackingConfig, is_planned
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.host.path_checks import (
     check_adapter,
@@ -118,7 +118,7 @@ def refuse_combinations(options: Mapping[str, Any], config: PackingConfig) -> No
     for is_so, what, way_out in (
         ((get("task_type") or "causal_lm") != "causal_lm", f"--task_type {get('task_type')}", "it is for causal_lm"),
         (
-            get("group_by_length") and not config.keeps_steps,
+            get("group_by_length") and config.packing_batch != SAMPLES,
             "--group_by_length true",
             "packs are matched in cost already; or set packing_batch=samples, which keeps its steps",
         ),
@@ -151,7 +151,7 @@ def refuse_combinations(options: Mapping[str, Any], config: PackingConfig) -> No
             f"--interleave_prob cannot be used with packing of data with a length: {_as_sources(options)}"
         )
     _refuse_truncation_of_windows(options, config)
-    if config.keeps_steps:
+    if config.packing_batch == SAMPLES:
         _refuse_other_objectives(options, config)
     if not is_planned(config, is_sized=not is_streaming) and not (get("max_steps") or 0) > 0:
         raise ConfigError(

@@ -22,6 +22,7 @@ import torch
 from swift.utils import get_logger, is_master
 from transformers.trainer_utils import seed_worker
 
+from swift_vlpack.config import SAMPLES
 from swift_vlpack.errors import ConfigError, StateMismatch
 from swift_vlpack.feed.collate import Batch, Collator
 from swift_vlpack.feed.feed import Feed
@@ -126,7 +127,7 @@ class PackingTrainer(EvaluatesRows):
             said = prove_first_batch(self, batches, num_items)
             if is_master():
                 logger.info(said)
-        return ([WholeStep(batches)] if self.feed.config.keeps_steps else batches), num_items
+        return ([WholeStep(batches)] if self.feed.config.packing_batch == SAMPLES else batches), num_items
 
     def weighed_batches(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Return the weighed batches of one optimizer step. The feed may fill up the last step of an epoch."""

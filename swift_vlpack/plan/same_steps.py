@@ -9,7 +9,7 @@ Two ranks with batches of two samples make steps of four; the last step has the 
 >>> lengths = np.array([6, 3, 4, 2, 5, 5])
 >>> packs = pack_steps(lengths, in_order(len(lengths), size), size, config=config, num_ranks=2)
 >>> list(packs), packs.batches.tolist()  # one sequence a rank in each step
-([[0], [1, 2, 3], [4], [5]], [1, 1])
+([[0, 3], [1, 2], [4], [5]], [1, 1])
 
 How many sequences a rank trains differs from step to step, and is equal for all ranks within a step. Fewest sequences
 come first: an equal share of samples for every rank is taken only if no rank needs more sequences for it than for the
