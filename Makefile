@@ -10,10 +10,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # The oldest is the lower end of the range in pyproject.toml; the newest is what an installer takes of that range.
 OLDEST := $(shell sed -n 's/.*"ms-swift>=\([0-9.]*\),.*/\1/p' pyproject.toml)
-REQUIRED := -e '.[test,docs]' $(addprefix ms-swift==,$(patsubst oldest,$(OLDEST),$(filter-out newest,$(SWIFT))))
+# The extras of pyproject.toml that an environment has.
+EXTRAS := test,docs
+REQUIRED := -e '.[$(EXTRAS)]' $(addprefix ms-swift==,$(patsubst oldest,$(OLDEST),$(filter-out newest,$(SWIFT))))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-telling test-oldest test-oldest-few lint format bench bench-start bench-loader bench-step scale soak soak-long families docs docs-tables clean
+.PHONY: help demo test test-slow test-telling test-engines run-engines test-oldest test-oldest-few lint format bench bench-start bench-loader bench-step scale soak soak-long families docs docs-tables clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -39,13 +41,20 @@ demo: $(READY)  ## Train a tiny model padded and packed, and compare
 TESTS ?=
 
 test: $(READY)  ## Run the test suite (a few minutes), or TESTS of it
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not engines" $(TESTS)
 
 test-slow: $(READY)  ## Run the long tests
 	$(BIN)/python -m pytest -m slow
 
 test-telling: $(READY)  ## Run those of the long tests that CI runs too
 	$(BIN)/python -m pytest -n 2 -m "slow and telling"
+
+# In an environment of its own, because transformers imports DeepSpeed wherever it is installed.
+test-engines:  ## Train by DeepSpeed and FSDP2 on two ranks, beside DDP (10 minutes)
+	$(MAKE) run-engines VENV=$(VENV)-engines EXTRAS=test,test-engines
+
+run-engines: $(READY)
+	$(BIN)/python -m pytest -m engines tests/engines
 
 test-oldest:  ## Run the tests of the host layer against the oldest supported ms-swift (20 minutes)
 	$(MAKE) test SWIFT=oldest TESTS="tests/host tests/e2e"

@@ -39,6 +39,7 @@ COMMANDS = {
     "pt": "train",
     "report": "report",
     "bench": "bench",
+    "export": "export",
     "doctor": "doctor",
     "cache": "cache",
     "configs": "configs",

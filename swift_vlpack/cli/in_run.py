@@ -19,7 +19,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,14 +39,17 @@ QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_DATASETS_DISABLE_PROGRESS_BARS":
 
 
 @contextmanager
-def in_run(args: argparse.Namespace, *, needs_gpu: bool = False) -> Iterator[tuple[RunLaunch, TextIO]]:
+def in_run(
+    args: argparse.Namespace, *, needs_gpu: bool = False, check: Callable[[RunLaunch], None] = check_launch
+) -> Iterator[tuple[RunLaunch, TextIO]]:
     """Enter the environment of the run that the flags name; yields the run and the file for the report.
 
-    The first execution does not return from here. With `needs_gpu` the process sees the GPUs of one rank.
+    The first execution does not return from here; `check` refuses a run before it ends. With `needs_gpu` the process
+    sees the GPUs of one rank.
     """
     if not is_in_run():
         run = run_named(args, needs_gpu=needs_gpu)
-        check_launch(run)
+        check(run)
         command = [sys.executable, "-m", "swift_vlpack", *args.argv]
         replace_process(command, {**run.environ, MARK: str(os.getpid())})
 

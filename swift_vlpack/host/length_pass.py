@@ -40,12 +40,20 @@ thousand, and a million rows need not be read to see it."""
 
 
 def with_all_lengths(
-    sources: Sequence[RowSource], encoder: RowEncoder, args: Any, cache_dir: str | None = None
+    sources: Sequence[RowSource],
+    encoder: RowEncoder,
+    args: Any,
+    cache_dir: str | None = None,
+    *,
+    in_full: bool = False,
 ) -> list[RowSource]:
-    """Measure the rows of all sources with one progress bar, which the first rank shows."""
+    """Measure the rows of all sources with one progress bar, which the first rank shows.
+
+    With `in_full` every row is encoded in full, but for those that an earlier start has encoded so.
+    """
     num_rows = sum(-(-len(source.rows) // ranks.num_ranks()) for source in sources)
     with _without_model(encoder.template), Progress(num_rows, is_shown=is_master()) as progress:
-        return [with_lengths(source, encoder, args, cache_dir, progress) for source in sources]
+        return [with_lengths(source, encoder, args, cache_dir, progress, in_full=in_full) for source in sources]
 
 
 @contextmanager
@@ -59,7 +67,13 @@ def _without_model(template: Any) -> Iterator[None]:
 
 
 def with_lengths(
-    source: RowSource, encoder: RowEncoder, args: Any, cache_dir: str | None = None, progress: Progress | None = None
+    source: RowSource,
+    encoder: RowEncoder,
+    args: Any,
+    cache_dir: str | None = None,
+    progress: Progress | None = None,
+    *,
+    in_full: bool = False,
 ) -> RowSource:
     """Measure the rows of a source. Each rank of the run measures some of them in `dataset_num_proc` processes."""
     encoder = encoder.for_source(source)
@@ -68,7 +82,7 @@ def with_lengths(
     # Under `strict` a failing URL ends the run, so failures are not remembered and every URL is requested again.
     urls = Urls(None if args.strict else folder / UNREACHABLE_URLS)
     encoders = Encoders(
-        by_header=encoder.using(pixel_free(template, urls)),
+        by_header=None if in_full else encoder.using(pixel_free(template, urls)),
         in_full=encoder.using(reading_urls(template, urls)),
         urls=urls,
         is_strict=args.strict,
@@ -98,7 +112,7 @@ def with_lengths(
 def _cache(source: RowSource, encoder: RowEncoder, dependencies: dict[str, Any], folder: Path) -> LengthCache:
     """Open the cache for this source and template, after a check that all ranks mean the same one."""
     context = digest_of(dependencies, 16)
-    cutting = "" if encoder.cutter is None else encoder.cutter.digest()
+    cutting = "" if encoder.divider is None else encoder.divider.digest()
     cache = LengthCache(lengths_path(folder, source.name, context), context, retry_key(), cutting)
     if ranks.num_ranks() > 1:
         _check_same_rows(source, {name: digest_of(part, 4) for name, part in dependencies.items()})

@@ -31,7 +31,13 @@ def prove_isolation(trainer: Any) -> Proof:
     context = trainer.compute_loss_context_manager
     with waiting("the isolation proof"):  # wrapped models exchange data in it
         try:
-            return proof_of(model_of(trainer), trainer.template, trainer.feed.packs, forward_context=context)
+            return proof_of(
+                model_of(trainer),
+                trainer.template,
+                trainer.feed.packs,
+                forward_context=context,
+                results_of_all=lambda work: results_of_all(work, "the isolation proof"),
+            )
         finally:
             give_back_memory()
 

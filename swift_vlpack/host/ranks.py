@@ -97,27 +97,3 @@ class RanksOfRun:
     def results_of_all(self, work: Callable[[], Result]) -> list[Result]:
         """Do the work on every rank. Returns the results of all ranks, in order of rank."""
         return results_of_all(work)
-
-
-def tolerate_packs_without_images(model: Any, training_args: Any) -> None:
-    """Let a rank whose pack has no image train beside a rank whose pack has some, if the vision tower is trained.
-
-    DDP waits for the gradient of every parameter, unless it looks which parameters were used. transformers leaves that
-    off under gradient checkpointing, because the reentrant kind cannot do it; ms-swift uses the other kind under DDP.
-    """
-    checkpointing = training_args.gradient_checkpointing_kwargs or {}
-    if (
-        num_ranks() > 1
-        and training_args.ddp_find_unused_parameters is None
-        and not checkpointing.get("use_reentrant")
-        and _trains_vision(model)
-    ):
-        training_args.ddp_find_unused_parameters = True
-
-
-def _trains_vision(model: Any) -> bool:
-    arch = model.model_meta.model_arch
-    parts = [*getattr(arch, "vision_tower", ()), *getattr(arch, "aligner", ())]
-    return any(
-        parameter.requires_grad and any(part in name for part in parts) for name, parameter in model.named_parameters()
-    )

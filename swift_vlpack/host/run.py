@@ -23,7 +23,7 @@ from swift_vlpack.host.callback import PackingCallback
 from swift_vlpack.host.messages import said_by_swift
 from swift_vlpack.host.pipeline import measured_rows, planned_feed, prepare_dataset
 from swift_vlpack.host.ranks import counted_as
-from swift_vlpack.host.run_flags import given_options
+from swift_vlpack.host.run_flags import given_options, without_options
 from swift_vlpack.host.sources import load_sources
 
 LEFT_OUT = ("ddp_backend", "deepspeed", "fsdp")
@@ -106,7 +106,7 @@ def run_of(argv: Sequence[str], *, num_ranks: int, command: str = "sft", kind: t
     """Make the run that ms-swift's command with these flags would be on `num_ranks`, without its output folder."""
     with tempfile.TemporaryDirectory(prefix="vlpack-") as folder, counted_as(num_ranks):
         # ms-swift makes the output folder when it reads its arguments; this leaves none behind.
-        yield kind([*_without(argv, kind.left_out), *kind.overridden, "--output_dir", folder], command)
+        yield kind([*without_options(argv, kind.left_out), *kind.overridden, "--output_dir", folder], command)
 
 
 def with_model_shape(template: Any) -> Any:
@@ -146,15 +146,3 @@ def feed_of(run: Run) -> tuple[PlannedFeed, dict[str, float]]:
     feed = planned_feed(rows, template, args, config)
     seconds = {"seconds_lengths": measured - start, "seconds_plan": time.perf_counter() - measured}
     return feed, {name: round(value, 4) for name, value in seconds.items()}
-
-
-def _without(argv: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Leave out the flags of these names, with their values."""
-    kept: list[str] = []
-    is_left_out = False
-    for part in argv:
-        if part.startswith("--"):
-            is_left_out = part[2:].partition("=")[0].replace("-", "_") in names
-        if not is_left_out:
-            kept.append(part)
-    return kept

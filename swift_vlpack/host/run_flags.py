@@ -56,6 +56,22 @@ def option_name(flag: str) -> str:
     return flag.partition("=")[0][2:].replace("-", "_") if flag.startswith("--") else ""
 
 
+def without_options(flags: Sequence[str], names: Collection[str]) -> list[str]:
+    """Leave out the flags of these options, with their values.
+
+    >>> without_options(["--model", "m", "--lora-rank=8", "--dataset", "a.jsonl", "b.jsonl"], ("lora_rank", "dataset"))
+    ['--model', 'm']
+    """
+    kept: list[str] = []
+    is_left_out = False
+    for part in flags:
+        if part.startswith("--"):
+            is_left_out = option_name(part) in names
+        if not is_left_out:
+            kept.append(part)
+    return kept
+
+
 def as_flags(keys: Mapping[str, Any]) -> list[str]:
     """Write keys of a training file as ms-swift's flags: a list is several values, a mapping is JSON."""
     flags: list[str] = []

@@ -98,10 +98,62 @@ def load_sources(args: Any, config: PackingConfig) -> tuple[list[RowSource], HfD
         val_dataset = _validation(args)
     places = column(train, PLACE)
     train = train.remove_columns(PLACE)
-    sources = [_source(one, train, places, loading) for one in loading]
+    sources = [_source(one, train, places, loading, _deleted_rows(one)) for one in loading]
     if config.fusion_config:  # no un-packed run draws from it, so rows have no place there
         sources = [replace(source, places=None) for source in sources]
     return sources, val_dataset
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class DrawnRows:
+    """Rows in the order in which ms-swift drew them, and the sources that they are from."""
+
+    rows: HfDataset
+    """All rows, with all columns."""
+    sources: list[RowSource]
+    places: list[NDArray[np.int64]]
+    """Where the rows of each source are among `rows`."""
+
+
+def load_drawn(args: Any) -> tuple[DrawnRows | None, DrawnRows | None]:
+    """Load training and validation rows as `args.load_dataset()` does, in its order; None for what is not there."""
+    train = val = None
+    if args.dataset:
+        options = {"split_dataset_ratio": args.split_dataset_ratio, "shuffle": args.dataset_shuffle}
+        train, val = _drawn(args.dataset, {**args.get_dataset_kwargs(), **options})
+    if args.val_dataset:
+        options = {"split_dataset_ratio": 1.0, "shuffle": args.val_dataset_shuffle, "interleave_prob": None}
+        _, val = _drawn(args.val_dataset, {**args.get_dataset_kwargs(), **options})
+    return train, val
+
+
+def _drawn(datasets: list[str], options: dict[str, Any]) -> list[DrawnRows | None]:
+    """Load data sets. Returns the training rows and the validation rows that ms-swift divides them into."""
+    with _errors_in_one_line(datasets), _registered(specs_of(datasets), options.get("use_hf")) as loading:
+        both = load_dataset([_dataset_argument(one) for one in loading], **options)
+    lost = [_deleted_rows(one) for one in loading]
+    found: list[DrawnRows | None] = []
+    for rows in both:
+        found.append(None if rows is None else _divided(rows, loading, lost))
+        # The first part that has rows of a source lists its deleted rows, so that none is listed twice.
+        names = set() if found[-1] is None else {source.name for source in found[-1].sources}
+        lost = [known and [] if one.spec.name in names else known for one, known in zip(loading, lost, strict=True)]
+    return found
+
+
+def _divided(rows: HfDataset, loading: Sequence[_Loading], lost: Sequence[list[int] | None]) -> DrawnRows:
+    places = column(rows, PLACE)
+    rows = rows.remove_columns(PLACE)
+    here = [_rows_of(one, places) for one in loading]
+    return DrawnRows(
+        rows=rows,
+        sources=[
+            _source(one, rows, places, loading, of_source)
+            for one, of_source, own in zip(loading, lost, here, strict=True)
+            if len(own)
+        ],
+        places=[own for own in here if len(own)],
+    )
 
 
 def load_stream(args: Any, template: Any) -> tuple[StreamedRows, Any]:
@@ -206,16 +258,29 @@ def _with_places(rows: HfDataset, one: _Loading, before: Sequence[_Loading]) -> 
         return rows.add_column(PLACE, one.first + np.arange(len(rows)))
 
 
-def _source(one: _Loading, train: HfDataset, places: NDArray[np.int64], everything: Sequence[_Loading]) -> RowSource:
-    """Make a source of its rows among all training rows, in the order in which ms-swift drew them."""
+def _rows_of(one: _Loading, places: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Find the rows of a source among rows from these places."""
+    return np.flatnonzero((places >= one.first) & (places < one.first + one.num_rows))
+
+
+def _source(
+    one: _Loading,
+    train: HfDataset,
+    places: NDArray[np.int64],
+    everything: Sequence[_Loading],
+    lost: list[int] | None,
+) -> RowSource:
+    """Make a source of its rows among all loaded rows, in the order in which ms-swift drew them.
+
+    `lost` are the rows of its file that the loader deleted; None if that cannot be known.
+    """
     spec = one.spec
-    here = np.flatnonzero((places >= one.first) & (places < one.first + one.num_rows))
+    here = _rows_of(one, places)
     if len(here) == 0:
         raise DataError(f"source {spec.name!r} ({spec.dataset}): no row is left to train on")
     rows = train if len(here) == len(train) else train.select(here)
     numbers = one.numbers
     loaded = places[here] - one.first
-    lost = _deleted_rows(one, numbers)
     return RowSource(
         name=spec.name,
         rows=rows.remove_columns(_columns_of_others(one, rows, everything)),
@@ -239,9 +304,9 @@ def _columns_of_others(one: _Loading, rows: HfDataset, everything: Sequence[_Loa
     return [column for column in rows.column_names if column in others]
 
 
-def _deleted_rows(one: _Loading, numbers: NDArray[np.int64] | None) -> list[int] | None:
+def _deleted_rows(one: _Loading) -> list[int] | None:
     """Find the rows of the file that the loader deleted, and log them; None if that cannot be known."""
-    name = one.spec.name
+    name, numbers = one.spec.name, one.numbers
     if numbers is None:
         counts = (
             f"{one.num_read} rows went into it and {one.num_rows} came out" if one.calls else "it has its own loader"

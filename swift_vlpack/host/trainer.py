@@ -40,7 +40,7 @@ from swift_vlpack.host.losses import (
     warn_of_what_differs,
 )
 from swift_vlpack.host.proof import prove_first_batch
-from swift_vlpack.host.ranks import RanksOfRun, num_ranks, results_of_all, tolerate_packs_without_images
+from swift_vlpack.host.ranks import RanksOfRun, num_ranks, results_of_all
 from swift_vlpack.host.run_events import RunEvents
 from swift_vlpack.host.same_on_ranks import check_equal, check_same_parameters, refuse_differences, versions
 from swift_vlpack.host.state import (
@@ -53,6 +53,7 @@ from swift_vlpack.host.state import (
     save_rank_state,
     save_state,
 )
+from swift_vlpack.host.tower import refuse_unlike_media, tolerate_packs_without_images, towers_skipped
 from swift_vlpack.host.voting import Ranks, leave_at_exit
 from swift_vlpack.host.whole_step import WholeStep
 from swift_vlpack.plan.resume_schedule import Bounds, ResumeSchedule, num_steps
@@ -78,6 +79,7 @@ class PackingTrainer(EvaluatesRows):
         self.is_first_batch_proved = not self.feed.config.packing_verify
         num_workers = training_args.dataloader_num_workers
         tolerate_packs_without_images(kwargs["model"], training_args)
+        self._towers_skipped: list[str] | None = None  # by a sequence without media; None until it is known
         self._supervised: list[torch.Tensor] = []  # tokens of each step of this rank since the last log line
         self.lengths_in_sequence: tuple[int, ...] = ()  # of the sequence that is trained now
         self._sequences_of_steps: Iterator[int] = iter(())  # of the steps to come, where they keep their samples
@@ -120,6 +122,7 @@ class PackingTrainer(EvaluatesRows):
         batches, num_items = self.weighed_batches(epoch_iterator, num_batches, device)
         if not batches:
             return batches, num_items
+        self._refuse_to_wait(batches)
         # Left on the device, because reading the number would wait for the device; only log lines need it.
         self._supervised.append(torch.stack([num_targets(batch["labels"]) for batch in batches]).sum())
         if not self.is_first_batch_proved:
@@ -128,6 +131,13 @@ class PackingTrainer(EvaluatesRows):
             if is_master():
                 logger.info(said)
         return ([WholeStep(batches)] if self.feed.config.packing_batch == SAMPLES else batches), num_items
+
+    def _refuse_to_wait(self, batches: list[Any]) -> None:
+        """Stop if a rank with an image would enter sharded layers that a rank without one does not enter."""
+        if self._towers_skipped is None:
+            self._towers_skipped = towers_skipped(self)
+        if self._towers_skipped:
+            refuse_unlike_media(batches, self._towers_skipped, RanksOfRun())
 
     def weighed_batches(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Return the weighed batches of one optimizer step. The feed may fill up the last step of an epoch."""

@@ -47,6 +47,8 @@ AGREED = 1  # from image headers, and the full encoding gave the same
 IN_FULL = 2  # from the full encoding
 DIFFERS = 3  # from the full encoding, and headers gave another size: no header of this source is trusted
 VOUCHED = 4  # from image headers, and rows of its kinds agreed in another source
+FROM_HEADERS = (BY_HEADER, VOUCHED)
+"""Proofs of sizes whose row was never decoded."""
 
 KEY = np.dtype([("high", "<u8"), ("low", "<u8")])
 KEYED_SIZE = np.dtype([("key", KEY), ("size", SIZE)])

@@ -35,7 +35,7 @@ from tqdm import tqdm
 from swift_vlpack.comm import ALONE, Comm
 from swift_vlpack.lengths import forked, trust
 from swift_vlpack.lengths.known_keys import KnownKeys, RowKeys
-from swift_vlpack.lengths.length_file import AGREED, BY_HEADER, VOUCHED, Sizes
+from swift_vlpack.lengths.length_file import AGREED, BY_HEADER, FROM_HEADERS, VOUCHED, Sizes
 from swift_vlpack.lengths.measured_sizes import Findings, LengthCaches, MeasuredSizes, joined
 from swift_vlpack.lengths.rank_rows import Chunk, Positions, RankRows
 from swift_vlpack.lengths.rows_work import Encoders, RowsWork, Task, TaskKind
@@ -102,7 +102,7 @@ def measure(
         sizes = joined(comm.results_of_all(lambda: mine.sizes.sizes))
     findings = comm.results_of_all(mine.sizes.findings)
     return _index_of(
-        sizes, findings, difference or _silence_of_headers(sizes), is_cut=encoders.in_full.cutter is not None
+        sizes, findings, difference or _silence_of_headers(sizes), is_cut=encoders.in_full.divider is not None
     )
 
 
@@ -155,8 +155,10 @@ class _RankPass:
             for found in self._keys(digests):
                 self.sizes.take_keys(found)
                 bar.update(len(found.positions))
-        if self.sizes.look_up(is_strict=self._encoders.is_strict, cutter=self._encoders.in_full.cutter):
+        if self.sizes.look_up(is_strict=self._encoders.is_strict, divider=self._encoders.in_full.divider):
             return f"they were found to differ at an earlier start, which {self._caches.cache.path} remembers"
+        if self._encoders.by_header is None:
+            self.sizes.forget_headers()
         return None
 
     def _keys(self, digests: list[BlockDigests]) -> Iterator[RowKeys]:
@@ -303,6 +305,7 @@ def _index_of(sizes: Sizes, findings: list[Findings], without_headers: str | Non
         without_headers=without_headers,
         num_remembered=sum(of_rank.num_remembered for of_rank in findings),
         surplus_tags=sorted(surplus_tags - set(failures)),
+        is_from_header=(sizes["length"] > 0) & np.isin(sizes["proof"], FROM_HEADERS),
         cut=CutRows.of(parts) if is_cut else None,
     )
 

@@ -11,16 +11,14 @@ from numpy.typing import NDArray
 from swift_vlpack.lengths.cache import LengthCache
 from swift_vlpack.lengths.environment import Reads
 from swift_vlpack.lengths.known_keys import RowKeys
-from swift_vlpack.lengths.length_file import BY_HEADER, KEY, SIZE, VOUCHED
+from swift_vlpack.lengths.length_file import BY_HEADER, FROM_HEADERS, KEY, SIZE, VOUCHED
 from swift_vlpack.lengths.rank_rows import Chunk, Positions, RankRows
 from swift_vlpack.lengths.trust import Trust
 from swift_vlpack.plan.parts import Part
 from swift_vlpack.plan.shuffle import permutation
 from swift_vlpack.reasons import REASONS
-from swift_vlpack.rows.cutting import RowCutter
+from swift_vlpack.rows.cutting import Divider
 from swift_vlpack.rows.faults import Fault
-
-_FROM_HEADERS = (BY_HEADER, VOUCHED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,8 +64,8 @@ class MeasuredSizes:
         self.keys[found.positions], self.stamps[found.positions] = found.rows["key"], found.rows["stamp"]
         self._has_surplus_tags[found.positions] = found.rows["has_surplus_tags"]
 
-    def look_up(self, *, is_strict: bool, cutter: RowCutter | None = None) -> bool:
-        """Load what the cache has for these rows: sizes, failures and, with `cutter`, the parts of cut rows.
+    def look_up(self, *, is_strict: bool, divider: Divider | None = None) -> bool:
+        """Load what the cache has for these rows: sizes, failures and, with `divider`, the parts of rows.
 
         With `is_strict`, failed rows stay unknown: they are tried again, so that a failure stops the run.
         Returns True if an earlier start found that headers of this source are wrong.
@@ -81,8 +79,8 @@ class MeasuredSizes:
         if is_strict:
             self._is_known &= self.sizes["reason"] == 0
         self._look_up_faults()
-        if cutter is not None:
-            self._look_up_parts(cutter)
+        if divider is not None:
+            self._look_up_parts(divider)
         self._num_remembered = int(self._is_known.sum())
         return saved.num_differing > 0
 
@@ -93,9 +91,9 @@ class MeasuredSizes:
             if (fault := faults.get(self.keys[position].tobytes())) is not None:
                 self._faults[self._rows.index(position)] = fault
 
-    def _look_up_parts(self, cutter: RowCutter) -> None:
-        """Load the parts of cut rows. Rows without cached parts, or longer than their parts, are measured again."""
-        have_parts = cutter.have_parts(*(self.sizes[name] for name in ("length", "images", "patches")))
+    def _look_up_parts(self, divider: Divider) -> None:
+        """Load the parts of divided rows. Rows without cached parts, or longer than their parts, are measured again."""
+        have_parts = divider.have_parts(*(self.sizes[name] for name in ("length", "images", "patches")))
         is_cut = np.flatnonzero(self._is_known & have_parts)
         saved = self._caches.cache.load_parts() if len(is_cut) else {}
         for position in is_cut.tolist():
@@ -123,7 +121,7 @@ class MeasuredSizes:
         Sizes that trusted kinds vouch for are selected, too: the trust may come from an earlier start on this very
         source, which was killed or had fewer rows, so it proves nothing about the extremes of all rows.
         """
-        return positions[~self._is_known[positions] | np.isin(self.sizes["proof"][positions], _FROM_HEADERS)]
+        return positions[~self._is_known[positions] | np.isin(self.sizes["proof"][positions], FROM_HEADERS)]
 
     def num_failed(self, reason: str) -> int:
         """Return how many rows cannot be encoded for this reason."""
@@ -173,12 +171,12 @@ class MeasuredSizes:
         self._caches.trust.revoke(str(chunk.difference))
         self.save([chunk])
         for other in waiting:
-            other.is_saved[np.isin(other.sizes["proof"], _FROM_HEADERS)] = False
+            other.is_saved[np.isin(other.sizes["proof"], FROM_HEADERS)] = False
         self.save(waiting)
 
     def forget_headers(self) -> None:
         """Drop the sizes that were only read from image headers: their rows become unknown again."""
-        self._is_known &= ~np.isin(self.sizes["proof"], _FROM_HEADERS)
+        self._is_known &= ~np.isin(self.sizes["proof"], FROM_HEADERS)
         self._num_remembered = min(self._num_remembered, int(self._is_known.sum()))
         self._parts = {position: parts for position, parts in self._parts.items() if self._is_known[position]}
 

@@ -84,7 +84,9 @@ class Measured:
     error: SampleError | None = None
     facts: HeaderFacts = HeaderFacts()
     parts: tuple[Part, ...] = ()
-    """Parts of a row that is cut."""
+    """Parts of a row that is cut, or its sequences."""
+    is_saved: bool = True
+    """False for a size that a later start could not find whole in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,7 @@ class Chunk:
         self.sizes[at] = row.size
         if row.parts:
             self.parts[int(self.positions[at])] = row.parts
+            self.is_saved[at] = row.is_saved
         if row.error is not None:
             self.faults[index] = row.error.fault
             self.is_saved[at] = row.error.is_lasting

@@ -20,7 +20,6 @@ from swift_vlpack.lengths.rank_rows import Chunk, HeaderFacts, Measured, Positio
 from swift_vlpack.lengths.row_blocks import RowBlocks
 from swift_vlpack.reasons import REASONS, Reason, about
 from swift_vlpack.rows.contents import contents_of, size_of
-from swift_vlpack.rows.cutting import part_sizes
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.faults import timeout_of
 from swift_vlpack.rows.media import has_surplus_tags, image_urls
@@ -202,13 +201,21 @@ class RowsWork:
         kinds = kinds_of(row, int(size["length"]), encoded.get("header_kinds", ()))
         # The cost of a video is estimated from the patches of its sampled frames, after resizing.
         pixels = max(encoded.get("header_pixels", 0), int(size["patches"]) * _PIXELS_OF_PATCH)
-        return Measured(size, None, HeaderFacts(kinds, pixels), part_sizes(encoded, encoder.cutter))
+        parts = encoder.part_sizes(encoded)
+        return Measured(size, None, HeaderFacts(kinds, pixels), parts, is_saved=not parts or _have_parts(encoder, size))
 
     def _timeout(self, row: Row, position: int, *, is_strict: bool) -> VLPackError:
         fault, sample_id = timeout_of(self._abandoned[position], row), self._rows.sample_id(position)
         if is_strict:
             return DataError(f"{sample_id}: {fault.reason}: {fault.error}")
         return SampleError(sample_id, fault.reason, fault.error, False, fault.files)
+
+
+def _have_parts(encoder: RowEncoder, size: Any) -> bool:
+    """Tell whether a start that finds this size in the cache looks for parts, too."""
+    divider = encoder.divider
+    columns = [size[name].astype(np.int64) for name in ("length", "images", "patches")]
+    return divider is not None and bool(divider.have_parts(*columns))
 
 
 def _are_equal(one: Any, other: Any) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from swift_vlpack.proof.handed import Handed, Positions, why_not_apart
 from swift_vlpack.rows.families import text_config_of
 
 NO_BOUNDARIES = ("sdpa", "eager", "flex_attention")
@@ -88,11 +89,13 @@ class Evidence:
     rope_type: str = "default"
     model_types: tuple[str, ...] = ()
     """Kinds of the model's layers, as its config names them."""
+    handed: Handed | None = None
+    """How the batch of the caller's own collator tells where samples start; None of a batch that the host makes."""
 
 
 def cause_of(evidence: Evidence) -> str:
     """Return one sentence that names the cause, and the remedy if one is known."""
-    if evidence.attention in NO_BOUNDARIES:
+    if evidence.handed is None and evidence.attention in NO_BOUNDARIES:
         name = evidence.attention
         return f"attention {name} knows no boundaries; leave attn_impl unset, so that packing chooses its own"
     # Media that a sample got from another one move "other" samples as well, but are a matter of order, not of leaks.
@@ -159,6 +162,8 @@ def _of_moved(evidence: Evidence) -> str:
             f"samples see each other outside of attention: {evidence.module} gives a sample something else when the "
             f"tokens of another one change{_over_the_sequence(evidence.module)}"
         )
+    if evidence.handed is not None and (why := why_not_apart(evidence.handed, evidence.attention)):
+        return why
     if any(moved < changed for changed, moved in evidence.moved):
         return (
             "samples before a changed one moved too, so attention is not causal over the sequence and knows no "
@@ -211,6 +216,8 @@ def _of_differing(evidence: Evidence) -> str:
             f"{_over_the_sequence(evidence.module)}"
         )
     if differing and not evidence.profiles[0].differs:
+        if evidence.handed is not None and evidence.handed.positions in (Positions.NONE, Positions.RUN_ON):
+            return "all but the first sample differ: positions run over the whole row, and begin again at no sample"
         return (
             "all but the first sample differ: attention takes other positions than it was given, which do not restart "
             "at the boundaries, or has room for fewer tokens than the sequence has"

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from swift_vlpack.proof.gradients import is_sharded
 from swift_vlpack.proof.limits import coarsest, gap_of, has_experts, without_noise
 from swift_vlpack.proof.perturb import kinds_of_media
 from swift_vlpack.proof.proof_model import ProofModel, RunResult, length_of
 from swift_vlpack.proof.reference import Reference, longest_for_own, own_attention, run_alone
+from swift_vlpack.proof.shards import is_sharded
 from swift_vlpack.rows.samples import Encoded
 
 TOKENS_TOGETHER, FEWEST_TOGETHER = 2048, 8

@@ -22,9 +22,10 @@ from swift_vlpack.proof.causes import (
     Profile,
     facts_of,
 )
+from swift_vlpack.proof.handed import Handed, handed_in
 from swift_vlpack.proof.limits import Limits, gap_by_token, gap_of
-from swift_vlpack.proof.perturb import can_be_replaced, kinds_of_media, media_of, replaced, with_other_media
-from swift_vlpack.proof.proof_model import VISION_PARTS, ProofModel, length_of
+from swift_vlpack.proof.perturb import can_be_replaced, kinds_of_media, media_of, replaced, shape_of, with_other_media
+from swift_vlpack.proof.proof_model import VISION_PARTS, ProofModel, RunResult, length_of
 from swift_vlpack.proof.reference import own_attention_for, repeatable_training, run_alone, untouched
 from swift_vlpack.rows.samples import Encoded
 
@@ -53,6 +54,7 @@ def evidence_of(proof_model: ProofModel, sequence: Sequence[Encoded], limits: Li
             module = _module_of(proof_model, sequence, limits, worst, moved)
             given = _given(proof_model, sequence, profiles, limits)
             unpacked = _unpacked(proof_model, sequence, profiles, limits)
+            handed = _handed(proof_model, sequence)
     return Evidence(
         attention=attention.name_of(proof_model.model.config),
         profiles=tuple(profiles),
@@ -63,10 +65,19 @@ def evidence_of(proof_model: ProofModel, sequence: Sequence[Encoded], limits: Li
         layer=layer,
         module=module,
         unpacked=unpacked,
+        handed=handed,
         layer_type=_type_of(layer, facts["model_types"]),
         is_only_in_training=any(p.differs for p in profiles) and not any(p.differs for p in in_evaluation),
         **facts,
     )
+
+
+def _handed(proof_model: ProofModel, sequence: Sequence[Encoded]) -> Handed | None:
+    """Read how the batch tells where samples start, if it is not the host that makes it."""
+    if not proof_model.has_own_collator:
+        return None
+    with proof_model.batches.batch(sequence, packed=True) as batch:
+        return handed_in(batch.inputs, batch.slots, proof_model.model.config)
 
 
 def samples_to_change(num_samples: int, worst: int) -> tuple[int, ...]:
@@ -98,20 +109,28 @@ def first_layer(proof_model: ProofModel, sequence: Sequence[Encoded], sample: in
     Returns `EMBEDDINGS` if the input of the first layer differs, None if nothing differs or nothing can be compared.
     """
     layers = decoder_layers(proof_model.model)
-    start = sum(length_of(one) for one in sequence[:sample])
-    own = slice(start, start + length_of(sequence[sample]))
     with hidden_states(layers) as packed:
-        proof_model.run(sequence, packed=True)
+        together = proof_model.run(sequence, packed=True)
     with hidden_states(layers) as alone:
         ran = run_alone(proof_model, sequence[sample])
-    num_tokens = len(ran.logits[0])
     for number, (here, there) in enumerate(zip(packed, alone, strict=False), start=EMBEDDINGS):
-        one, other = here.reshape(-1, here.shape[-1])[own].float(), there.reshape(-1, there.shape[-1]).float()
-        if len(one) != num_tokens or len(other) != num_tokens:
+        one, other = _own_part(here, together, sample), _own_part(there, ran, 0)
+        if one is None or other is None or len(one) != len(other):
             return None
+        one, other = one.float(), other.float()
         if not float((one - other).abs().max()) <= limits.relative * max(1e-6, float(other.abs().max())):
             return number
     return None
+
+
+def _own_part(made: torch.Tensor, ran: RunResult, at: int) -> torch.Tensor | None:
+    """Cut what a module gives for the tokens of a batch to one sample; None if it gives something else."""
+    num_rows, num_tokens = ran.shape
+    # Some modules give all tokens in one dimension, without the rows of the batch.
+    per_token = made.reshape(-1, made.shape[-1])
+    if len(per_token) != num_rows * num_tokens:
+        return None
+    return ran.slots[at].of(per_token.reshape(num_rows, num_tokens, -1))
 
 
 def _module_of(
@@ -131,15 +150,10 @@ def _module_of(
         changed, at = min(moved)
         other = _with_other_tokens(proof_model, sequence[changed])
         assert other is not None
-        with _outputs(proof_model, sequence, at) as here:
-            proof_model.run(sequence, packed=True)
-        with _outputs(proof_model, sequence, at) as there:
-            proof_model.run([*sequence[:changed], other, *sequence[changed + 1 :]], packed=True)
+        here = _outputs(proof_model, sequence, at)
+        there = _outputs(proof_model, [*sequence[:changed], other, *sequence[changed + 1 :]], at)
     elif worst is not None:
-        with _outputs(proof_model, sequence, worst) as here:
-            proof_model.run(sequence, packed=True)
-        with _outputs(proof_model, [sequence[worst]], 0) as there:
-            run_alone(proof_model, sequence[worst])
+        here, there = _outputs(proof_model, sequence, worst), _outputs(proof_model, [sequence[worst]], 0, packed=False)
     else:
         return None
     for name, output in here.items():
@@ -159,23 +173,19 @@ def _module(model: torch.nn.Module, name: str) -> Module:
     return Module(name, kinds[-1], is_attention)
 
 
-@contextmanager
-def _outputs(proof_model: ProofModel, sequence: Sequence[Encoded], sample: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Collect some columns of the output that each module of the language model gives for one sample of the sequence.
+def _outputs(
+    proof_model: ProofModel, sequence: Sequence[Encoded], sample: int, *, packed: bool = True
+) -> dict[str, torch.Tensor]:
+    """Run a sequence, or one sample alone; return some columns of what each module gives for one sample.
 
-    The outputs are in the order in which the modules finish.
+    The outputs of the language model's modules are in the order in which the modules finish.
     """
-    num_tokens, start = sum(map(length_of, sequence)), sum(map(length_of, sequence[:sample]))
     seen: dict[str, torch.Tensor] = {}
 
     def note(name: str, made: Any) -> None:
         made = made[0] if isinstance(made, tuple) else made
-        if not isinstance(made, torch.Tensor) or made.dim() < 2 or not made.is_floating_point():
-            return
-        flat = made.detach().reshape(-1, made.shape[-1])
-        if num_tokens <= len(flat) < 2 * num_tokens:  # padding may follow
-            own = flat[start : start + length_of(sequence[sample])]
-            seen.setdefault(name, own[:, :: -(-own.shape[1] // _NUM_COLUMNS)].float().cpu())
+        if isinstance(made, torch.Tensor) and made.dim() >= 2 and made.numel() and made.is_floating_point():
+            seen.setdefault(name, made.detach()[..., :: -(-made.shape[-1] // _NUM_COLUMNS)].float().cpu())
 
     handles = [
         module.register_forward_hook(lambda module, args, made, name=name: note(name, made))
@@ -183,10 +193,12 @@ def _outputs(proof_model: ProofModel, sequence: Sequence[Encoded], sample: int) 
         if name and "rotary" not in name and not any(part in name for part in VISION_PARTS)
     ]
     try:
-        yield seen
+        ran = proof_model.run(sequence, packed=True) if packed else run_alone(proof_model, sequence[sample])
     finally:
         for handle in handles:
             handle.remove()
+    parts = {name: _own_part(made, ran, sample) for name, made in seen.items()}
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 def decoder_layers(model: Any) -> Sequence[torch.nn.Module]:
@@ -313,9 +325,7 @@ def _fits(sample: Encoded, other: Encoded) -> bool:
     """Return whether the media of two samples have the same names and shapes."""
     own, others = media_of(sample), media_of(other)
     return (
-        bool(own)
-        and own.keys() == others.keys()
-        and all(getattr(own[name], "shape", None) == getattr(others[name], "shape", ()) for name in own)
+        bool(own) and own.keys() == others.keys() and all(shape_of(own[name]) == shape_of(others[name]) for name in own)
     )
 
 

@@ -13,9 +13,11 @@ import torch.utils.checkpoint
 
 from swift_vlpack.proof.proof_model import VISION_PARTS
 from swift_vlpack.proof.reference import Float32Mode
+from swift_vlpack.proof.shards import let_go, shape_of, whole
 
-_CHECKPOINT = "_gradient_checkpointing_func"
-"""Attribute of a layer that holds the checkpoint function by which transformers and ms-swift run it."""
+_CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
+"""Attributes that hold the checkpoint function: of a layer that transformers and ms-swift run by it, and of the wrapper
+that torch puts around a layer, as FSDP does."""
 _BYTES_IN_FLOAT32 = 2**33
 """Most memory that float32 copies of the weights may take, beside the model, until the backward is done."""
 
@@ -26,18 +28,22 @@ def small_set(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 
     Take their gradients by `torch.autograd.grad`, which fills no `.grad` and runs no hook of DDP. Gradient
     checkpointing stays on, in the non-reentrant form, because the reentrant one does not support that function.
-    The mapping is empty if parameters are sharded: no rank has a whole gradient to compare.
+    If parameters are sharded, these are the whole ones (`shards.whole`), and all ranks must enter and leave together.
+    The mapping is empty if they cannot be found.
     """
-    chosen = _norms_and_biases(model) if not is_sharded(model) else {}
-    before = [(parameter, parameter.requires_grad) for parameter in chosen.values()]
+    let_go(model)
+    chosen = _norms_and_biases(model)
+    of_forward = whole(model, chosen)
+    before = [(chosen[name], chosen[name].requires_grad) for name in of_forward]
     try:
-        for parameter in chosen.values():
+        for parameter, _ in before:
             parameter.requires_grad_(True)
         with _run_again(model):
-            yield chosen
+            yield of_forward
     finally:
         for parameter, was_required in before:
             parameter.requires_grad_(was_required)
+        let_go(model)
 
 
 @contextmanager
@@ -58,7 +64,7 @@ def small_set_in_float32(model: torch.nn.Module) -> Iterator[tuple[dict[str, tor
 
 
 def _norms_and_biases(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: one for name, one in model.named_parameters() if one.dim() == 1 and one.is_floating_point()}
+    return {name: one for name, one in model.named_parameters() if len(shape_of(one)) == 1 and one.is_floating_point()}
 
 
 @contextmanager
@@ -69,15 +75,18 @@ def _run_again(model: torch.nn.Module, contexts: Callable[[], Any] | None = None
     """
     # Each layer that is checkpointed keeps the function to do so, as an attribute.
     checkpointed = [
-        (module, vars(module)[_CHECKPOINT]) for module in model.modules() if vars(module).get(_CHECKPOINT) is not None
+        (module, name, vars(module)[name])
+        for module in model.modules()
+        for name in _CHECKPOINTS
+        if vars(module).get(name) is not None
     ]
     try:
-        for module, _ in checkpointed:
-            vars(module)[_CHECKPOINT] = _not_reentrant(contexts)
+        for module, name, _ in checkpointed:
+            vars(module)[name] = _not_reentrant(contexts)
         yield len(checkpointed)
     finally:
-        for module, checkpoint in checkpointed:
-            vars(module)[_CHECKPOINT] = checkpoint
+        for module, name, checkpoint in checkpointed:
+            vars(module)[name] = checkpoint
 
 
 def added(gradients: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -121,9 +130,3 @@ def _not_reentrant(contexts: Callable[[], Any] | None) -> Any:
     """
     options = {} if contexts is None else {"context_fn": contexts}
     return partial(inspect.unwrap(torch.utils.checkpoint.checkpoint), use_reentrant=False, **options)
-
-
-def is_sharded(model: torch.nn.Module) -> bool:
-    """Return whether each rank holds only a part of the parameters (FSDP, ZeRO-3)."""
-    # Parameters of FSDP2 are DTensors, which have a mesh; ZeRO-3 leaves empty tensors in their place.
-    return any(hasattr(parameter, "device_mesh") or not parameter.numel() for parameter in model.parameters())

@@ -9,13 +9,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from swift_vlpack.comm import OfAll
+from swift_vlpack.feed.waiting import waiting
 from swift_vlpack.proof import gradients
 from swift_vlpack.proof.choose_samples import shortest_of_each_kind
 from swift_vlpack.proof.first_batch import FirstSequence, Span, is_token
@@ -96,6 +97,10 @@ class InTraining:
     """Limits for results that the same kernels compute from the same numbers."""
     dtype: str
     """The data type that the model computes in."""
+    sharded_by: str
+    """The engine that leaves each rank a part of the parameters; empty if each rank has them all."""
+    num_parameters: int
+    """Number of parameters whose gradients were compared."""
     not_looked_at: Sequence[str] = ()
 
     @property
@@ -105,17 +110,30 @@ class InTraining:
 
 
 def measure_in_training(passes: Passes, sequence: FirstSequence, results_of_all: OfAll) -> InTraining:
-    """Run all passes and return the measurements. If parameters are sharded, all ranks run equally many passes."""
+    """Run all passes and return the measurements. All ranks call it.
+
+    If parameters are sharded, all ranks run equally many passes, and a rank that fails in one leaves at once: the
+    others wait for it in the middle of a forward, where it cannot tell them.
+    """
     with untouched(passes.model), torch.enable_grad():
         passes.model.train()
         compared = _Compared(passes, sequence)
         # With sharded parameters every pass is a collective, so a rank with fewer samples runs as many passes.
-        of_ranks = results_of_all(compared.begin)
+        of_ranks = _on_all(passes, compared.begin, results_of_all)
         if passes.is_sharded:
             compared.has_drawn = any(has_drawn for has_drawn, _ in of_ranks)
             compared.num_alone = max(number for _, number in of_ranks)
-        results_of_all(compared.finish)
+        _on_all(passes, compared.finish, results_of_all)
         return compared.result
+
+
+def _on_all(passes: Passes, work: Callable[[], Any], results_of_all: OfAll) -> list[Any]:
+    """Run passes on every rank. Returns the results of all ranks."""
+    if not passes.is_sharded:
+        return results_of_all(work)
+    with waiting("the first batch in training"):
+        result = work()
+    return results_of_all(lambda: result)
 
 
 class _Compared:
@@ -132,7 +150,8 @@ class _Compared:
         self.num_alone = len(self.encoded)
         self.quick_is_equal = True
         self.is_checkpointed = any(
-            getattr(module, "gradient_checkpointing", False) is True for module in passes.model.modules()
+            getattr(module, "gradient_checkpointing", False) is True or hasattr(module, "_checkpoint_wrapped_module")
+            for module in passes.model.modules()
         )
 
     def begin(self) -> tuple[bool, int]:
@@ -191,6 +210,8 @@ class _Compared:
             largest=largest,
             limits=limits,
             dtype=str(self.dtype).removeprefix("torch."),
+            sharded_by=self.passes.sharded_by,
+            num_parameters=len(original.gradient),
             # In 16 bits a token may go to another expert because other tokens are beside it.
             exact=exact if not experts else limits._replace(moved=max(limits.alone, exact.moved)),
             not_looked_at=self._not_looked_at(has_changed=not moved or own > 2 * exact.moved),
@@ -277,8 +298,8 @@ class _Compared:
         shortest = min(self.watched, key=lambda at: self.sequence.record.lengths[at], default=0)
         with repeatable_training(self.passes.model):
             for name in (OWN, QUICK):
-                if not self.encoded:
-                    self._packed(self.sequence.for_watched())
+                if not self.encoded:  # a forward as those of the other ranks
+                    self._packed(self.sequence.for_watched(), backward=False)
                     continue
                 with own_attention(self.passes.model, name):
                     hidden.append(self.passes.run(self.sequence.alone(shortest), packed=False, backward=False).hidden)

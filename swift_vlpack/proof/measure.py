@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from swift_vlpack.feed.waiting import is_of_collective
 from swift_vlpack.proof import gradients
 from swift_vlpack.proof.choose_samples import shortest_of_each_kind
 from swift_vlpack.proof.each_alone import each_alone
@@ -39,12 +40,14 @@ from swift_vlpack.proof.reference import (
     words_of,
 )
 from swift_vlpack.proof.same_inputs import (
+    lengths_end_to_end,
     wrong_boundaries,
     wrong_media,
     wrong_positions,
     wrong_targets_of,
     wrong_tokens,
 )
+from swift_vlpack.proof.shards import sharded_by
 from swift_vlpack.rows.samples import Encoded
 
 TOKENS_ALLOWED, SHARE_OF_EPOCH = 16_384, 0.02
@@ -72,15 +75,16 @@ class AgainstAlone(NamedTuple):
 
         `alone` may be a generator: it is read one sample at a time, because logits are large.
         """
-        gaps, targets, inputs, tokens = [], [], [], [wrong_boundaries(packed.inputs, list(map(length_of, samples)))]
+        lengths = lengths_end_to_end(packed.slots)
+        gaps, targets, inputs = [], [], []
+        tokens = [wrong_boundaries(packed.inputs, lengths) if lengths else None]
         for at, (sample, ran) in enumerate(zip(samples, alone, strict=True)):
             inputs.append({} if ran is None else ran.inputs)
             if ran is None:
                 continue
             gaps.append(gap_of(packed.logits[at], ran.logits[0]))
             targets.append(wrong_targets_of(sample, at, packed, ran))
-            start = sum(map(length_of, samples[:at]))
-            tokens.append(wrong_positions(sample, at, packed, ran) or wrong_tokens(sample, at, start, packed, ran))
+            tokens.append(wrong_positions(sample, at, packed, ran) or wrong_tokens(sample, at, packed, ran))
         media = wrong_media(packed.inputs, inputs) if len(gaps) == len(samples) else None
         return cls(samples, gaps, next(filter(None, targets), None), media, next(filter(None, tokens), None))
 
@@ -119,6 +123,10 @@ class Measurements:
     compared: Sequence[AgainstAlone]
     """The pack, the pack with its samples in reverse order, and sequences of the plan."""
     gradient: Mapping[str, float]
+    num_parameters: int
+    """Number of parameters whose gradients were compared."""
+    sharded_by: str
+    """The engine that leaves each rank a part of the parameters; empty if each rank has them all."""
     left_out: LeftOut
     has_experts: bool
     in_float32: InFloat32 | None
@@ -206,6 +214,8 @@ def measure_pack(
             moves_by_media=moves_by_media,
             compared=[*packs.against_alone(samples), *looked_at],
             gradient=packs.gradient,
+            num_parameters=packs.num_parameters,
+            sharded_by=sharded_by(proof_model.model),
             left_out=LeftOut(
                 num_sequences=len(sequences) - len(looked_at),
                 num_tokens=_tokens_in(sequences) - _tokens_in([one.samples for one in looked_at]),
@@ -250,7 +260,7 @@ def _in_float32(
 ) -> tuple[InFloat32 | None, str]:
     """Compare samples packed and alone in float32, on the model itself. Returns None and the reason if that fails."""
     model = proof_model.model
-    if gradients.is_sharded(model):
+    if sharded_by(model):
         return None, "parameters are sharded"
     try:
         with gradients.small_set_in_float32(model) as (parameters, leaves):
@@ -293,6 +303,7 @@ class _PackRuns:
         self.turned = proof_model.run(samples[::-1], packed=True)
         added = gradients.added([self.alone[at].gradient for at in graded])
         self.gradient = gradients.difference(together.gradient, added)
+        self.num_parameters = len(together.gradient)
 
     def against_alone(self, samples: Sequence[Encoded]) -> list[AgainstAlone]:
         """Compare the pack, and the pack in reverse order, with the samples alone."""
@@ -307,7 +318,9 @@ class _PackRuns:
         with gradients.small_set(self.proof_model.model) as parameters, own_attention(self.proof_model.model):
             try:
                 batch = self.proof_model.run(few, packed=False, parameters=parameters)
-            except RuntimeError:
+            except RuntimeError as error:
+                if is_of_collective(error):
+                    raise
                 return Noise(0.0, 0.0)  # the host cannot batch them: images of different sizes (Mistral 3)
         alone = [self.alone[at] for at in self.few]
         gaps = [gap_of(*pair).over_tokens for pair in zip(batch.logits, (ran.logits[0] for ran in alone), strict=True)]

@@ -11,10 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
 import torch
+
+from swift_vlpack.proof.shards import class_of, let_go, shape_of, sharded_by, whole
 
 NUM_KEPT = 2**16
 """Most values that are kept of each parameter's gradient; of a larger gradient only every n-th value is compared."""
@@ -73,18 +76,31 @@ class Passes:
         """Take a model and the trainer's loss.
 
         `scale` multiplies a loss before its backward as training does, for gradients in 16 bits. `has_engine` says that
-        an engine (DeepSpeed) receives the gradients of parameters in the backward; it must not see those of a proof.
+        an engine (DeepSpeed) receives the gradients of parameters in the backward; it must not see those of a proof. If
+        it does not receive them by hooks on parameters, which can be taken away for a while, nothing is compared there.
         """
         self.model = model
         self.compute_loss = compute_loss
         self.scale = scale
         self.decoder = _layers_of(model)
-        self.of_vocabulary = _of_vocabulary(model)
-        # Parameters of FSDP2 are DTensors, which have a mesh; ZeRO-3 gives each parameter a `ds_id`.
-        self.is_sharded = any(hasattr(one, "device_mesh") or hasattr(one, "ds_id") for one in model.parameters())
-        self.why_no_parameters = "they are sharded" if self.is_sharded else None
-        if not self.is_sharded and (has_engine or _is_waited_for(model)):
+        self.sharded_by = sharded_by(model)
+        let_go(model)
+        of_vocabulary = _of_vocabulary(model)
+        compared = [name for name, one in _trained(model).items() if id(one) not in of_vocabulary]
+        # By name, as a forward and backward see them: the whole ones, if they are sharded.
+        self.of_forward = whole(model, compared)
+        self.why_no_parameters: str | None = None
+        if compared and not self.of_forward:
+            self.why_no_parameters = "they are sharded"
+        elif has_engine and not all(map(_hooks_of, self.of_forward.values())):
+            self.why_no_parameters = "an engine takes them in the backward"
+        elif any(one._backward_hooks for one in self.of_forward.values()):
             self.why_no_parameters = "something else takes them in the backward"
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return whether parameters are sharded. All ranks must run equally many passes then."""
+        return bool(self.sharded_by)
 
     def run(self, inputs: Mapping[str, Any], *, packed: bool, backward: bool = True, seed: int = 0) -> Pass:
         """Run one pass; equal seeds give equal random draws.
@@ -123,27 +139,36 @@ class Passes:
         """Collect the gradient of each trained parameter, and clear `.grad` at once; restore everything afterwards.
 
         `torch.autograd.grad` would not touch `.grad`, but does not work with reentrant checkpointing. If something else
-        receives gradients in the backward (an engine, an optimizer step), parameters are frozen and nothing is
-        collected. Weights with a row for each word are frozen, too (`_of_vocabulary`).
+        receives gradients in the backward, its hooks are taken away for the pass; where that cannot be done, parameters
+        are frozen and nothing is collected. All others are frozen, too: weights with a row for each word
+        (`_of_vocabulary`).
         """
         found: dict[str, torch.Tensor] = {}
-        trained = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
+        let_go(self.model)
+        trained = _trained(self.model)
         before = {name: one.grad for name, one in trained.items()}
         handles = []
+        others = [(hooks, dict(hooks)) for one in self.of_forward.values() if (hooks := _hooks_of(one))]
         try:
+            for hooks, _ in others:
+                hooks.clear()
             for name, parameter in trained.items():
                 parameter.grad = None
-                if self.why_no_parameters or id(parameter) in self.of_vocabulary:
+                if self.why_no_parameters or name not in self.of_forward:
                     parameter.requires_grad_(False)
                 else:
-                    handles.append(parameter.register_post_accumulate_grad_hook(partial(_take, found, name)))
+                    hook = partial(_take, found, name)
+                    handles.append(self.of_forward[name].register_post_accumulate_grad_hook(hook))
             yield found
         finally:
             for handle in handles:
                 handle.remove()
+            for hooks, all_before in others:
+                hooks.update(all_before)
             for name, parameter in trained.items():
                 parameter.requires_grad_(True)
                 parameter.grad = before[name]
+            let_go(self.model)
 
 
 def _layers_of(model: Any) -> torch.nn.Module:
@@ -152,7 +177,7 @@ def _layers_of(model: Any) -> torch.nn.Module:
     while hasattr(model, "get_decoder") and (inner := model.get_decoder()) is not model:
         model = inner
     stacks = {name: one for name, one in model.named_modules() if isinstance(one, torch.nn.ModuleList)}
-    sizes = {name: sum(map(torch.numel, one.parameters())) for name, one in stacks.items()}
+    sizes = {name: sum(prod(shape_of(each)) for each in one.parameters()) for name, one in stacks.items()}
     layers: torch.nn.Module = model.get_submodule(max(sizes, key=sizes.__getitem__, default="").rpartition(".")[0])
     return layers
 
@@ -165,13 +190,16 @@ def _of_vocabulary(model: Any) -> frozenset[int]:
     names = ("get_input_embeddings", "get_output_embeddings")
     ends: list[Any] = [getattr(model, name, lambda: None)() for name in names]
     # Not of a class of their own, whose backward may be wrong.
-    return frozenset(id(end.weight) for end in ends if type(end) in (torch.nn.Embedding, torch.nn.Linear))
+    return frozenset(id(end.weight) for end in ends if class_of(end) in (torch.nn.Embedding, torch.nn.Linear))
 
 
-def _is_waited_for(model: torch.nn.Module) -> bool:
-    """Return whether hooks wait for gradients of parameters, such as an optimizer that steps in the backward."""
-    trained = [one for one in model.parameters() if one.requires_grad]
-    return any(getattr(one, "_post_accumulate_grad_hooks", None) or one._backward_hooks for one in trained)
+def _trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return {name: one for name, one in model.named_parameters() if one.requires_grad}
+
+
+def _hooks_of(parameter: torch.Tensor) -> dict[int, Any] | None:
+    """Return the hooks that receive the gradient of a parameter: of DeepSpeed, or of an optimizer in the backward."""
+    return getattr(parameter, "_post_accumulate_grad_hooks", None)
 
 
 def _take(found: dict[str, torch.Tensor], name: str, parameter: torch.Tensor) -> None:

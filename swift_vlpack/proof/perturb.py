@@ -6,15 +6,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 
+from swift_vlpack.feed.collate import UNUSED_COLUMNS
 from swift_vlpack.rows.samples import Encoded
 
 # Fields with one value for each token: no media, whatever their type.
-_NO_MEDIA = frozenset(("input_ids", "labels", "loss_scale", "position_ids", "attention_mask", "token_type_ids"))
+_NO_MEDIA = frozenset(
+    ("input_ids", "labels", "loss_scale", "position_ids", "attention_mask", "token_type_ids", UNUSED_COLUMNS)
+)
+_BRIGHTEST = 255
 
 
 def can_be_replaced(sample: Encoded, is_ordinary: Callable[[int], bool]) -> bool:
@@ -36,12 +42,12 @@ def with_other_media(sample: Encoded, number: int = 1) -> Encoded:
 
 
 def media_of(sample: Encoded) -> dict[str, Any]:
-    """Return the tensors of a sample that hold images, videos and sounds."""
+    """Return the fields of a sample that hold images, videos and sounds."""
     return {name: value for name, value in sample.items() if name not in _NO_MEDIA and _has_content(value)}
 
 
 def kinds_of_media(sample: Encoded) -> frozenset[str]:
-    """Return which media a sample has, by the names of its tensors."""
+    """Return which media a sample has, by the names of its fields."""
     return frozenset(media_of(sample))
 
 
@@ -73,14 +79,36 @@ def twins(samples: Sequence[Encoded]) -> list[tuple[int, int]]:
 
 
 def _has_content(value: Any) -> bool:
-    """Return whether a value holds floating-point numbers, as pixels and spectra do; grids, masks, positions do not."""
+    """Return whether a value holds pictures, or floating-point numbers, as pixels and spectra do and grids do not."""
+    if isinstance(value, Mapping):
+        return any(map(_has_content, value.values()))
     if isinstance(value, (list, tuple)):
         return any(map(_has_content, value))
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 1
+    return isinstance(value, Image.Image) or (_is_floating(value) and value.ndim > 1)
+
+
+def shape_of(value: Any) -> Any:
+    """Return the shape of a value that holds media: of a tensor, of a picture, of each in a list or mapping."""
+    if isinstance(value, Mapping):
+        return {name: shape_of(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [*map(shape_of, value)]
+    return value.size if isinstance(value, Image.Image) else getattr(value, "shape", None)
+
+
+def _is_floating(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return bool(np.issubdtype(value.dtype, np.floating))
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _other(value: Any, number: int) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _other(inner, number) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(_other(inner, number) for inner in value)
+    if isinstance(value, Image.Image):
+        # By another amount for every `number`, of the 256 values that a pixel of 8 bits has.
+        return value.convert("RGB").point(lambda level: (_BRIGHTEST - level + 64 * (number - 1)) % (_BRIGHTEST + 1))
     # Mirrored around `number` / 2: other values in the same shape and type, in about the same range.
-    return number - value if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    return number - value if _is_floating(value) else value

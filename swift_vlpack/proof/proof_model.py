@@ -13,13 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from swift_vlpack.feed.collate import NOT_FOR_THE_MODEL, UNUSED_COLUMNS, on_device
 from swift_vlpack.feed.sequence import layout, packed_sequence
 from swift_vlpack.feed.waiting import is_of_collective
+from swift_vlpack.proof.shards import class_of
 from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.samples import Encoded
 
@@ -30,8 +32,27 @@ VISION_PARTS = ("visual", "vision", "audio", "image")
 """Words in the names of modules that are not part of the language model."""
 _LONGEST_PATTERN = 1024
 """Number of tokens after which the weights in `pulled` repeat."""
-Cut = Callable[[torch.Tensor, list[int]], tuple[torch.Tensor, ...]]
-"""Splits a per-token tensor of a batch into those of its samples, by their lengths."""
+
+
+class Slot(NamedTuple):
+    """Where the tokens of a sample lie in a batch."""
+
+    row: int
+    start: int
+    length: int
+
+    @property
+    def tokens(self) -> slice:
+        """Return the tokens in the row."""
+        return slice(self.start, self.start + self.length)
+
+    def overlaps(self, other: Slot) -> bool:
+        """Return whether both have a token of the batch."""
+        return self.row == other.row and self.start < other.tokens.stop and other.start < self.tokens.stop
+
+    def of(self, per_token: torch.Tensor) -> torch.Tensor:
+        """Cut a tensor of (batch_size, num_tokens, ...) to the tokens of the sample."""
+        return per_token[self.row, self.tokens]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +62,8 @@ class Collated:
     inputs: Mapping[str, Any]
     labels: torch.Tensor | None  # (batch_size, num_tokens)
     weights: torch.Tensor | None  # of the tokens in the loss; the same shape
+    slots: Sequence[Slot] = ()
+    """Where the samples lie, if they lie otherwise than the host lays them: see `_slots`."""
 
     @classmethod
     def of(cls, made: Mapping[str, Any]) -> Collated:
@@ -88,6 +111,9 @@ class RunResult:
     """Inputs of the model."""
     positions: tuple[torch.Tensor, ...] = ()  # (axes, length) each
     """Positions that the rotary embedding was given; empty if the model has none that takes positions."""
+    slots: tuple[Slot, ...] = ()
+    shape: tuple[int, int] = (0, 0)
+    """Shape of the batch: (batch_size, num_tokens)."""
 
     def of_sample(self, at: int) -> RunResult:
         """Return the results of one sample of an un-packed batch, and its inputs without the padding."""
@@ -99,8 +125,16 @@ class RunResult:
                 if mask is not None and own.shape[:2] == (1, mask.shape[1]):
                     own = own[:, mask[at].bool()]
                 inputs[name] = own
+        length = len(self.logits[at])
         return RunResult(
-            (self.logits[at],), (self.labels[at],), (self.weights[at],), {}, inputs, self.positions[at : at + 1]
+            (self.logits[at],),
+            (self.labels[at],),
+            (self.weights[at],),
+            {},
+            inputs,
+            self.positions[at : at + 1],
+            (Slot(0, 0, length),),
+            (1, length),
         )
 
 
@@ -115,6 +149,8 @@ class ProofModel:
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
     is_head_cut: bool = False
     """True if the head computes only the logits that are compared (`with_cut_head`)."""
+    has_own_collator: bool = False
+    """True if the caller's own collator makes the batches, so that a cause may be what it hands to the model."""
 
     def run(
         self,
@@ -125,9 +161,8 @@ class ProofModel:
     ) -> RunResult:
         """Run one forward; with `parameters` also a backward from the logits of all targets."""
         with self.batches.batch(samples, packed=packed) as batch:
-            parts = list(map(length_of, samples))
             mask = batch.inputs.get("attention_mask")
-            cut = _packed if packed else _padded(mask)
+            slots = tuple(batch.slots or _slots(list(map(length_of, samples)), mask, packed=packed))
             with (
                 cut_head(self.model) if self.is_head_cut else nullcontext(),
                 rotary_positions(self.model) as positions,
@@ -141,17 +176,19 @@ class ProofModel:
                 gradient = {}
                 if parameters:
                     assert batch.labels is not None
-                    pull = pulled(logits, batch, _places(batch.labels, parts, mask, packed=packed))
+                    pull = pulled(logits, batch, _places(batch.labels, slots))
                     found = torch.autograd.grad(pull, list(parameters.values()), allow_unused=True)
                     gradient = {name: grad for name, grad in zip(parameters, found, strict=True) if grad is not None}
         positions = [one for one in positions if one.shape[-1] == logits.shape[1]]
         return RunResult(
-            cut(logits.detach(), parts),
-            cut(batch.labels, parts) if batch.labels is not None else (None,) * len(parts),
-            cut(batch.weights, parts) if batch.weights is not None else (None,) * len(parts),
+            tuple(slot.of(logits.detach()) for slot in slots),
+            _by_sample(batch.labels, slots),
+            _by_sample(batch.weights, slots),
             gradient,
             batch.inputs,
-            _by_sample(positions[0], len(logits), cut, parts) if positions else (),
+            _positions_by_sample(positions[0], len(logits), slots) if positions else (),
+            slots,
+            (logits.shape[0], logits.shape[1]),
         )
 
 
@@ -175,8 +212,8 @@ def with_cut_head(proof_model: ProofModel, words: Encoded) -> ProofModel:
 @contextmanager
 def cut_head(model: Any) -> Iterator[None]:
     """Compute the logits of `some_columns` only; a head that is more than a linear layer stays as it is."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    if type(head) is not torch.nn.Linear:
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    if class_of(head) is not torch.nn.Linear:
         yield
         return
 
@@ -219,11 +256,16 @@ def rotary_positions(model: Any) -> Iterator[list[torch.Tensor]]:
             handle.remove()
 
 
-def _by_sample(positions: torch.Tensor, batch_size: int, cut: Cut, parts: list[int]) -> tuple[torch.Tensor, ...]:
+def _by_sample(per_token: torch.Tensor | None, slots: Sequence[Slot]) -> tuple[torch.Tensor | None, ...]:
+    """Cut a per-token tensor of the batch into those of its samples."""
+    return tuple(None if per_token is None else slot.of(per_token) for slot in slots)
+
+
+def _positions_by_sample(positions: torch.Tensor, batch_size: int, slots: Sequence[Slot]) -> tuple[torch.Tensor, ...]:
     """Cut positions of (axes, batch, tokens), or (batch, tokens), into the samples."""
     axes = positions if positions.dim() == 3 else positions[None]
-    of_axes = [cut(axis.expand(batch_size, -1), parts) for axis in axes]
-    return tuple(torch.stack(of_sample) for of_sample in zip(*of_axes, strict=True))
+    axes = axes.expand(-1, batch_size, -1)
+    return tuple(axes[:, slot.row, slot.tokens] for slot in slots)
 
 
 def without_extras(sample: Encoded) -> Encoded:
@@ -266,25 +308,20 @@ def pulled(logits: torch.Tensor, batch: Collated, places: torch.Tensor) -> torch
     return (of_tokens * counts[:, 1:][is_target]).sum()
 
 
-def _places(labels: torch.Tensor, parts: list[int], mask: torch.Tensor | None, *, packed: bool) -> torch.Tensor:
-    """Number the tokens of each sample from 0, in the shape of `labels`."""
+def _places(labels: torch.Tensor, slots: Sequence[Slot]) -> torch.Tensor:
+    """Number the tokens of each sample from 0, in the shape of `labels`; tokens of no sample are 0."""
+    places = torch.zeros(labels.shape, dtype=torch.long)
+    for slot in slots:
+        places[slot.row, slot.tokens] = torch.arange(slot.length)
+    return places
+
+
+def _slots(lengths: Sequence[int], mask: torch.Tensor | None, *, packed: bool) -> list[Slot]:
+    """Return where samples lie by the host's rules: end to end in one row, or one a row, padded on either side."""
     if packed:
-        return torch.cat([torch.arange(length) for length in [*parts, labels.shape[1] - sum(parts)]])[None]
+        return [Slot(0, start, length) for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False)]
     if mask is None or mask.dim() != 2:
-        return torch.arange(labels.shape[1]).expand(labels.shape)
-    return (mask.long().cumsum(-1) - 1).clamp(min=0)
-
-
-def _packed(sequence: torch.Tensor, parts: list[int]) -> tuple[torch.Tensor, ...]:
-    return sequence[0, : sum(parts)].split(parts)  # the rest is padding
-
-
-def _padded(mask: torch.Tensor | None) -> Cut:
-    """Make a cut that drops the padding, on whichever side the host puts it."""
-
-    def cut(padded: torch.Tensor, parts: list[int]) -> tuple[torch.Tensor, ...]:
-        if mask is None or mask.dim() != 2:
-            return tuple(one[:length] for one, length in zip(padded, parts, strict=True))
-        return tuple(one[kept.bool()] for one, kept in zip(padded, mask.to(padded.device), strict=True))
-
-    return cut
+        return [Slot(row, 0, length) for row, length in enumerate(lengths)]
+    kept = mask.bool().int()
+    starts, counts = kept.argmax(-1).tolist(), kept.sum(-1).tolist()
+    return [Slot(row, start, length) for row, (start, length) in enumerate(zip(starts, counts, strict=True))]

@@ -6,7 +6,7 @@
 isolation verified: max difference 0.0 over 2 samples, attention vlpack (packed equals the model's own attention ...)
 >>> verify(tiny_llama(attn_implementation="sdpa"), collator, [row])  # doctest: +ELLIPSIS
 Traceback (most recent call last):
-swift_vlpack.errors.IsolationError: isolation could not be verified with attention sdpa: attention sdpa knows no ...
+swift_vlpack.errors.IsolationError: isolation could not be verified with attention sdpa: positions begin again ...
 
 There are two proofs. The one before training takes short samples of every kind and sequences of the plan:
 
@@ -33,6 +33,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from swift_vlpack.attention import attention
 from swift_vlpack.attention.prepare import unwrapped
+from swift_vlpack.comm import ALONE, OfAll
 from swift_vlpack.errors import BoundaryError, DataError, IsolationError, VLPackError
 from swift_vlpack.feed.packs import Packs
 from swift_vlpack.feed.waiting import is_of_collective
@@ -43,6 +44,7 @@ from swift_vlpack.proof.in_training import InTraining
 from swift_vlpack.proof.measure import Measurements, measure_pack
 from swift_vlpack.proof.perturb import can_be_replaced, with_twins
 from swift_vlpack.proof.proof_model import ProofModel, TemplateBatches
+from swift_vlpack.proof.shards import is_sharded
 from swift_vlpack.proof.verdict import Finding, Proof, finding_in, finding_in_training, line_in_training
 from swift_vlpack.rows.contents import num_supervised
 from swift_vlpack.rows.samples import Encoded
@@ -50,6 +52,10 @@ from swift_vlpack.rows.samples import Encoded
 _RUN_AGAIN = (
     "a layer that is run again in the backward (gradient checkpointing) does something else than in the forward: what "
     "it looks at, such as boundaries, is gone by then. The backward of a pack is not that of its samples one by one"
+)
+
+_NOT_ON_ALL = (
+    "a rank found it and another did not, or other numbers; parameters are sharded, so the cause cannot be looked for"
 )
 
 
@@ -75,8 +81,9 @@ def proof_of(
     packs: Packs,
     *,
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    results_of_all: OfAll = ALONE.results_of_all,
 ) -> Proof:
-    """Run `prove` and return its numbers."""
+    """Run `prove` and return its numbers. Ranks whose parameters are sharded agree by `results_of_all`."""
     batches = TemplateBatches(template, packs.config.sequence_multiple)
     proof_model = ProofModel(unwrapped(model), batches, is_ordinary_token(template.tokenizer), forward_context)
     samples = chosen_samples(
@@ -90,7 +97,7 @@ def proof_of(
         )
     try:
         sequences = sequences_of_plan(packs, facts_of(proof_model.model.config)["window"])
-        return run_proof(proof_model, samples, sequences, tokens_of_epoch(packs))
+        return run_proof(proof_model, samples, sequences, tokens_of_epoch(packs), results_of_all=results_of_all)
     except VLPackError:
         raise
     except Exception as error:
@@ -113,6 +120,8 @@ def run_proof(
     samples: Sequence[Encoded],
     sequences: Sequence[Sequence[Encoded]] = (),
     tokens_of_epoch: int = 0,
+    *,
+    results_of_all: OfAll = ALONE.results_of_all,
 ) -> Proof:
     """Prove isolation on one pack of these samples and on sequences of the plan.
 
@@ -122,7 +131,7 @@ def run_proof(
     name, numbers = attention.name_of(proof_model.model.config), None
     try:
         measured = measure_pack(proof_model, with_twins(samples), sequences, tokens_of_epoch)
-        finding = finding_in(measured)
+        finding = _agreed(proof_model, finding_in(measured), results_of_all)
         if finding is None:
             return Proof.of(measured)
         cause, seen, numbers = finding.cause, "", Proof.of(measured)
@@ -140,6 +149,16 @@ def run_proof(
     details = "; ".join(filter(None, (finding.said, seen)))
     said = f"isolation could not be verified with attention {name}: {cause}. ({details})"
     raise IsolationError(said, cause=cause, measured=numbers)
+
+
+def _agreed(proof_model: ProofModel, finding: Finding | None, results_of_all: OfAll) -> Finding | None:
+    """Return a finding into which all ranks can look. If parameters are sharded, each forward needs all ranks."""
+    if not is_sharded(proof_model.model):
+        return finding
+    said = results_of_all(lambda: None if finding is None else finding.said)
+    if len(set(said)) == 1:
+        return finding
+    return Finding(next(filter(None, said)), _NOT_ON_ALL)
 
 
 def _evidence(proof_model: ProofModel, measured: Measurements, finding: Finding) -> Evidence:

@@ -17,13 +17,19 @@ from typing import Any
 import torch
 
 from swift_vlpack.feed.sequence import packed_sequence
-from swift_vlpack.proof.proof_model import RunResult, length_of, without_extras
+from swift_vlpack.proof.proof_model import RunResult, Slot, length_of, without_extras
 from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.samples import Encoded, PackRecord
 
-_ENDS, _LONGEST = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
+ENDS = "cu_seq_lens_q"
+"""The input in which transformers hands boundaries to attention."""
+_ENDS, _LONGEST = (ENDS, "cu_seq_lens_k"), ("max_length_q", "max_length_k")
 _OF_LOSS = ("labels", "loss_scale")
-_OF_THE_BATCH = (*_ENDS, "position_ids", "attention_mask", "cache_position")
+NUMBERS_OF_SAMPLES = ("seq_idx", "segment_ids", "sequence_ids", "document_ids")
+"""Names by which collators hand on which sample each token belongs to."""
+WHERE_SAMPLES_START = (*_ENDS, *_LONGEST, *NUMBERS_OF_SAMPLES, "position_ids", "cache_position")
+"""Inputs that tell where the samples of a batch start; a sample alone needs none of them."""
+_OF_THE_BATCH = (*WHERE_SAMPLES_START, "attention_mask")
 """Inputs that rightly differ between a pack and a sample alone; `wrong_positions` compares positions."""
 _AXES = ("time", "height", "width")
 _LAST_BITS = 1e-3
@@ -65,7 +71,7 @@ def wrong_targets(  # noqa: PLR0913 - what a loss is made of, twice
     The first token is skipped, because it is never a target; that the sample before does not learn it is checked.
     """
     if not is_first and int(labels[0]) != NO_LABEL:
-        return f"the first token of {name} is a target of the sample before it: labels are shifted over a boundary"
+        return f"the first token of {name} is a target of the sample before it: its label is not {NO_LABEL}"
     labels, expected = labels.cpu(), expected.cpu()
     if (token := _first_difference(labels, expected, 0.0)) is not None:
         return f"labels of {name} in the sequence are not those that it has alone, from its token {token} on"
@@ -116,7 +122,9 @@ def wrong_targets_of(sample: Encoded, at: int, packed: RunResult, alone: RunResu
     assert labels is not None
     assert expected is not None
     weights = packed.weights[at], alone.weights[0]
-    return wrong_targets(name_of(sample, at), labels, expected, *weights, is_first=not at)
+    slot = packed.slots[at]
+    is_first = not any(one.row == slot.row and one.tokens.stop == slot.start for one in packed.slots)
+    return wrong_targets(name_of(sample, at), labels, expected, *weights, is_first=is_first)
 
 
 def wrong_positions(sample: Encoded, at: int, packed: RunResult, alone: RunResult) -> str | None:
@@ -137,24 +145,45 @@ def wrong_positions(sample: Encoded, at: int, packed: RunResult, alone: RunResul
     axis = int(wrong[wrong[:, 1] == token][0, 0])
     named = f" ({_AXES[axis]})" if axes == len(_AXES) else ""
     place = f"from its token {token} on{named}"
-    return f"positions of {name_of(sample, at)} in the sequence are not those that it has alone, {place}"
+    said = f"positions of {name_of(sample, at)} in the sequence are not those that it has alone, {place}"
+    is_of_text = bool((here == here[:1]).all()) and not bool((there == there[:1]).all())
+    return f"{said}{_why_of_text(packed.inputs)}" if is_of_text else said
 
 
-def wrong_tokens(sample: Encoded, at: int, start: int, packed: RunResult, alone: RunResult) -> str | None:
+def _why_of_text(inputs: Mapping[str, Any]) -> str:
+    """Say why a model with three axes of positions got the same position on all of them, as text has it."""
+    given = inputs.get("position_ids")
+    has = "they are positions of text, the same on all three axes"
+    if isinstance(given, torch.Tensor) and given.dim() == 2:
+        return f": {has}, because position_ids of the batch are 2-D; the model's get_rope_index makes those of a sample"
+    if given is None:
+        return f": {has}; without position_ids the model makes others only of mm_token_type_ids and grids"
+    return f": {has}"
+
+
+def wrong_tokens(sample: Encoded, at: int, packed: RunResult, alone: RunResult) -> str | None:
     """Compare all other inputs that have a whole number for each token, such as kinds of tokens."""
-    length = length_of(sample)
-    for name, joined in packed.inputs.items():
-        own: Any = alone.inputs.get(name)
-        if name in _OF_THE_BATCH or not (_is_of_tokens(joined, start + length) and _is_of_tokens(own, length)):
+    for name in packed.inputs:
+        joined, own = _of_tokens(packed, at, name), _of_tokens(alone, 0, name)
+        if name in _OF_THE_BATCH or joined is None or own is None:
             continue
-        if own.shape[1] == length and not torch.equal(joined[:, start : start + length].cpu(), own.cpu()):
+        if len(own) == length_of(sample) and not torch.equal(joined, own):
             return f"{name} of {name_of(sample, at)} in the sequence are not those that it has alone"
     return None
 
 
-def _is_of_tokens(value: Any, at_least: int) -> bool:
+def _of_tokens(ran: RunResult, at: int, name: str) -> torch.Tensor | None:
+    """Return the part of an input that belongs to one sample; None if it has no whole number for each token."""
+    value: Any = ran.inputs.get(name)
     is_whole = isinstance(value, torch.Tensor) and not value.is_floating_point() and not value.is_complex()
-    return is_whole and value.dim() == 2 and value.shape[0] == 1 and value.shape[1] >= at_least
+    return ran.slots[at].of(value).cpu() if is_whole and value.shape == ran.shape else None
+
+
+def lengths_end_to_end(slots: Sequence[Slot]) -> list[int] | None:
+    """Return the lengths of samples that lie end to end in one row, in their order; None if they lie otherwise."""
+    starts = [*accumulate((slot.length for slot in slots), initial=0)]
+    is_so = all(slot.row == 0 and slot.start == start for slot, start in zip(slots, starts, strict=False))
+    return [slot.length for slot in slots] if is_so else None
 
 
 def name_of(sample: Encoded, at: int) -> str:

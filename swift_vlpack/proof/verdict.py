@@ -57,7 +57,9 @@ class Proof:
     """Largest difference of a gradient, as a share, over parts of the model; None if no rank has a whole gradient."""
     largest_logit: float
     num_more: int = 0
-    """Number of samples that were compared in sequences of the plan."""
+    """Number of samples that were compared in whole sequences."""
+    others: str = "sequences of the plan"
+    """Where those samples are, in words."""
     left_out: LeftOut = NOTHING_LEFT_OUT
     """Sequences and samples of the plan that were not compared."""
     limits: Limits | None = None
@@ -68,6 +70,10 @@ class Proof:
     """Differences in float32, for a model that computes in 16 bits; None if they were not measured."""
     not_in_float32: str = ""
     """Reason why a model in 16 bits could not be compared in float32; empty for other models."""
+    sharded_by: str = ""
+    """The engine that leaves each rank a part of the parameters; empty if each rank has them all."""
+    num_parameters: int = 0
+    """Number of parameters, norms and biases, whose gradients were compared."""
 
     @classmethod
     def of(cls, measured: Measurements) -> Proof:
@@ -85,6 +91,8 @@ class Proof:
             dtype=str(measured.dtype).removeprefix("torch."),
             in_float32=None if measured.in_float32 is None else _float32_gaps(measured.in_float32),
             not_in_float32=measured.not_in_float32,
+            sharded_by=measured.sharded_by,
+            num_parameters=measured.num_parameters,
         )
 
     @property
@@ -107,6 +115,8 @@ class Proof:
     def _parts(self) -> Iterator[str]:
         """Yield the parts of the log line: what was compared, how far it differs, and what was left out."""
         of_logits, of_gradient = f"logits up to {self.largest_logit:.1f}", _within(self.gradient)
+        if self.sharded_by and self.gradient is not None:
+            of_gradient += f" (of {counted(self.num_parameters, 'whole parameter')} that {self.sharded_by} shards)"
         if self.in_float32 is not None:
             in_float32 = "not compared in float32, for memory"
             if self.in_float32.gradient is not None:
@@ -130,7 +140,7 @@ class Proof:
                 yield f"not compared in float32: {self.not_in_float32}"
         if self.num_more:
             in_dtype = f" in {self.dtype}" if self.in_float32 is not None else ""
-            yield f"so do {counted(self.num_more, 'sample')} in sequences of the plan{in_dtype}"
+            yield f"so do {counted(self.num_more, 'sample')} in {self.others}{in_dtype}"
         if self.left_out.num_sequences:
             yield (
                 f"{counted(self.left_out.num_sequences, 'long sequence')} of the plan left out, "
@@ -300,6 +310,9 @@ def line_in_training(measured: InTraining) -> str:
                 f"that rests on the rounding of {measured.dtype}, for which {measured.limits.alone:.1e} would pass, "
                 f"and of gradients {measured.limits.gradient:.1e}"
             )
+    if measured.sharded_by and measured.num_parameters:
+        number = counted(measured.num_parameters, "whole parameter")
+        parts.append(f"the gradients of {number} that {measured.sharded_by} shards are among those compared")
     if measured.not_looked_at:
         parts.append(f"not looked at: {', '.join(measured.not_looked_at)}")
     return "; ".join(parts)

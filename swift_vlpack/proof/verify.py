@@ -1,139 +1,309 @@
-"""Run the isolation proof on a model and a collator of documents, without a template, packs or a trainer."""
+"""Run the isolation proof on any model and any collator, without a template, packs or a trainer.
+
+    samples -> each alone: collator([sample])  ->  what the model makes of it
+            -> together:   collator(samples)   ->  must be the same, for each sample
+
+A sample is whatever the collator takes. Rows of documents (`document_starts`) are taken apart into their documents,
+and put together again into one row.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from swift_vlpack.attention import attention
 from swift_vlpack.attention.prepare import unwrapped
-from swift_vlpack.errors import DataError, IsolationError
-from swift_vlpack.proof.perturb import can_be_replaced
-from swift_vlpack.proof.proof_model import Collated, ProofModel
+from swift_vlpack.errors import BoundaryError, DataError
+from swift_vlpack.proof.choose_samples import FEWEST, shortest_of_each_kind
+from swift_vlpack.proof.perturb import can_be_replaced, media_of
+from swift_vlpack.proof.proof_model import Collated, ProofModel, Slot, length_of
 from swift_vlpack.proof.prove import run_proof
-from swift_vlpack.rows.contents import NO_LABEL, num_supervised
+from swift_vlpack.proof.reference import configs_of
+from swift_vlpack.proof.same_inputs import WHERE_SAMPLES_START, name_of
+from swift_vlpack.rows.contents import num_supervised
 from swift_vlpack.rows.samples import Encoded
 
-NUM_EXAMPLES = 16
-"""Rows that are read: their shortest documents are compared as one pack, and the first rows as whole sequences."""
-NUM_DOCUMENTS, NUM_ROWS = 4, 4
+NUM_SAMPLES = 16
+"""Samples, or rows of documents, that are read. They are compared as they are given, a few short ones in detail."""
+NUM_ROWS = 4
+"""Rows of documents that are compared whole."""
 
-Collator = Callable[[list[Mapping[str, Any]]], Mapping[str, Any]]
-Examples = Iterable[Mapping[str, Any]]
+Sample = Mapping[str, Any]
+Collator = Callable[[list[Any]], Mapping[str, Any]]
+
+_GIVEN = "_given"
+_STARTS = "document_starts"
+_SPECIAL = re.compile(r"token_(id|index)s?$")
+"""Names under which configs hold ids of tokens that are no words: of images, of turns, of padding."""
+_MEDIA = re.compile(r"(image|video|audio)_token_(id|index)$")
+_TYPES, _OF_MEDIA = "mm_token_type_ids", (("image_token_id", 1), ("video_token_id", 2))
 
 
 def verify(
     model: Any,
     collator: Collator,
-    examples: Examples,
+    samples: Iterable[Sample],
     *,
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> str:
-    """Prove that documents of a row do not see each other in `model(**collator(rows))`. Returns a line for the log.
+    """Prove that samples of a batch do not see each other in `model(**collator(samples))`. Returns a line for the log.
 
-    `examples` are rows as the collator takes them: `input_ids` with `document_starts`. Every document must give the
-    logits, labels and gradients that the model's own attention gives it alone. Raises `IsolationError` with the
-    likeliest cause. The model may be wrapped and is left as it was. `forward_context` makes the context of a forward,
-    such as autocast.
+    `samples` are as the collator takes them: mappings with `input_ids`, `labels`, pixels and grids, or what the
+    collator makes these of; or rows of documents, `input_ids` with `document_starts`. The collator may lay them end to
+    end, in several rows, or padded. Each must give the logits, labels, positions and gradients that the model's own
+    attention gives `collator([sample])`. Raises `IsolationError` with the likeliest cause. The model is one of
+    transformers; it may be wrapped, and is left as it was. `forward_context` makes the context of a forward, such as
+    autocast.
     """
-    name = attention.name_of(unwrapped(model).config)
-    rows = [documents_of(row) for row in islice(examples, NUM_EXAMPLES)]
-    proof_model = ProofModel(unwrapped(model), CollatorBatches(collator), _is_ordinary(collator), forward_context)
+    inner = unwrapped(model)
+    batches = CollatorBatches(collator, inner)
+    sequences = [[batches.sample(row, name) for row, name in sequence] for sequence in _sequences(samples) if sequence]
+    proof_model = ProofModel(inner, batches, _is_ordinary(inner, collator), forward_context, has_own_collator=True)
     usable = [
-        document for row in rows for document in row
-        if num_supervised(document) and can_be_replaced(document, proof_model.is_ordinary)
+        sample for sequence in sequences for sample in sequence
+        if num_supervised(sample) and can_be_replaced(sample, proof_model.is_ordinary)
     ]  # fmt: skip
     if not usable:
-        raise DataError("verify found no document with a target and two different tokens of text; give it other rows")
-    samples = sorted(usable, key=lambda document: int(document["length"]))[:NUM_DOCUMENTS]
-    try:
-        proof = run_proof(proof_model, samples if len(samples) > 1 else samples * 2, rows[:NUM_ROWS])
-    except IsolationError as error:
-        with proof_model.batches.batch(samples, packed=True) as batch:
-            hint = "" if "cu_seq_lens_q" in batch.inputs and name == attention.NAME else _hint(proof_model.model)
-        raise IsolationError(f"{error}{hint}", cause=error.cause, measured=error.measured) from error.__cause__
-    return proof.line(name)
+        raise DataError("verify found no sample with a target and two different tokens of text; give it others")
+    few = _few(usable)
+    proof = run_proof(proof_model, few if len(few) > 1 else few * 2, sequences)
+    return replace(proof, others="the whole batch").line(attention.name_of(inner.config))
 
 
-def documents_of(row: Mapping[str, Any]) -> list[Encoded]:
-    """Split a row into its documents."""
+def _sequences(samples: Iterable[Sample]) -> list[list[tuple[Sample, str]]]:
+    """Return what is compared as one batch each: all samples; or the documents of each row, of rows of documents."""
+    rows = list(islice(samples, NUM_SAMPLES))
+    if any(row.get(_STARTS) is not None for row in rows):
+        return [
+            [(document, f"document {at} of row {number}") for at, document in enumerate(documents_of(row), start=1)]
+            for number, row in enumerate(rows, start=1)
+        ]
+    return [[(row, str(row.get("sample_id", f"sample {number}"))) for number, row in enumerate(rows, start=1)]]
+
+
+def _few(samples: Sequence[Encoded]) -> list[Encoded]:
+    """Choose the shortest sample of each kind of media, and other short ones, in the order in which they were given."""
+    by_length = sorted(range(len(samples)), key=lambda at: length_of(samples[at]))
+    chosen = list(dict.fromkeys([*shortest_of_each_kind(samples), *by_length]))
+    num_kinds = len(shortest_of_each_kind(samples))
+    return [samples[at] for at in sorted(chosen[: max(FEWEST, num_kinds)])]
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A sample as the caller gave it, and where its tokens lie in the batch of it alone."""
+
+    row: Sample
+    tokens: list[int]
+    slot: Slot
+
+
+class CollatorBatches:
+    """Makes inputs by the caller's collator: of several samples together, or of one alone.
+
+    Media are replaced in the samples, because the collator may exchange them. Tokens are replaced in the batch, because
+    the collator may make them of text; no collator reads a meaning out of plain words.
+    """
+
+    def __init__(self, collator: Collator, model: Any) -> None:
+        self.collator = collator
+        self.config = model.config
+        self.media_tokens = _tokens_of(configs_of(model), _MEDIA)
+
+    def sample(self, row: Sample, name: str) -> Encoded:
+        """Collate a sample alone, and return it with its tokens and labels as the proof handles them."""
+        made = self._collated([row])
+        if len(made["input_ids"]) != 1:
+            raise DataError(f"the collator made {len(made['input_ids'])} rows of {name} alone; give one sample as one")
+        slot = _own_slot(made, row)
+        if not slot.length:
+            raise DataError(f"{name} has no token")
+        tokens, labels = (slot.of(made[field]).tolist() for field in ("input_ids", "labels"))
+        given = Given(row, tokens, slot)
+        return {**row, "input_ids": tokens, "labels": labels, "length": len(tokens), "sample_id": name, _GIVEN: given}
+
+    @contextmanager
+    def batch(self, samples: Sequence[Encoded], *, packed: bool) -> Iterator[Collated]:
+        """Yield the batch of all samples, or of one alone, without what only a pack needs."""
+        if packed:
+            yield self._together(samples)
+        elif len(samples) == 1:
+            yield self._alone(samples[0])
+        else:
+            raise RuntimeError("there is no other batch of several samples than the collator's own")
+
+    def _together(self, samples: Sequence[Encoded]) -> Collated:
+        made = self._collated([_as_given(sample) for sample in samples])
+        slots = slots_of(samples, made["input_ids"])
+        return _with_tokens(made, slots, samples)
+
+    def _alone(self, sample: Encoded) -> Collated:
+        """Collate one sample without padding, boundaries and positions, which the model makes by itself."""
+        if _GIVEN not in sample:  # a few words of a sample
+            tokens, labels = (torch.tensor([sample[field]]) for field in ("input_ids", "labels"))
+            return _with_tokens({"input_ids": tokens, "labels": labels}, [Slot(0, 0, length_of(sample))], [sample])
+        made, slot = self._without_padding(self._collated([_as_given(sample)]), sample[_GIVEN].slot)
+        made = {name: value for name, value in made.items() if name not in WHERE_SAMPLES_START}
+        return _with_tokens(self._with_types(made), [slot], [sample])
+
+    def _without_padding(self, made: Mapping[str, Any], slot: Slot) -> tuple[dict[str, Any], Slot]:
+        """Cut a batch of one sample to its own tokens. It needs no mask then: the model makes its own."""
+        tokens = made["input_ids"]
+        made = {name: value for name, value in made.items() if name != "attention_mask"}
+        is_own = torch.zeros_like(tokens)
+        is_own[0, slot.tokens] = 1
+        # Some collators add a picture to a sample without one, behind its tokens, and the model wants its tokens, too.
+        if any(int(token) in self.media_tokens for token in tokens[is_own == 0].unique()):
+            return {**made, "attention_mask": is_own}, slot
+        width = tokens.shape[1]
+        cut = {
+            name: value[:, slot.tokens] if isinstance(value, torch.Tensor) and value.shape[:2] == (1, width) else value
+            for name, value in made.items()
+        }
+        return cut, Slot(0, 0, slot.length)
+
+    def _with_types(self, made: dict[str, Any]) -> dict[str, Any]:
+        """Add which tokens are images and videos, if the collator does not: models make positions by it."""
+        if _TYPES in made or not any(name.endswith("_grid_thw") for name in made):
+            return made
+        types = torch.zeros_like(made["input_ids"])
+        for name, number in _OF_MEDIA:
+            types[made["input_ids"] == getattr(self.config, name, -1)] = number
+        return {**made, _TYPES: types}
+
+    def _collated(self, rows: Sequence[Sample]) -> dict[str, Any]:
+        """Call the collator on copies of the samples, because it may take fields out."""
+        copies = [dict(row) for row in rows]
+        made = _tensors(self.collator([joined(copies)] if _STARTS in copies[0] else copies))
+        tokens, labels = made.get("input_ids"), made.get("labels")
+        if tokens is None or tokens.dim() != 2:
+            raise DataError("the collator made no input_ids of (rows, tokens), so nothing can be compared")
+        if labels is None or labels.shape != tokens.shape:
+            raise DataError(
+                "the collator made no labels for each of input_ids, so it trains nothing that could be proved"
+            )
+        return made
+
+
+def slots_of(samples: Sequence[Encoded], rows: torch.Tensor) -> list[Slot]:
+    """Find the tokens of each sample in the rows of a batch, in the order of the samples if they are there so.
+
+    Raises `BoundaryError` if the tokens of a sample are not there in one piece.
+    """
+    lines = [np.array(row) for row in rows.tolist()]
+    taken: list[Slot] = []
+    for at, sample in enumerate(samples):
+        tokens = np.array(sample[_GIVEN].tokens)
+        last = taken[-1] if taken else Slot(0, 0, 0)
+        found = _found(lines, tokens, taken, last.row, last.tokens.stop) or _found(lines, tokens, taken, 0, 0)
+        if found is None:
+            raise BoundaryError(
+                f"the {len(tokens)} tokens of {name_of(sample, at)} are not in the batch in one piece: the collator "
+                "cut, dropped or changed them"
+            )
+        taken.append(found)
+    return taken
+
+
+def _found(
+    lines: Sequence[np.ndarray[Any, Any]], tokens: np.ndarray[Any, Any], taken: Sequence[Slot], row: int, start: int
+) -> Slot | None:
+    """Return the first place of these tokens that no other sample has taken, from a token of a row on."""
+    for number in range(row, len(lines)):
+        first = start if number == row else 0
+        for at in (np.flatnonzero(lines[number][first:] == tokens[0]) + first).tolist():
+            slot = Slot(number, at, len(tokens))
+            is_free = not any(
+                one.row == number and one.start < slot.tokens.stop and at < one.tokens.stop for one in taken
+            )
+            if is_free and np.array_equal(lines[number][slot.tokens], tokens):
+                return slot
+    return None
+
+
+def _own_slot(made: Mapping[str, Any], row: Sample) -> Slot:
+    """Find a sample in the batch of it alone: by the mask of padding, by its own tokens, else all of the row."""
+    tokens, mask, own = made["input_ids"], made.get("attention_mask"), row.get("input_ids")
+    if isinstance(mask, torch.Tensor) and mask.shape == tokens.shape:
+        kept = torch.nonzero(mask[0]).flatten()
+        return Slot(0, int(kept[0]), int(kept[-1] - kept[0]) + 1) if len(kept) else Slot(0, 0, 0)
+    if own is not None:
+        own = np.asarray(own).reshape(-1)
+        found = _found([tokens[0].numpy()], own, (), 0, 0) if len(own) else Slot(0, 0, 0)
+        if found is not None:
+            return found
+    return Slot(0, 0, tokens.shape[1])
+
+
+def _with_tokens(made: Mapping[str, Any], slots: Sequence[Slot], samples: Sequence[Encoded]) -> Collated:
+    """Put the tokens of the samples at their places in the batch."""
+    tokens = made["input_ids"].clone()
+    for slot, sample in zip(slots, samples, strict=True):
+        tokens[slot.row, slot.tokens] = torch.tensor(sample["input_ids"], dtype=tokens.dtype)
+    return replace(Collated.of({**made, "input_ids": tokens}), slots=slots)
+
+
+def _as_given(sample: Encoded) -> Sample:
+    """Return a sample as the caller gave it, but with the media that it has now."""
+    row: Sample = sample[_GIVEN].row
+    return {**row, **{name: value for name, value in media_of(sample).items() if name in row}}
+
+
+def _tensors(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn lists and arrays of a batch into tensors; plain numbers, texts and nothing stay."""
+    return {
+        name: torch.as_tensor(value) if isinstance(value, (list, np.ndarray)) else value
+        for name, value in batch.items()
+    }
+
+
+def _is_ordinary(model: Any, collator: Any) -> Callable[[int], bool]:
+    """Make a function that tells whether a token has no special meaning to the model, collator and chat templates."""
+    tokenizer = getattr(collator, "tokenizer", None) or getattr(getattr(collator, "processor", None), "tokenizer", None)
+    special: set[Any] = {getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")}
+    special |= set(getattr(tokenizer, "all_special_ids", ()))
+    special |= _tokens_of(configs_of(model), _SPECIAL)
+    return lambda token: token not in special
+
+
+def _tokens_of(configs: Iterable[Any], names: re.Pattern[str]) -> set[Any]:
+    """Return the ids of tokens that configs hold under some names."""
+    found = [value for config in configs for name, value in vars(config).items() if names.search(name)]
+    return {token for value in found for token in (value if isinstance(value, (list, tuple)) else [value])}
+
+
+# -- rows of documents ------------------------------------------------------------------------------------------------
+
+
+def documents_of(row: Sample) -> list[Sample]:
+    """Split a row into its documents, each a row of its own."""
     tokens = _numbers(row["input_ids"])
     labels = _numbers(row["labels"]) if row.get("labels") is not None else tokens
-    starts = _numbers(row["document_starts"]) if row.get("document_starts") is not None else [0]
+    starts = _numbers(row[_STARTS]) if row.get(_STARTS) is not None else [0]
     return [
-        {"input_ids": tokens[start:end], "labels": labels[start:end], "length": end - start}
+        {"input_ids": tokens[start:end], "labels": labels[start:end], _STARTS: [0]}
         for start, end in pairwise([*starts, len(tokens)])
     ]
 
 
-class CollatorBatches:
-    """Makes both kinds of input: a sequence by the user's collator, or a padded batch with a mask, without it."""
-
-    def __init__(self, collator: Collator) -> None:
-        self.collator = collator
-
-    @contextmanager
-    def batch(self, samples: Sequence[Encoded], *, packed: bool) -> Iterator[Collated]:
-        """Yield the inputs of the model and its labels."""
-        yield Collated.of(self._packed(samples) if packed else self._padded(samples))
-
-    def _packed(self, samples: Sequence[Encoded]) -> dict[str, Any]:
-        starts = [0]
-        for sample in samples[:-1]:
-            starts.append(starts[-1] + int(sample["length"]))
-        row = {
-            "input_ids": [token for sample in samples for token in sample["input_ids"]],
-            "labels": [label for sample in samples for label in sample["labels"]],
-            "document_starts": starts,
-        }
-        made = _tensors(self.collator([row]))
-        if made["input_ids"].shape[0] != 1:
-            raise DataError(f"the collator made {made['input_ids'].shape[0]} rows of one")
-        return made
-
-    def _padded(self, samples: Sequence[Encoded]) -> dict[str, Any]:
-        """Pad the samples; only the labels are the collator's, because its options decide them (`train_on_eos`)."""
-        longest = max(int(sample["length"]) for sample in samples)
-        shape = (len(samples), longest)
-        made = {
-            "input_ids": torch.zeros(shape, dtype=torch.long),
-            "attention_mask": torch.zeros(shape, dtype=torch.long),
-        }
-        made["labels"] = torch.full(shape, NO_LABEL)
-        for at, sample in enumerate(samples):
-            length = int(sample["length"])
-            made["input_ids"][at, :length] = torch.tensor(sample["input_ids"])
-            made["attention_mask"][at, :length] = 1
-            made["labels"][at, :length] = self._packed([sample])["labels"][0, :length]
-        return made
-
-
-def _tensors(batch: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value if isinstance(value, torch.Tensor) else torch.as_tensor(value) for name, value in batch.items()}
+def joined(documents: Sequence[Sample]) -> Sample:
+    """Join documents to one row."""
+    starts = np.cumsum([0, *(len(one["input_ids"]) for one in documents[:-1])]).tolist()
+    fields = {name: [number for one in documents for number in one[name]] for name in ("input_ids", "labels")}
+    return {**fields, _STARTS: starts}
 
 
 def _numbers(values: Any) -> list[int]:
     numbers: list[int] = values.tolist() if hasattr(values, "tolist") else list(values)
     return numbers
-
-
-def _is_ordinary(collator: Any) -> Callable[[int], bool]:
-    """Make a function that tells whether a token has no special meaning to the collator and to chat templates."""
-    tokenizer = getattr(collator, "tokenizer", None)
-    special = {getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")}
-    special |= set(getattr(tokenizer, "all_special_ids", ()))
-    return lambda token: token not in special
-
-
-def _hint(model: Any) -> str:
-    """Return a hint for models that rely on restarted positions; empty if the model uses no cache."""
-    if not getattr(model.config, "use_cache", False):
-        return ""
-    return (
-        ". Where positions alone keep documents apart, transformers looks at them only without a cache: set "
-        "model.config.use_cache to False, or use the attention vlpack with PackedCollator(cu_seqlens=True)"
-    )

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -41,6 +41,16 @@ Numbers = NDArray[np.integer[Any]]
 
 class CannotBeCut(DataError):
     """The tensors of a sample do not match its tokens."""
+
+
+class Divider(Protocol):
+    """Divides rows into parts, of which the cache of lengths remembers the sizes."""
+
+    def have_parts(self, lengths: Numbers, images: Numbers, patches: Numbers) -> NDArray[np.bool_]:
+        """Tell which measured rows have parts in the cache."""
+
+    def digest(self) -> str:
+        """Return 12 hexadecimal digits that decide which parts of a row are found."""
 
 
 @dataclass(frozen=True)

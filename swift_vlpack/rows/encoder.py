@@ -25,8 +25,9 @@ import torch
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError, DataError
-from swift_vlpack.rows.contents import NO_LABEL, count_contents
-from swift_vlpack.rows.cutting import RowCutter
+from swift_vlpack.plan.parts import Part
+from swift_vlpack.rows.contents import NO_LABEL, Contents, count_contents
+from swift_vlpack.rows.cutting import Divider, RowCutter, part_sizes
 from swift_vlpack.rows.families import patch_size_of
 from swift_vlpack.rows.faults import ReadTimeout, check_openable, fault_of, is_lasting
 from swift_vlpack.rows.media import media, with_plain_paths
@@ -129,6 +130,15 @@ class RowEncoder:
     def _patch_size(self) -> tuple[int, int] | None:
         return patch_size_of(self.template)
 
+    @property
+    def divider(self) -> Divider | None:
+        """Return what divides rows into parts; None if rows stay whole."""
+        return self.cutter
+
+    def part_sizes(self, row: Encoded) -> tuple[Part, ...]:
+        """Return the parts of an encoded row with their sizes; none if it stays whole."""
+        return part_sizes(row, self.cutter)
+
     def encode(self, row: Any, **options: Any) -> Any:
         """Encode a row as `template.encode` does, and mask its labels."""
         return self._masked(self.template.encode(with_plain_paths(row) if isinstance(row, Mapping) else row, **options))
@@ -163,11 +173,17 @@ class RowEncoder:
                 f"{sample_id}: the template made {len(sample)} samples of one row; packing needs one sample a row, "
                 "so use packing_overflow=split in place of truncation_strategy=split"
             )
-        sample["length"] = int(sample.get("length") or len(sample["input_ids"]))
-        sample["contents"] = count_contents(sample, row, patch_size=self._patch_size)
+        sample["length"] = self._length(sample)
+        sample["contents"] = self._contents(sample, row)
         sample["source"] = sample_id.source
         sample["sample_id"] = sample_id
         return sample
+
+    def _length(self, sample: Encoded) -> int:
+        return int(sample.get("length") or len(sample["input_ids"]))
+
+    def _contents(self, sample: Encoded, row: Row) -> Contents:
+        return count_contents(sample, row, patch_size=self._patch_size)
 
     def _encoded(self, row: Row) -> Any:
         # Texts are many, and name no file to check.

@@ -52,6 +52,8 @@ class LengthIndex:
     """Indices of rows with more tags (`<image>`) in their texts than media; surplus tags are trained as words."""
     cut: CutRows | None = None
     """The parts of rows that are longer than a pack; None if rows are not cut."""
+    is_from_header: NDArray[np.bool_] | None = None
+    """Marks rows of which no pixel was decoded, now or at an earlier start; None if that is not known."""
 
     @classmethod
     def of(

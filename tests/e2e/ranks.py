@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,28 +21,19 @@ MARK = "TEST_RUN"
 """Variable by which the processes of a run are told from all others."""
 
 
-class Run:
-    """`vlpack sft`, or another command, on some ranks of this machine, over gloo."""
+class Processes:
+    """A command that starts processes, all of which can be found."""
 
     def __init__(
-        self, flags: Iterable[Any], log: Path, *, num_ranks: int = 2, command: str = "sft", **options: Any
+        self, command: Iterable[Any], environ: Mapping[str, str], log: Path, *, folder: Path | None = None
     ) -> None:
         self.log = log
         self.mark = uuid.uuid4().hex
-        clean = {key: value for key, value in os.environ.items() if not key.startswith("VLPACK_")}
-        environ = {
-            **clean,
-            **{f"VLPACK_{name.upper()}": str(value) for name, value in options.items()},
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            MARK: self.mark,
-        }
-        if num_ranks > 1:
-            environ |= {"NPROC_PER_NODE": str(num_ranks), "MASTER_PORT": str(free_port())}
-            flags = [*flags, "--ddp_backend", "gloo", "--use_cpu", "true"]
-        argv = [sys.executable, "-m", "swift_vlpack", command, *map(str, flags)]
         with log.open("w") as file:
-            self.process = subprocess.Popen(argv, stdout=file, stderr=file, env=environ, start_new_session=True)
+            self.process = subprocess.Popen(
+                [str(part) for part in command], stdout=file, stderr=file, start_new_session=True, cwd=folder,
+                env={**environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", MARK: self.mark},
+            )  # fmt: skip
 
     def wait(self, timeout_seconds: float = 400) -> int:
         """The exit code; a run that hangs is ended, and that is an error."""
@@ -100,6 +91,20 @@ class Run:
             if environ.get(MARK) == self.mark:
                 found.append((int(folder.name), environ))
         return found
+
+
+class Run(Processes):
+    """`vlpack sft`, or another command, on some ranks of this machine, over gloo."""
+
+    def __init__(
+        self, flags: Iterable[Any], log: Path, *, num_ranks: int = 2, command: str = "sft", **options: Any
+    ) -> None:
+        environ = {key: value for key, value in os.environ.items() if not key.startswith("VLPACK_")}
+        environ |= {f"VLPACK_{name.upper()}": str(value) for name, value in options.items()}
+        if num_ranks > 1:
+            environ |= {"NPROC_PER_NODE": str(num_ranks), "MASTER_PORT": str(free_port())}
+            flags = [*flags, "--ddp_backend", "gloo", "--use_cpu", "true"]
+        super().__init__([sys.executable, "-m", "swift_vlpack", command, *flags], environ, log)
 
 
 def _parent_of(pid: int) -> int:

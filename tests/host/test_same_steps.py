@@ -149,7 +149,7 @@ def test_a_text_model_and_rows_that_fail(text_folder, tmp_path, record, options)
     data = numbered_rows(tmp_path / "data", 21, with_images=False)
     with open(data, "a") as file:
         file.write(json.dumps(text_row("row 99 " + "a house " * 900)) + "\n")  # longer than max_length
-    flags = recipe(2, 2, dataset=data)
+    flags = recipe(2, 2, dataset=data, template="qwen2_5")
     plain = train(argv(text_folder, TEXT_MODEL, tmp_path / "plain", **flags))
     expected = unpacked_steps(record, accumulation=2, num_epochs=2)
     del os.environ["RECORD_FOLDER"]

@@ -143,7 +143,7 @@ def test_the_proof_holds_on_the_collator(tokenizer, rows, implementation, cache,
     before = {name: value.clone() for name, value in model.state_dict().items()}
     said = swift_vlpack.verify(model, PackedCollator(tokenizer, **options), rows)
     assert said.startswith("isolation verified: max difference 0.0 over 4 samples")
-    assert "samples in sequences of the plan" in said
+    assert "samples in the whole batch" in said
     assert model.training
     assert model.config._attn_implementation == implementation
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -195,7 +195,7 @@ def test_the_proof_needs_documents_to_look_at(tokenizer):
         [{"input_ids": [5, 5, 5], "document_starts": [0]}],
         [{"input_ids": [5, 6], "labels": [-100, -100]}],
     ):
-        with pytest.raises(DataError, match="no document with a target"):
+        with pytest.raises(DataError, match="no sample with a target"):
             swift_vlpack.verify(model, PackedCollator(tokenizer, cu_seqlens=True), rows)
     one = [{"input_ids": [5, 6, 7, 8]}]
     assert "over 2 samples" in swift_vlpack.verify(model, PackedCollator(tokenizer, cu_seqlens=True), one)

@@ -1,0 +1,132 @@
+"""Let a rank whose pack has no image train beside ranks whose packs have images.
+
+DDP            waits for the gradient of every parameter, unless it looks which of them were used
+FSDP, ZeRO-3   gather the parameters of a layer when a rank enters it; a rank that enters none lets the others wait
+
+So ms-swift shows the vision tower an empty image, and counts its features 0 times, where a pack has no image. Some of
+its templates do that always, others under DeepSpeed only. FSDP needs the same. Where no template does it, a run is
+stopped before its ranks would wait.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from swift.utils import deep_getattr
+
+from swift_vlpack.comm import Comm
+from swift_vlpack.errors import ConfigError
+from swift_vlpack.feed.collate import on_device
+from swift_vlpack.feed.sequence import layout, packed_sequence
+from swift_vlpack.feed.waiting import waiting
+from swift_vlpack.host.ranks import num_ranks
+from swift_vlpack.proof.perturb import kinds_of_media
+from swift_vlpack.rows.randomness import RandomStream
+
+_ASKED = "is_deepspeed_enabled"
+"""The function that modules of ms-swift ask before they show the tower an empty image."""
+_MODULES = ("swift.template.", "swift.model.")
+_FSDP = "ACCELERATE_USE_FSDP"
+"""The variable by which ms-swift, accelerate and transformers know of FSDP."""
+
+
+def tolerate_packs_without_images(model: Any, training_args: Any) -> None:
+    """Let packs without images train beside others under DDP and FSDP; ms-swift itself does under DeepSpeed.
+
+    transformers does not let DDP look which parameters were used under gradient checkpointing, because the reentrant
+    kind cannot do it; ms-swift uses the other kind under DDP.
+    """
+    checkpointing = training_args.gradient_checkpointing_kwargs or {}
+    if (
+        num_ranks() > 1
+        and training_args.ddp_find_unused_parameters is None
+        and not checkpointing.get("use_reentrant")
+        and _trains_vision(model)
+    ):
+        training_args.ddp_find_unused_parameters = True
+    if training_args.fsdp:
+        _enter_tower_under_fsdp()
+
+
+def _trains_vision(model: Any) -> bool:
+    arch = model.model_meta.model_arch
+    parts = [*getattr(arch, "vision_tower", ()), *getattr(arch, "aligner", ())]
+    return any(
+        parameter.requires_grad and any(part in name for part in parts) for name, parameter in model.named_parameters()
+    )
+
+
+def _enter_tower_under_fsdp() -> None:
+    """Let ms-swift's templates and models do under FSDP what they do under DeepSpeed. Calling it again changes nothing.
+
+    Only where they enter the tower: the name is replaced in their modules, not in `swift.utils`, which trainers ask.
+    """
+    for name, module in list(sys.modules.items()):
+        asked = getattr(module, _ASKED, None) if name.startswith(_MODULES) else None
+        if asked is not None and not hasattr(asked, "__wrapped__"):
+            setattr(module, _ASKED, _or_fsdp(asked))
+
+
+def _or_fsdp(is_deepspeed_enabled: Any) -> Any:
+    @functools.wraps(is_deepspeed_enabled)
+    def is_sharded() -> bool:
+        return bool(is_deepspeed_enabled()) or os.environ.get(_FSDP, "false").lower() == "true"
+
+    return is_sharded
+
+
+# -- towers that are entered for media alone -------------------------------------------------------------------------
+
+
+def towers_skipped(trainer: Any) -> list[str]:
+    """Return the vision towers that a sequence without media does not enter; none unless parameters are sharded.
+
+    All ranks call it, because it runs such a sequence through the model as it trains. Nothing stays behind.
+    """
+    names = getattr(trainer.model_meta.model_arch, "vision_tower", ())
+    if num_ranks() == 1 or not names or not _is_sharded(trainer):
+        return []
+    model = trainer.template.get_base_model(trainer.accelerator.unwrap_model(trainer.model))
+    towers = {name: deep_getattr(model, name) for name in names}
+    entered: set[str] = set()
+    handles = [
+        tower.register_forward_pre_hook(lambda *_, name=name: entered.add(name)) for name, tower in towers.items()
+    ]
+    try:
+        with torch.no_grad(), RandomStream("tower"), waiting("a sequence without media"):
+            _run_without_media(trainer)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return sorted(set(towers) - entered)
+
+
+def _is_sharded(trainer: Any) -> bool:
+    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
+    return bool(trainer.is_fsdp_enabled) or (plugin is not None and plugin.zero_stage == 3)
+
+
+def _run_without_media(trainer: Any) -> None:
+    sequence = on_device(packed_sequence(trainer.template, []), trainer.args.device)
+    with layout(trainer.template, packed=True), trainer.compute_loss_context_manager():
+        trainer.compute_loss(trainer.model_wrapped, trainer._prepare_inputs(sequence))
+
+
+def refuse_unlike_media(batches: Sequence[Mapping[str, Any]], towers: Sequence[str], comm: Comm) -> None:
+    """Stop on every rank if, in one step, packs that ranks train at the same time have media of other kinds.
+
+    Otherwise the ranks would wait for each other for ever: some in the tower, others behind it.
+    """
+    kinds = [sorted(kinds_of_media(dict(batch))) for batch in batches]
+    for other, theirs in enumerate(everyone := comm.results_of_all(lambda: kinds)):
+        if theirs != everyone[0]:
+            raise ConfigError(
+                f"ranks 0 and {other} train packs of other media at the same time, and their parameters are sharded: "
+                f"ms-swift enters {', '.join(towers)} of this family for media alone, so the ranks would wait for each "
+                "other. Train with --deepspeed zero2 or without an engine, or give every row an image"
+            )

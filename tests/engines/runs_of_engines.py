@@ -1,0 +1,104 @@
+"""The runs that every engine trains, once a session: full and LoRA, tower frozen and not, saved and resumed.
+
+Half of the rows have no image, and a pack has two rows at most, so in some steps one rank has a pack without an image
+beside a rank whose pack has one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tests.data_rows import image_row, sentence, text_row, write_jsonl
+from tests.engines.launcher import Outcome, Training, train_all
+from tests.images import photo
+
+FAMILY = "qwen2_5_vl"
+NUM_ROWS = 52
+NUM_STEPS = 10
+AT_STEP = 5
+"""Where runs are saved, evaluated and resumed."""
+OPTIONS = {
+    "packing_strategy": "exact",
+    "packing_length": 200,
+    "packing_max_samples": 2,
+    "packing_drop_last": "false",
+    "record_packs": "true",
+}
+FULL = {"tuner_type": "full", "freeze_vit": "false", "freeze_aligner": "false"}
+LORA = {"tuner_type": "lora", "target_modules": "all-linear", "lora_rank": 4, "lora_dropout": 0}
+TWICE = {"gradient_accumulation_steps": 2}
+SEED_WITH_IMAGES = 6
+"""By which no step is without any image; by the default, the fourth step is."""
+
+
+def write_rows(folder: Path, num_rows: int, seed: int) -> str:
+    """Rows every other of which has an image; their answers are of many lengths."""
+    rng = random.Random(seed)
+    rows = []
+    for number in range(num_rows):
+        words = sentence(rng, 3, 12), sentence(rng, 5, 40)
+        image = photo(folder, f"{seed}_{number}", rng.randint(60, 120), rng.randint(60, 120), seed=number)
+        rows.append(image_row([image], *words) if number % 2 else text_row(*words))
+    return write_jsonl(folder / f"rows{seed}.jsonl", rows)
+
+
+@dataclass
+class Runs:
+    """All runs of an engine; each list of them is trained when it is asked for."""
+
+    engine: str
+    folder: Path
+    model_of: Callable[[str], Path]
+
+    @cached_property
+    def data(self) -> dict[str, str]:
+        """The rows to train and to evaluate, the same for all engines."""
+        place = self.folder / "rows"
+        place.mkdir(exist_ok=True)
+        return {"dataset": write_rows(place, NUM_ROWS, 1), "val_dataset": write_rows(place, 6, 2)}
+
+    def training(self, name: str, *parts: dict[str, Any], family: str = FAMILY, **flags: Any) -> Training:
+        """A run of ten steps."""
+        merged: dict[str, Any] = {"dataset": self.data["dataset"], "split_dataset_ratio": 0, "max_steps": NUM_STEPS}
+        for part in (*parts, flags):
+            merged |= part
+        return Training(name, self.model_of(family), family, merged, OPTIONS)
+
+    @cached_property
+    def first(self) -> dict[str, Outcome]:
+        """Runs from the beginning."""
+        saved = {"save_strategy": "steps", "save_steps": AT_STEP}
+        evaluated = {"val_dataset": self.data["val_dataset"], "eval_strategy": "steps", "eval_steps": AT_STEP}
+        runs = [
+            self.training("full", FULL, saved, evaluated),
+            self.training("frozen", {**FULL, "freeze_vit": "true", "freeze_aligner": "true"}, TWICE),
+            self.training("lora", LORA, saved),
+            self.training("lora_with_tower", LORA, TWICE, freeze_vit="false", freeze_aligner="false"),
+            self.training("qwen3_vl", FULL, family="qwen3_vl", data_seed=SEED_WITH_IMAGES),
+            self.training("qwen3_vl_with_texts", FULL, family="qwen3_vl", max_steps=6),
+        ]
+        return train_all(self.engine, runs, self.folder)
+
+    def checkpoint(self, name: str, step: int = AT_STEP) -> Path:
+        """The checkpoint of a run at a step."""
+        return self.first[name].output / f"checkpoint-{step}"
+
+    @cached_property
+    def resumed(self) -> dict[str, Outcome]:
+        """Resumed on as many ranks."""
+        runs = [
+            self.training("full_resumed", FULL, resume_from_checkpoint=self.checkpoint("full")),
+            self.training("lora_resumed", LORA, resume_from_checkpoint=self.checkpoint("lora")),
+        ]
+        return train_all(self.engine, runs, self.folder)
+
+    @cached_property
+    def alone(self) -> dict[str, Outcome]:
+        """Resumed on one rank, which trains the packs of two in a step."""
+        runs = [self.training("full_alone", FULL, TWICE, resume_from_checkpoint=self.checkpoint("full"))]
+        return train_all(self.engine, runs, self.folder, num_ranks=1)

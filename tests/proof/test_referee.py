@@ -1,0 +1,296 @@
+"""The proof on models and collators of anybody: right ones pass, and what is wrong with others is said of them."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from PIL import Image
+
+import swift_vlpack
+from swift_vlpack.attention import attention
+from swift_vlpack.errors import DataError, IsolationError
+from swift_vlpack.proof import handed
+from swift_vlpack.proof.verify import verify
+from swift_vlpack.testing import assert_isolated
+from tests.proof import collators as c
+
+FAMILIES = (*c.GRIDS, c.INTERN, c.TEXT)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """`model(family, implementation)`: the same object for the same arguments, because nothing may change it."""
+    attention.register()
+    made = {}
+
+    def get(family, implementation="sdpa"):
+        key = family, implementation
+        if key not in made:
+            made[key] = c.model_of(family, tmp_path_factory.mktemp(family), implementation)
+        return made[key]
+
+    return get
+
+
+def failing(model, collator, samples=None):
+    """The message and the cause."""
+    with pytest.raises(IsolationError) as caught:
+        verify(model, collator, samples or c.samples_of(model))
+    return str(caught.value), caught.value.cause
+
+
+# -- right ones -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_right_collator_is_verified_and_model_is_left_as_it_was(model, family):
+    """REF-1 REF-2"""
+    of_family = model(family)
+    before = {name: value.clone() for name, value in of_family.state_dict().items()}
+    said = swift_vlpack.verify(of_family, c.Flat(of_family), c.samples_of(of_family))
+    assert said.startswith("isolation verified: max difference 0.0 over ")
+    assert "attention sdpa (packed equals" in said
+    assert f"so do {len(c.samples_of(of_family))} samples in the whole batch" in said
+    assert of_family.training
+    assert of_family.config._attn_implementation == "sdpa"
+    assert all(torch.equal(value, before[name]) for name, value in of_family.state_dict().items())
+    assert all(value.grad is None for value in of_family.parameters())
+
+
+RIGHT = {
+    "4-D mask of yes and no": ("sdpa", [c.running_positions, c.mask_of_pairs]),
+    "4-D mask that is added": ("sdpa", [c.running_positions, c.added_mask]),
+    "4-D mask, eager": ("eager", [c.added_mask]),
+    "boundaries": (attention.NAME, [c.running_positions, c.boundaries]),
+}
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", c.INTERN])
+@pytest.mark.parametrize("way", RIGHT)
+def test_every_way_to_tell_where_samples_start_is_verified(model, family, way):
+    """REF-2: positions may run on over the row, where something else keeps samples apart."""
+    implementation, changes = RIGHT[way]
+    of_family = model(family, implementation)
+    assert_isolated(of_family, c.Flat(of_family, *changes), c.samples_of(of_family))
+
+
+@pytest.mark.parametrize("on_the_left", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padded_batch_is_verified(model, family, on_the_left):
+    """REF-2: samples in rows of their own, with padding on either side."""
+    of_family = model(family)
+    samples = c.samples_of(of_family)
+    assert_isolated(of_family, lambda some: c.padded(some, of_family, on_the_left=on_the_left), samples)
+
+
+# -- wrong ones -------------------------------------------------------------------------------------------------------
+
+NOT_APART = {
+    "nothing tells": ([c.without("position_ids"), c.with_types], "nothing in the batch tells where samples start"),
+    "positions run on": ([c.running_positions], "positions run over the whole row and begin again at no sample"),
+    "index mask": ([c.running_positions, c.index_mask], "numbers the samples, and attention sdpa reads it as a mask"),
+    "mask beside positions": ([c.ones], "looks at them only where there is no attention_mask"),
+    "one boundary lost": ([c.lost_at_the_third], "positions begin again at some samples only"),
+    "leaking mask": ([c.leaking_mask], "mask lets tokens of sample 3 of the sequence see sample 2"),
+    "boundaries not read": (
+        [c.running_positions, c.boundaries], "boundaries are in cu_seq_lens_q, which attention sdpa does not read",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("way", NOT_APART)
+def test_samples_that_see_each_other_are_explained_by_the_batch(model, family, way):
+    """REF-3 REF-4"""
+    changes, wanted = NOT_APART[way]
+    of_family = model(family)
+    said, cause = failing(of_family, c.Flat(of_family, *changes))
+    assert wanted in cause
+    assert "see each other" in said
+    assert "attn_impl" not in said, "an option of our own trainer"
+
+
+@pytest.mark.parametrize("family", c.GRIDS)
+def test_positions_without_text_axis_are_named(model, family):
+    """REF-4"""
+    of_family = model(family)
+    assert "three axes (time, height, width)" in failing(of_family, c.Flat(of_family, c.three_axes))[1]
+
+
+def test_cache_is_named(model):
+    """REF-4"""
+    of_family = model(c.TEXT)
+    c.use_cache(of_family, yes=True)
+    try:
+        assert "set model.config.use_cache to False" in failing(of_family, c.Flat(of_family))[1]
+    finally:
+        c.use_cache(of_family, yes=False)
+
+
+@pytest.mark.parametrize("family", c.GRIDS)
+def test_flat_positions_are_named_where_the_model_has_three_axes(model, family):
+    """REF-3 REF-5: the collator gives them to a sample alone, too; the model itself would make others."""
+    of_family = model(family)
+    cause = failing(of_family, c.Flat(of_family, c.flat_positions))[1]
+    assert "positions of sample 1 in the sequence are not those that it has alone" in cause
+    assert "the same on all three axes, because position_ids of the batch are 2-D" in cause
+
+
+@pytest.mark.parametrize("family", c.GRIDS[:2])
+def test_flat_positions_of_texts_are_named_where_the_model_finds_no_samples_by_them(model, family):
+    """REF-4: Qwen3-VL reads 2-D positions, the others do not, and the loss looks normal on all."""
+    of_family = model(family)
+    texts = [sample for sample in c.samples_of(of_family) if "pixel_values" not in sample]
+    assert "position_ids are 2-D, and this model" in failing(of_family, c.Flat(of_family, c.flat_positions), texts)[1]
+    assert_isolated(model("qwen3_vl"), c.Flat(model("qwen3_vl"), c.flat_positions), texts)
+
+
+def test_positions_that_nobody_can_make_are_named(model):
+    """REF-5: a padded batch without the kinds of tokens."""
+    of_family = model("qwen2_5_vl")
+
+    def collate(samples):
+        return {name: value for name, value in c.padded(samples, of_family).items() if name != "mm_token_type_ids"}
+
+    assert "only of mm_token_type_ids and grids" in failing(of_family, collate)[1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_labels_over_a_boundary_are_named(model, family):
+    """REF-3"""
+    of_family = model(family)
+    said, cause = failing(of_family, c.Flat(of_family, c.all_labels))
+    assert "labels or loss weights of the sequence" in cause
+    assert "the first token of sample 2 is a target of the sample before it" in said
+    said, cause = failing(of_family, c.Flat(of_family, c.shifted_labels))
+    assert "labels or loss weights of the sequence" in cause
+
+
+@pytest.mark.parametrize("family", FAMILIES[:-1])
+def test_exchanged_images_are_named(model, family):
+    """REF-3: also if they are of one size."""
+    of_family = model(family)
+    collator = c.Flat(of_family, c.exchanged_images)
+    assert "media are in the wrong order" in failing(of_family, collator)[1]
+    image, text, other, *_ = c.samples_of(of_family)
+    assert "media are in the wrong order" in failing(of_family, collator, [image, text, other])[1]
+    assert "media are in the wrong order" in failing(of_family, collator, [image, text])[1], "of a twin"
+
+
+@pytest.mark.parametrize("family", FAMILIES[:-1])
+def test_lost_images_are_named(model, family):
+    """REF-3"""
+    of_family = model(family)
+    collator = c.Flat(of_family, c.axes_of_text, c.without("pixel_values", "image_grid_thw"))
+    assert "media do not reach the model" in failing(of_family, collator)[1]
+
+
+def test_boundaries_that_are_shifted_are_named(model):
+    """REF-3"""
+    of_family = model(c.TEXT, attention.NAME)
+    cause = failing(of_family, c.Flat(of_family, c.shifted_boundaries))[1]
+    assert cause.startswith("a boundary is shifted: where sample 2, 3, 4 of the sequence starts")
+
+
+def test_tokens_that_are_cut_are_named(model):
+    """REF-3"""
+    of_family = model("qwen2_5_vl")
+    said, cause = failing(of_family, c.Flat(of_family, c.without_the_last_token))
+    assert cause == "the sequence is not its samples"
+    assert "are not in the batch in one piece: the collator cut, dropped or changed them" in said
+
+
+# -- samples of any kind ----------------------------------------------------------------------------------------------
+
+
+def vowels(text):
+    """Tokens of a text: its letters."""
+    return [10 + ord(letter) for letter in text]
+
+
+@pytest.mark.parametrize(("changes", "wanted"), [([], None), ([c.running_positions], "run over the whole row")])
+def test_samples_may_be_texts_that_the_collator_encodes(model, changes, wanted):
+    """REF-6"""
+    of_family = model(c.TEXT)
+    flat = c.Flat(of_family, *changes)
+
+    def collate(samples):
+        ids = [vowels(sample["text"]) for sample in samples]
+        return flat([{"input_ids": tokens, "labels": tokens} for tokens in ids])
+
+    samples = [{"text": text} for text in ("a picture of a house", "hello there", "what is it", "a tree")]
+    if wanted is None:
+        assert_isolated(of_family, collate, samples)
+    else:
+        assert wanted in failing(of_family, collate, samples)[1]
+
+
+@pytest.mark.parametrize("is_exchanged", [False, True])
+def test_samples_may_have_pictures_that_the_collator_decodes(model, is_exchanged):
+    """REF-6"""
+    of_family = model(c.INTERN)
+    flat = c.Flat(of_family, *([c.exchanged_images] if is_exchanged else []))
+
+    def collate(samples):
+        made = []
+        for sample in samples:
+            fields = {name: value for name, value in sample.items() if name != "images"}
+            if sample.pop("images", None):  # as LLaMA-Factory's does
+                pixels = [torch.frombuffer(bytearray(one.tobytes()), dtype=torch.uint8) for one in fields.pop("was")]
+                fields["pixel_values"] = torch.stack(
+                    [one.reshape(56, 56, 3).permute(2, 0, 1) / 255.0 for one in pixels]
+                )
+            made.append(fields)
+        return flat(made)
+
+    def with_pictures(sample, color):
+        return {**sample, "images": True, "was": [Image.new("RGB", (56, 56), color)]}
+
+    image, text, other, *_ = (
+        {name: value for name, value in one.items() if name != "pixel_values"} for one in c.samples_of(of_family)
+    )
+    samples = [with_pictures(image, (200, 10, 40)), text, with_pictures(other, (3, 90, 250))]
+    if is_exchanged:
+        assert "media are in the wrong order" in failing(of_family, collate, samples)[1]
+    else:
+        assert_isolated(of_family, collate, samples)
+
+
+def test_helper_for_tests_raises_what_pytest_shows(model):
+    """REF-7"""
+    of_family = model(c.TEXT)
+    with pytest.raises(AssertionError, match="positions run over the whole row"):
+        assert_isolated(of_family, c.Flat(of_family, c.running_positions), c.samples_of(of_family))
+
+
+def test_what_cannot_be_compared_is_said(model):
+    """REF-8"""
+    of_family = model(c.TEXT)
+    flat, samples = c.Flat(of_family), c.samples_of(of_family)
+    for collate, wanted in (
+        (lambda some: {"labels": flat(some)["labels"]}, "made no input_ids"),
+        (lambda some: {"input_ids": flat(some)["input_ids"]}, "made no labels"),
+        (lambda some: {name: torch.cat([value] * 2) for name, value in flat(some).items()}, "made 2 rows of sample 1"),
+    ):
+        with pytest.raises(DataError, match=wanted):
+            verify(of_family, collate, samples)
+    for few in ([], [{"input_ids": [5, 5], "labels": [5, 5]}], [{"input_ids": [5, 6], "labels": [-100, -100]}]):
+        with pytest.raises(DataError, match="verify found no sample with a target and two different tokens of text"):
+            verify(of_family, flat, few)
+
+
+def test_referee_needs_no_ms_swift():
+    """REF-7"""
+    code = (
+        "import sys; sys.modules['swift'] = None; import swift_vlpack.testing as t; print(t.assert_isolated.__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "assert_isolated"
+
+
+def test_examples_of_reasons():
+    """REF-4"""
+    import doctest
+
+    assert doctest.testmod(handed).failed == 0
