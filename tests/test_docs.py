@@ -104,9 +104,18 @@ def check_command(line):
     elif program == "python":
         check_script(rest, line)
     else:
-        assert program in ("pip", "cd", "cat", "ls", "nproc", "ulimit", "nvidia-smi", "source", "export"), (
-            f"what is {program}? {line}"
-        )
+        assert program in (
+            "pip",
+            "accelerate",
+            "cd",
+            "cat",
+            "ls",
+            "nproc",
+            "ulimit",
+            "nvidia-smi",
+            "source",
+            "export",
+        ), f"what is {program}? {line}"
 
 
 def check_flags(program, words, line):

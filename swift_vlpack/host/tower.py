@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -92,18 +92,22 @@ def towers_skipped(trainer: Any) -> list[str]:
     if num_ranks() == 1 or not names or not _is_sharded(trainer):
         return []
     model = trainer.template.get_base_model(trainer.accelerator.unwrap_model(trainer.model))
-    towers = {name: deep_getattr(model, name) for name in names}
+    with torch.no_grad(), RandomStream("tower"), waiting("a sequence without media"):
+        return towers_not_entered(model, names, lambda: _run_without_media(trainer))
+
+
+def towers_not_entered(model: Any, names: Iterable[str], run: Callable[[], None]) -> list[str]:
+    """Run something, and return which of these modules of the model it did not enter."""
     entered: set[str] = set()
     handles = [
-        tower.register_forward_pre_hook(lambda *_, name=name: entered.add(name)) for name, tower in towers.items()
+        deep_getattr(model, name).register_forward_pre_hook(lambda *_, name=name: entered.add(name)) for name in names
     ]
     try:
-        with torch.no_grad(), RandomStream("tower"), waiting("a sequence without media"):
-            _run_without_media(trainer)
+        run()
     finally:
         for handle in handles:
             handle.remove()
-    return sorted(set(towers) - entered)
+    return sorted(set(names) - entered)
 
 
 def _is_sharded(trainer: Any) -> bool:

@@ -84,6 +84,8 @@ class PackingTrainer(EvaluatesRows):
         self.lengths_in_sequence: tuple[int, ...] = ()  # of the sequence that is trained now
         self._sequences_of_steps: Iterator[int] = iter(())  # of the steps to come, where they keep their samples
         super().__init__(*args, **kwargs)
+        if training_args.fsdp and not self.is_fsdp_enabled:
+            _warn("--fsdp has no effect: accelerate shards on devices, and under --use_cpu this run is plain DDP")
         refuse_experts_of_packs(self)
         warn_of_what_differs(self)
         smoother: Any = self.label_smoother  # type: ignore[has-type]

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from swift_vlpack.host.launch import plugin_path
 from tests.e2e.ranks import ROOT, Processes, free_port
 from tests.host.runs import SMALL_VOCABULARY, argv, log_lines
@@ -33,6 +35,8 @@ FLAGS: Mapping[str, Mapping[str, Any]] = {
     "fsdp2": {"fsdp": "fsdp2", "gradient_checkpointing": "false"},
 }
 """What a user adds for an engine."""
+Steps = list[tuple[float, float]]
+"""Loss and gradient norm of each step."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class Outcome:
         return [line for line in log_lines(self.output) if "grad_norm" in line]
 
     @property
-    def steps(self) -> list[tuple[float, float]]:
+    def steps(self) -> Steps:
         """Loss and gradient norm of each step; of DDP, the norm in float64. Fails unless the engine was in force."""
         norms = self.notes[0]["norms"] or [line["grad_norm"] for line in self.log]
         return [(line["loss"], norm) for line, norm in zip(self.log, norms, strict=True)]
@@ -102,6 +106,13 @@ def assert_in_force(engine: str, note: Mapping[str, Any], num_ranks: int) -> Non
         assert (note["model"], note["num_states_held"]) == ("DistributedDataParallel", trained)
     else:
         assert 0 < note["num_states_held"] <= trained / num_ranks + padding, f"the optimizer is whole: not {engine}"
+
+
+def assert_same_steps(found: Steps, expected: Steps) -> None:
+    """Fail unless losses are within 1e-5, and gradient norms within 1e-5 of their size."""
+    for (loss, norm), (other_loss, other_norm) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(other_loss, abs=1e-5)
+        assert norm == pytest.approx(other_norm, rel=1e-5)
 
 
 def engine_flags(engine: str, model: Path, family: str, output: Path, **options: Any) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.data_rows import image_row, sentence, text_row, write_jsonl
-from tests.engines.launcher import Outcome, Training, train_all
+from tests.engines.launcher import FLAGS, Outcome, Training, train_all
 from tests.images import photo
 
 FAMILY = "qwen2_5_vl"
@@ -82,6 +82,11 @@ class Runs:
             self.training("qwen3_vl", FULL, family="qwen3_vl", data_seed=SEED_WITH_IMAGES),
             self.training("qwen3_vl_with_texts", FULL, family="qwen3_vl", max_steps=6),
         ]
+        if self.engine == "ddp":  # whose plugin does not tell accelerate that it shards on CPUs
+            runs.append(self.training("not_fsdp2", FULL, FLAGS["fsdp2"], max_steps=2))
+        if self.engine == "fsdp2":
+            callbacks = ["tower_forgotten", "engine_notes"]
+            runs.append(self.training("tower_forgotten", FULL, family="qwen3_vl", callbacks=callbacks))
         return train_all(self.engine, runs, self.folder)
 
     def checkpoint(self, name: str, step: int = AT_STEP) -> Path:

@@ -136,7 +136,16 @@ def register_notes():
             path = Path(args.output_dir) / f"engine_rank{args.process_index}.json"
             path.write_text(json.dumps(self.noted))
 
+    class TowerForgotten(TrainerCallback):
+        """Undo what swift_vlpack.host.tower does, so that a pack without an image does not enter the tower."""
+
+        def on_train_begin(self, args, state, control, **kwargs):
+            from swift.model.models import qwen
+
+            qwen.is_deepspeed_enabled = qwen.is_deepspeed_enabled.__wrapped__
+
     callbacks_map["engine_notes"] = EngineNotes
+    callbacks_map["tower_forgotten"] = TowerForgotten
 
 
 if multiprocessing.parent_process() is None:  # not in a dataloader worker that loads plugins again

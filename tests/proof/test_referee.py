@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 
 import swift_vlpack
+from benchmarks import collators as benchmark
 from swift_vlpack.attention import attention
 from swift_vlpack.errors import DataError, IsolationError
 from swift_vlpack.proof import handed
@@ -16,6 +17,13 @@ from swift_vlpack.testing import assert_isolated
 from tests.proof import collators as c
 
 FAMILIES = (*c.GRIDS, c.INTERN, c.TEXT)
+WITH_IMAGES = (*c.GRIDS, c.INTERN)
+
+
+def mostly_slow(families):
+    """All of these, of which make test takes those that differ most."""
+    marks = [pytest.mark.slow, pytest.mark.telling]
+    return [one if one in ("qwen2_5_vl", c.INTERN, c.TEXT) else pytest.param(one, marks=marks) for one in families]
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +84,7 @@ def test_every_way_to_tell_where_samples_start_is_verified(model, family, way):
 
 
 @pytest.mark.parametrize("on_the_left", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES))
 def test_padded_batch_is_verified(model, family, on_the_left):
     """REF-2: samples in rows of their own, with padding on either side."""
     of_family = model(family)
@@ -99,7 +107,7 @@ NOT_APART = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES))
 @pytest.mark.parametrize("way", NOT_APART)
 def test_samples_that_see_each_other_are_explained_by_the_batch(model, family, way):
     """REF-3 REF-4"""
@@ -156,7 +164,7 @@ def test_positions_that_nobody_can_make_are_named(model):
     assert "only of mm_token_type_ids and grids" in failing(of_family, collate)[1]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES))
 def test_labels_over_a_boundary_are_named(model, family):
     """REF-3"""
     of_family = model(family)
@@ -167,7 +175,7 @@ def test_labels_over_a_boundary_are_named(model, family):
     assert "labels or loss weights of the sequence" in cause
 
 
-@pytest.mark.parametrize("family", FAMILIES[:-1])
+@pytest.mark.parametrize("family", mostly_slow(WITH_IMAGES))
 def test_exchanged_images_are_named(model, family):
     """REF-3: also if they are of one size."""
     of_family = model(family)
@@ -178,7 +186,7 @@ def test_exchanged_images_are_named(model, family):
     assert "media are in the wrong order" in failing(of_family, collator, [image, text])[1], "of a twin"
 
 
-@pytest.mark.parametrize("family", FAMILIES[:-1])
+@pytest.mark.parametrize("family", mostly_slow(WITH_IMAGES))
 def test_lost_images_are_named(model, family):
     """REF-3"""
     of_family = model(family)
@@ -294,3 +302,23 @@ def test_examples_of_reasons():
     import doctest
 
     assert doctest.testmod(handed).failed == 0
+
+
+# -- well-known collators ---------------------------------------------------------------------------------------------
+
+INSTALLED = [case for case in benchmark.CASES if benchmark.version_of(case.library)]
+
+
+@pytest.mark.parametrize("case", INSTALLED, ids=str)
+def test_table_of_collators_is_what_the_referee_says(case, tmp_path):
+    """REF-9: of what is installed here; the table is of other versions, too."""
+    attention.register()
+    row = benchmark.table([benchmark.judged(case, tmp_path)]).splitlines()[-1]
+    assert row in (benchmark.ROOT / "docs" / "referee.md").read_text().splitlines()
+
+
+def test_table_of_collators_has_every_case():
+    """REF-9"""
+    lines = (benchmark.ROOT / "docs" / "referee.md").read_text().splitlines()
+    for case in benchmark.CASES:
+        assert [line for line in lines if line.startswith(f"| {case} | {case.family} | {case.attention} |")], case
