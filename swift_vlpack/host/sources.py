@@ -12,7 +12,7 @@ import copy
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ def load_sources(args: Any, config: PackingConfig) -> tuple[list[RowSource], HfD
     """Load the training sources, and the validation rows or None: the rows that plain `swift sft` would have."""
     cached = cached_sources(args, config)
     if not (args.dataset or config.fusion_config):
-        return cached, _validation(args) if args.val_dataset else None
+        return _after(cached, []), _validation(args) if args.val_dataset else None
     specs = read_fusion_config(config.fusion_config).sources if config.fusion_config else specs_of(args.dataset)
     options = args.get_dataset_kwargs()
     datasets = [spec.dataset for spec in specs]
@@ -102,7 +102,20 @@ def load_sources(args: Any, config: PackingConfig) -> tuple[list[RowSource], HfD
         val_dataset = _validation(args)
     places = column(train, PLACE)
     train = train.remove_columns(PLACE)
-    return [*cached, *(_source(one, train, places, loading, _deleted_rows(one)) for one in loading)], val_dataset
+    sources = [_source(one, train, places, loading, _deleted_rows(one)) for one in loading]
+    if config.fusion_config:  # no un-packed run draws from it, so rows have no place there
+        sources = [replace(source, places=None) for source in sources]
+    return _after(cached, sources), val_dataset
+
+
+def _after(cached: list[RowSource], sources: list[RowSource]) -> list[RowSource]:
+    """Put sources after cached ones, as plain ms-swift joins them."""
+    if not cached:
+        return sources
+    ends = np.cumsum([0, *(len(source.rows) for source in cached)]).tolist()
+    placed = [replace(one, places=start + np.arange(len(one.rows))) for one, start in zip(cached, ends, strict=False)]
+    later = [replace(one, places=None if one.places is None else one.places + ends[-1]) for one in sources]
+    return [*placed, *later]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -295,6 +308,7 @@ def _source(
         num_lost=None if lost is None else len(lost),
         lost_rows=lost or (),
         origin=one.origin,
+        places=here,
     )
 
 

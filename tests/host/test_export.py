@@ -246,30 +246,46 @@ def test_packs_of_plain_ms_swift_are_the_same(flags, tmp_path, tiny):
     assert len(packs[0][0]) > 3
 
 
+def plainly_trained(command, flags, folder):
+    """What plain ms-swift logs of a run in a process of its own."""
+    plain, out = folder / "plain.py", folder / "out"
+    folder.mkdir()
+    plain.write_text(PLAIN)
+    done = subprocess.run(
+        [sys.executable, "-m", f"swift.cli.{command}", *flags(out, plain)],
+        cwd=folder, capture_output=True, text=True, timeout=400, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (folder / "imported.txt").read_text() == "False\n"
+    return [(line.get("loss"), line.get("eval_loss")) for line in log_lines(out)]
+
+
 @pytest.mark.slow
 @pytest.mark.telling
-def test_plain_ms_swift_trains_from_it_without_this_package(flags, small_folder, tmp_path):
+@pytest.mark.parametrize("command", ["sft", "rlhf"])
+def test_plain_ms_swift_trains_from_it_without_this_package(command, flags, small_folder, tmp_path):
     """EXPORT-4: in processes that never import it; the same losses as from ms-swift's own export."""
-    given = flags(["mixed"], split_dataset_ratio=0.2)
+    if command == "rlhf":
+        image = make(tmp_path / "images", {"photo.jpg": GOOD["photo.jpg"]})["photo.jpg"]
+        rows = write_jsonl(tmp_path / "pairs.jsonl", [pair(n, [image] if n % 2 else []) for n in range(1, 17)])
+        given = flags_of(small_folder(FAMILY), rows, split_dataset_ratio=0.2, template_mode="rlhf")
+        more = {"rlhf_type": "dpo"}
+    else:
+        given, more = flags(["mixed"], split_dataset_ratio=0.2), {}
     folders = theirs(given, tmp_path / "theirs"), ours(given, tmp_path / "ours", "--check_pixels")
-    plain = tmp_path / "plain.py"
-    plain.write_text(PLAIN)
     losses = []
-    for number, folder in enumerate(folders):
-        out = tmp_path / f"out{number}"
-        command = argv(
-            small_folder(FAMILY), FAMILY, out, cached_dataset=folder / "train", cached_val_dataset=folder / "val",
-            packing="true", num_train_epochs=1, eval_strategy="epoch", external_plugins=[plain, SMALL_VOCABULARY],
-        )  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, "-m", "swift.cli.sft", *command],
-            cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
-        losses.append([line.get("loss", line.get("eval_loss")) for line in log_lines(out)])
+    for folder in folders:
+
+        def of_run(out, plugin, folder=folder):
+            return argv(
+                small_folder(FAMILY), FAMILY, out, cached_dataset=folder / "train", cached_val_dataset=folder / "val",
+                packing="true", num_train_epochs=1, eval_strategy="epoch", external_plugins=[plugin, SMALL_VOCABULARY],
+                **more,
+            )  # fmt: skip
+
+        losses.append(plainly_trained(command, of_run, tmp_path / f"of_{folder.name}"))
     assert losses[0] == losses[1]
     assert len(losses[0]) > 2
-    assert (tmp_path / "imported.txt").read_text() == "False\nFalse\n"
 
 
 @pytest.mark.parametrize(
@@ -380,6 +396,7 @@ def test_output_that_is_there_is_never_lost(flags, tmp_path, capfd):
         (["--fusion_config", "mix.yaml"], "fusion_config mix.yaml cannot be exported"),
         (["--num_ranks", "2"], "--num_ranks is for the index of --packed"),
         (["--packed", "--packing_overflow", "split"], "would cut rows, which an index of whole rows cannot say"),
+        (["--packed", "--packing_batch", "samples"], "packing_batch=samples needs the steps of a run"),
         (["--pad_samples_to", "0"], "must be a number of at least 1, got '0'"),
         (["--pad_samples_to", "8", "--context_parallel_size", "2"], "not allowed with argument"),
         (["--max_lenght", "5"], "did you mean --max_length"),
