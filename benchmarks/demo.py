@@ -26,6 +26,7 @@ FAMILY = "qwen2_5_vl"
 NUM_SAMPLES = 300
 BATCH_SIZE = 4
 CAPACITY = 1024
+PADDED, SAME = f"padded, {BATCH_SIZE} in a batch", "packed, the same steps"
 OUTPUT = Path("demo_output")
 SMALL_VOCABULARY = Path(__file__).parent.parent / "tests" / "plugins" / "small_vocabulary.py"
 TEXT = {
@@ -47,6 +48,8 @@ class Run(NamedTuple):
     seconds_in_all: float
     """Of the command: imports, model, lengths and the proof are in it."""
     printed: str
+    losses: list[float]
+    """Of every step."""
 
 
 def build_model(folder: Path) -> tuple[Path, float]:
@@ -86,9 +89,9 @@ def samples(folder: Path) -> list[dict[str, Any]]:
 
 
 def train(
-    name: str, model: Path, dataset: str, batch_size: int = 1, accumulation: int = 1, packed: bool = False
+    name: str, model: Path, dataset: str, batch_size: int = 1, accumulation: int = 1, **packing_options: str
 ) -> Run:
-    """Train one epoch by the real command line."""
+    """Train one epoch by the real command line, packed if there are packing options."""
     options = {
         "model": model,
         "model_type": FAMILY,
@@ -108,18 +111,17 @@ def train(
         "gradient_checkpointing": "false",
         "output_dir": OUTPUT / name,
         "add_version": "false",
-        "logging_steps": 10,
+        "logging_steps": 1,
         "dataloader_num_workers": 0,
     }
-    plugins = [SMALL_VOCABULARY, *([plugin_path()] if packed else [])]
+    plugins = [SMALL_VOCABULARY, *([plugin_path()] if packing_options else [])]
     flags = [str(part) for option, value in options.items() for part in (f"--{option}", value)]
-    flags += ["--external_plugins", *map(str, plugins), *(["--packing", "true"] if packed else [])]
+    flags += ["--external_plugins", *map(str, plugins), *(["--packing", "true"] if packing_options else [])]
     # One thread for all: two threads of a small model on a busy machine mostly wait for each other.
     environ = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "VLPACK_PACKING_STRATEGY": "exact",
-        "VLPACK_PACKING_DROP_LAST": "false",  # the same samples in all runs
+        **{f"VLPACK_{name.upper()}": value for name, value in packing_options.items()},
     }
     start = time.perf_counter()
     command = [sys.executable, "-m", "swift.cli.main", "sft", *flags]
@@ -132,11 +134,11 @@ def train(
     lines = [json.loads(line) for line in (OUTPUT / name / "logging.jsonl").read_text().splitlines()]
     steps = max(int(line["global_step"]) for line in lines if "global_step" in line)
     seconds = next(float(line["train_runtime"]) for line in lines if "train_runtime" in line)
-    return Run(steps, seconds, in_all, text)
+    return Run(steps, seconds, in_all, text, [line["loss"] for line in lines if "loss" in line])
 
 
 def main() -> None:
-    """Make, train three times, compare."""
+    """Make, train four times, compare."""
     start = time.perf_counter()
     print(f"making a small {FAMILY} and {NUM_SAMPLES} samples in {OUTPUT}/ ...", flush=True)
     model, ratio = build_model(OUTPUT / "model")
@@ -144,12 +146,14 @@ def main() -> None:
     dataset = write_jsonl(OUTPUT / "samples.jsonl", samples((OUTPUT / "images").absolute()))
     runs = {}
     for name, options in {
-        f"padded, {BATCH_SIZE} in a batch": {"batch_size": BATCH_SIZE},
+        PADDED: {"batch_size": BATCH_SIZE},
         "one sample in a batch": {"accumulation": BATCH_SIZE},
-        "packed": {"packed": True},
+        SAME: {"batch_size": BATCH_SIZE, "packing_strategy": "exact", "packing_batch": "samples"},
+        # Nothing is dropped, so that all runs train the same samples.
+        "packed": {"packing_strategy": "exact", "packing_drop_last": "false"},
     }.items():
         print(f"training one epoch, {name} ...", flush=True)
-        runs[name] = train(name.split(",")[0].replace(" ", "_"), model, dataset, **options)
+        runs[name] = train(name.replace(",", "").replace(" ", "_"), model, dataset, **options)
     packed = runs["packed"]
     report = json.loads((OUTPUT / "packed" / "vlpack" / "epoch_0.json").read_text())
     print("\n" + re.search(r"isolation verified: .*", packed.printed)[0])
@@ -157,13 +161,16 @@ def main() -> None:
     print(re.search(r"packing: epoch 0: .*", packed.printed)[0])
     print(f"{report['account']}\n")
     tokens = report["num_tokens"]
-    print(f"{'':24}{'steps':>8}{'seconds':>10}{'tokens/s':>10}{'with start':>12}")
+    print(f"{'':26}{'steps':>8}{'seconds':>10}{'tokens/s':>10}{'with start':>12}")
     for name, run in runs.items():
         rate = tokens / run.seconds
-        print(f"{name:24}{run.num_steps:>8}{run.seconds:>10.1f}{rate:>10.0f}{run.seconds_in_all:>12.1f}")
-    print()
+        print(f"{name:26}{run.num_steps:>8}{run.seconds:>10.1f}{rate:>10.0f}{run.seconds_in_all:>12.1f}")
+    pairs = list(zip(runs[PADDED].losses, runs[SAME].losses, strict=True))
+    gap = max(abs(padded - same) / padded for padded, same in pairs)
+    print(f"\n{SAME}: its {len(pairs)} losses are those of the padded run within {gap:.1e} of them")
+    print(f"it trains {runs[PADDED].seconds / runs[SAME].seconds:.2f} x the tokens a second of: {PADDED}")
     for name, run in runs.items():
-        if name != "packed":
+        if name not in ("packed", SAME):
             print(f"packed trains {run.seconds / packed.seconds:.2f} x the tokens a second of: {name}")
     print(f"all of it took {time.perf_counter() - start:.0f} s")
 

@@ -34,6 +34,8 @@ NO_OPTIONS = (RESUME_DATA, RESUME_FILES, RECORD_PACKS)
 MODES = ("auto", "plan", "buffer")
 ATTENTIONS = ("auto", "segments", "grouped", "varlen", "flex")
 LOSSES = ("token", "sample", "sqrt")
+SAMPLES = "samples"
+BATCHES = ("packs", SAMPLES)
 OVERFLOWS = ("keep", "split", "truncate", "drop")
 PAD_TO_LENGTH = "length"
 LEAST_FILL_RATIO = 0.6
@@ -76,6 +78,13 @@ class PackingConfig:
         decides=_PACKS,
     )
     # `exact` is within hundredths of a per cent of the bound from 256 on (docs/strategies.md); the others gain by more.
+    packing_batch: str = _option(
+        "packs",
+        "what a batch counts: packs, so that a step trains more samples than un-packed; or samples, so that every "
+        "optimizer step trains exactly the samples that it trains un-packed, packed within the step",
+        BATCHES,
+        decides=_PACKS,
+    )
     packing_buffer: int = _option(512, "samples that the packer may choose from at a time", decides=_PACKS)
     packing_min_fill_ratio: float = _option(
         0.65,
@@ -258,6 +267,12 @@ def is_planned(config: PackingConfig, *, is_sized: bool) -> bool:
     >>> [is_planned(PackingConfig(packing_length=8), is_sized=is_sized) for is_sized in (True, False)]
     [True, False]
     """
+    if config.packing_batch == SAMPLES and not is_sized:
+        raise ConfigError(
+            "packing_batch=samples needs data with a length, and this has none (--streaming true, or an iterable "
+            "without len()): which samples a step of a stream trains depends on how ranks and workers share it; load "
+            "the data sized, or leave packing_batch out"
+        )
     if config.packing_mode == "plan" and not is_sized:
         raise ConfigError(
             "packing_mode=plan needs data with a length, and this has none (--streaming true, or an iterable without "
@@ -357,6 +372,7 @@ def _check_choices(config: PackingConfig) -> None:
         ("packing_attention", ATTENTIONS, "; flash-attn is asked for by ms-swift's --attn_impl"),
         ("packing_loss", LOSSES, ""),
         ("packing_overflow", OVERFLOWS, ""),
+        ("packing_batch", BATCHES, ""),
     ):
         if (value := getattr(config, name)) not in choices:
             hint = did_you_mean(value, choices) or more
@@ -387,6 +403,7 @@ def _check_numbers(config: PackingConfig) -> None:
         if not 0 <= getattr(config, name) <= 1:
             raise ConfigError(f"{name} must be between 0 and 1, got {getattr(config, name)}")
     _check_padding(config)
+    _check_kept_steps(config)
     if config.packing_min_fill_ratio < LEAST_FILL_RATIO:
         # Not refused, because the default is above: somebody chose this value.
         _warn_of_low_fill(config.packing_min_fill_ratio)
@@ -403,6 +420,27 @@ def _check_padding(config: PackingConfig) -> None:
         raise ConfigError(
             f"packing_pad_to={multiple} would make sequences longer than packing_length ({length}), which is no "
             f"multiple of it; set packing_length to {' or '.join(fitting)}"
+        )
+
+
+def _check_kept_steps(config: PackingConfig) -> None:
+    if config.packing_batch != SAMPLES:
+        return
+    for name in ("packing_buffer", "packing_min_fill_ratio", "packing_drop_last"):
+        if name in config.changed():
+            raise ConfigError(
+                f"{name}={getattr(config, name)} has nothing to do under packing_batch=samples, which packs each step "
+                "by itself and drops nothing; leave it out"
+            )
+    if config.packing_strategy == WINDOW:
+        raise ConfigError(
+            "packing_strategy=window lays rows end to end over all steps, and packing_batch=samples keeps each row in "
+            "its step; give another strategy, or packing_batch=packs"
+        )
+    if config.packing_mode == "buffer":
+        raise ConfigError(
+            "packing_mode=buffer packs rows as they come, and packing_batch=samples needs to know the rows of each "
+            "step; leave packing_mode out, or packing_batch"
         )
 
 

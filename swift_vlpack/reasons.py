@@ -107,6 +107,14 @@ class Reason(str, Enum):
             remedy="set packing_drop_last to false, or lower packing_length",
         ),
     )
+    UNPACKED_LEAVES_OUT = (
+        "unpacked_leaves_out",
+        About(
+            kind=Kind.PACKER,
+            meaning="in no step of un-packed training in this epoch, under `packing_batch=samples`",
+            remedy="nothing: other epochs draw it; a number of rows that the ranks divide leaves none out",
+        ),
+    )
     LONGER_THAN_PLANNED = (
         "longer_than_planned",
         About(

@@ -17,6 +17,7 @@ DESIGN_OPTIONS = {
     "packing": False,
     "packing_mode": "auto",
     "packing_strategy": "binpack",
+    "packing_batch": "packs",
     "packing_buffer": 512,
     "packing_min_fill_ratio": 0.65,
     "packing_drop_last": True,
@@ -146,6 +147,7 @@ OTHER_VALUES = {
     "packing": True,
     "packing_length": 9,
     "packing_mode": "buffer",
+    "packing_batch": "samples",
     "packing_strategy": "greedy",
     "packing_buffer": 3,
     "packing_min_fill_ratio": 0.9,
@@ -198,7 +200,7 @@ SHOWN_ELSEWHERE = {
     *("packing", "packing_mode", "packing_attention", "packing_verify", "packing_any_family"),
     *("packing_max_failed_share", "packing_cache_dir", "eval_packing", "fusion_config"),
     *("packing_overflow", "packing_stride", "packing_min_len"),
-    *("mask_boundary_loss", "train_on_eos", "packing_loss", "packing_pad_to"),
+    *("mask_boundary_loss", "train_on_eos", "packing_loss", "packing_pad_to", "packing_batch"),
 }
 """What these do is shown beside the code that does it."""
 

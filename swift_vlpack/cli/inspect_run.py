@@ -28,7 +28,6 @@ from swift_vlpack.host.run import Run, feed_of
 from swift_vlpack.pages.make_values import Place, overview_of
 from swift_vlpack.pages.values import Member, PackShown, StepShown, TrainedPack
 from swift_vlpack.plan.epoch import EpochPlan
-from swift_vlpack.plan.resume_schedule import num_steps
 from swift_vlpack.rows.samples import Address
 from swift_vlpack.runlog.losses import Loss, loss_at, spikes
 from swift_vlpack.runlog.run_steps import EpochSpan, PackOfStep, StepFound, find_step, step_of_pack
@@ -220,7 +219,7 @@ class _PlannedRun:
             raise ConfigError(f"--epoch {epoch}: the run began with epoch {self._spans[0].epoch}")
         span = before[-1]
         while span.epoch < epoch:
-            span = span.next_epoch(num_steps(self._plan_of(span).num_left_per_rank, span.accumulation))
+            span = span.next_epoch(self._plan_of(span).num_steps_left(span.accumulation))
         return span
 
 

@@ -111,7 +111,10 @@ class TrainedRun:
         _, state = read_state(path, PlannedFeed.kind)
         rows = fused(sources, run.template, run.args, config)
         rows = rows.with_sources(_as_planned(RunRows(rows.sources), load_rows(path, state), path))
-        return planned_feed(rows, run.template, run.args, config)
+        feed = planned_feed(rows, run.template, run.args, config)
+        if feed.kept_step is not None:
+            feed.keep_step_of(state)
+        return feed
 
     # -- recorded ---------------------------------------------------------------------------------------------------
 

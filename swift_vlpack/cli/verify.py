@@ -115,9 +115,9 @@ def _first_batch_proved(trainer: Any) -> str:
     from swift_vlpack.host.proof import prove_first_batch
 
     args = trainer.args
-    trainer.is_first_batch_proved = True  # it is proved here, whatever `packing_verify` says
     loaded = iter(trainer.callback_handler.train_dataloader)
-    batches, num_items = trainer.get_batch_samples(loaded, args.gradient_accumulation_steps, args.device)
+    num_batches = next(trainer.feed.sequences_of_steps(), args.gradient_accumulation_steps)
+    batches, num_items = trainer.weighed_batches(loaded, num_batches, args.device)
     if not batches:
         raise DataError("there is no batch to verify: the epoch has no pack")
     return prove_first_batch(trainer, batches, num_items)

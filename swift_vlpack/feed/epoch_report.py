@@ -13,6 +13,7 @@ from swift_vlpack.config import PackingConfig
 from swift_vlpack.plan.epoch import EpochPlan
 from swift_vlpack.plan.report import StepSize, plan_report, step_size
 from swift_vlpack.plan.resume_schedule import num_steps
+from swift_vlpack.plan.same_steps import kept_steps
 from swift_vlpack.reasons import warning_of_left_out
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.left_out import as_json, deleted_by_loader
@@ -58,12 +59,20 @@ def count_rows(counted: Counts, plan: EpochPlan, rows: FusionCaptionDataset) -> 
 
 
 def plan_facts(plan: EpochPlan, *, accumulation: int, seconds: float = 0.0) -> dict[str, Any]:
-    """Return numbers of an epoch's packs and steps, for the summary of a run and for `vlpack plan`."""
+    """Return numbers of an epoch's packs and steps, for the summary of a run and for `vlpack plan`.
+
+    A step is described by its `step` where packs decide what it trains, by its `kept_steps` where it keeps its samples.
+    """
+    kept = None
+    if plan.step is not None:
+        assert plan.batch is not None
+        kept = kept_steps(plan.packs, plan.batch, plan.step).as_json()
     return {
         **plan_report(plan.unshared, plan.packs, num_rows=plan.num_rows, seconds=seconds),
         "packs_per_epoch": len(plan),
-        "steps_per_epoch": num_steps(plan.packs.num_packs_per_rank, accumulation),
-        "step": size_of_step(plan, accumulation=accumulation).as_json(),
+        "steps_per_epoch": plan.num_steps if kept else num_steps(plan.packs.num_packs_per_rank, accumulation),
+        "step": None if kept else size_of_step(plan, accumulation=accumulation).as_json(),
+        "kept_steps": kept,
     }
 
 

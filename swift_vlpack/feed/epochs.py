@@ -18,6 +18,7 @@ from swift_vlpack.plan.epoch import (
     PackedEpoch,
     Recipe,
     draw_epoch,
+    of_drawn,
     pack_epoch,
     plan_epoch,
 )
@@ -114,14 +115,17 @@ class Epochs:
     def _least_packs(self, num_ranks: int, looked: Callable[[], Any] = lambda: None) -> int:
         """Return the packs of the epoch that needs most, as so many ranks share them."""
         epoch = most_packs = 0
-        while self.extent.needs(epoch, most_packs):
+        extent = ONE_EPOCH if self.recipe.step is not None else self.extent  # kept steps are equally many anyway
+        while extent.needs(epoch, most_packs):
             if epoch == len(self._sizes):
                 self._look_at(epoch)
                 looked()
             # Rounded up, because every rank trains equally many packs.
             most_packs = max(most_packs, -(-self._sizes[epoch].num_packs // num_ranks) * num_ranks)
             epoch += 1
-        _check_steps(most_packs, min(size.num_samples for size in self._sizes[:epoch]), num_ranks, self.recipe)
+        if self.recipe.step is None:
+            fewest_samples = min(size.num_samples for size in self._sizes[:epoch])
+            _check_steps(most_packs, fewest_samples, num_ranks, self.recipe)
         return most_packs
 
     def _look_at(self, epoch: int) -> None:
@@ -173,7 +177,7 @@ class KeptPacks:
             return kept
         drawn = draw_epoch(self._recipe, epoch)
         packs = Plan(**kept, **dict(zip(_OF_ROWS, drawn.sizes, strict=False)))
-        return PackedEpoch(epoch=epoch, schedule=drawn.schedule, sizes=drawn.sizes, spans=drawn.spans, packs=packs)
+        return PackedEpoch(**of_drawn(drawn), packs=packs, step=self._recipe.step)
 
 
 _OF_ROWS = ("lengths", "images", "patches")

@@ -38,6 +38,7 @@ from swift_vlpack.feed.packs import Packs
 from swift_vlpack.feed.saved_rows import RunRows
 from swift_vlpack.plan.cuts import Cut
 from swift_vlpack.plan.epoch import EpochPlan
+from swift_vlpack.plan.same_steps import UnpackedStep
 from swift_vlpack.rows.samples import Encoded, LeftOut, PackedSamples, PackRecord, SampleError
 from swift_vlpack.rows.source import RowSource
 from swift_vlpack.runlog.counts import Counts
@@ -174,6 +175,15 @@ class Feed(ABC):
         """Return how many batches each rank has to train on in the epoch; None if the feed cannot know."""
 
     # -- batches ----------------------------------------------------------------------------------------------------
+
+    @property
+    def kept_step(self) -> UnpackedStep | None:
+        """Return the optimizer step whose samples are kept; None if the packs decide what a step trains."""
+        return None
+
+    def sequences_of_steps(self) -> Iterator[int]:
+        """Yield how many sequences each step takes of a rank, where steps keep their samples; else nothing."""
+        return iter(())
 
     @abstractmethod
     def loader(self, rank: int, make: MakeLoader, *, ranks: Callable[[], Voting], **options: Any) -> Any:

@@ -11,6 +11,7 @@ import tempfile
 import uuid
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from swift_vlpack.config import PackingConfig
-from swift_vlpack.errors import DataError, PlanError, StateMismatch
+from swift_vlpack.config import SAMPLES, PackingConfig
+from swift_vlpack.errors import ConfigError, DataError, PlanError, StateMismatch
 from swift_vlpack.feed.epochs import Epochs, Extent
 from swift_vlpack.feed.packs import Packs
 from swift_vlpack.feed.reader import PackReader
@@ -28,6 +29,7 @@ from swift_vlpack.plan.cuts import Cut
 from swift_vlpack.plan.epoch import EpochPlan, NameOfRow, Recipe, plan_epoch, saved_digest
 from swift_vlpack.plan.packs import Plan
 from swift_vlpack.plan.parts import Span
+from swift_vlpack.plan.same_steps import UnpackedRows, UnpackedStep
 from swift_vlpack.rows.encoder import Template
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.samples import Address, Encoded, PackAddress, PackedSamples, SampleError
@@ -53,20 +55,33 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         num_ranks: int = 1,
         num_epochs: int = 1,
         num_packs: int | None = None,
+        samples_per_step: int | None = None,
+        step: UnpackedStep | None = None,
+        unpacked: UnpackedRows | None = None,
     ) -> None:
-        """Plan `num_epochs` epochs; if steps bound the run, as many as it takes to train `num_packs` packs."""
+        """Plan `num_epochs` epochs; if steps bound the run, as many as it takes to train `num_packs` packs.
+
+        Under `packing_batch=samples` every optimizer step of all ranks takes the next `samples_per_step` samples.
+        `step` and `unpacked` say the same of a run of ms-swift, whose un-packed batches are known.
+        """
         super().__init__(dataset, template, config, seed=seed, num_ranks=num_ranks)
         if not isinstance(self.dataset, FusionCaptionDataset):
             raise DataError("data without a length cannot be planned; use PackingDataset, which packs it as it comes")
         self.dataset.measure()
+        if samples_per_step is not None:
+            step = UnpackedStep(batch_size=samples_per_step, accumulation=1, num_ranks=1)
+        self.step = _checked_step(step, self.config, self.dataset)
+        """The optimizer step whose samples are kept; None if the packs decide what a step trains."""
+        self._unpacked = unpacked
         self._plan_epochs(Extent(num_epochs, num_packs))
         self._published = PublishedPacks()
         self._plan: EpochPlan | None = self._epochs.plan(0)
 
     def _plan_epochs(self, extent: Extent) -> None:
         rows = self.dataset
-        self._epochs = Epochs(recipe_of(rows, self.config, seed=self.seed, num_ranks=self.num_ranks), extent,
-                              name_of=names_of(rows))  # fmt: skip
+        recipe = recipe_of(rows, self.config, seed=self.seed, num_ranks=self.num_ranks)
+        recipe = replace(recipe, step=self.step, unpacked=self._unpacked)
+        self._epochs = Epochs(recipe, extent, name_of=names_of(rows))
         self.num_packs = self._epochs.num_packs
         """Packs of every epoch, over all ranks. An epoch beyond those that were looked at can have more."""
         self.reader = PackReader(rows, self.config, self.seed, self.num_packs)
@@ -75,7 +90,7 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         """Pickle neither plan nor sizes: a spawned worker reads the addresses of packs from the published files."""
         if self._plan is not None:
             self._published.publish(self._plan)
-        return {**self.__dict__, "_plan": None, "_epochs": None, "dataset": None}
+        return {**self.__dict__, "_plan": None, "_epochs": None, "dataset": None, "_unpacked": None}
 
     def __repr__(self) -> str:
         if self._plan is None:
@@ -144,6 +159,15 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
             self.dataset = self.dataset.with_sources(sources)
             self._plan_epochs(self._epochs.extent)
 
+    def keep_step(self, step: UnpackedStep) -> None:
+        """Keep the steps of a saved run, whose ranks may have been others. Raises `StateMismatch` for other samples."""
+        assert self.step is not None
+        if step.num_samples != self.step.num_samples:
+            raise StateMismatch(_other_samples(step, self.step))
+        if step != self.step:
+            self.step = step
+            self._plan_epochs(self._epochs.extent)
+
     def _go_to(self, plan: EpochPlan) -> None:
         self._plan = plan
         super().set_epoch(plan.epoch)
@@ -187,6 +211,39 @@ def recipe_of(rows: FusionCaptionDataset, config: PackingConfig, *, seed: int, n
         sizes.append(source.sizes.columns)
         cut.append(source.sizes.cut)
     return Recipe(sizes=tuple(sizes), cut=tuple(cut), mix=rows.mix, config=config, seed=seed, num_ranks=num_ranks)
+
+
+def _checked_step(step: UnpackedStep | None, config: PackingConfig, rows: FusionCaptionDataset) -> UnpackedStep | None:
+    """Refuse steps that are to be kept and are not known, or are known and not to be kept."""
+    if config.packing_batch != SAMPLES:
+        if step is not None:
+            raise ConfigError("samples_per_step is of packing_batch=samples; set that, or leave samples_per_step out")
+        return None
+    if step is None:
+        raise ConfigError(
+            "packing_batch=samples keeps the samples of every optimizer step; give PackingDataset samples_per_step, "
+            "the samples of a step over all ranks"
+        )
+    if min(step) < 1:
+        raise ConfigError(f"samples_per_step must be at least 1, got {step.num_samples}")
+    if rows.mix.ratio_by == "tokens":
+        raise ConfigError(
+            "ratio_by: tokens draws another number of rows in every epoch, and packing_batch=samples needs equally "
+            "many steps; use ratio_by: rows"
+        )
+    return step
+
+
+def _other_samples(saved: UnpackedStep, now: UnpackedStep) -> str:
+    """Say that a step of the saved run has another number of samples, and which accumulation would keep it."""
+    found = (
+        f"packing_batch=samples: a step of the saved run has {saved.num_samples} samples ({saved.batch_size} a batch x "
+        f"{saved.accumulation} accumulated x {counted(saved.num_ranks, 'rank')}), one of this run {now.num_samples}"
+    )
+    others = now.batch_size * now.num_ranks
+    if saved.num_samples % others:
+        return f"{found}; take a number of ranks and a batch size whose product divides {saved.num_samples}"
+    return f"{found}; give --gradient_accumulation_steps {saved.num_samples // others}"
 
 
 def address_of(plan: EpochPlan, number: int) -> PackAddress:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
+from swift_vlpack.envelope import Whole, check_shape
 from swift_vlpack.feed.agreement import Voting
 from swift_vlpack.feed.collate import Batch
 from swift_vlpack.feed.epoch_report import count_rows, left_out_by, left_out_warning
@@ -15,6 +16,7 @@ from swift_vlpack.feed.saved_rows import NUM_PLANNED_COLUMNS, digest_of
 from swift_vlpack.plan.cuts import CUTS, Cut, cuts_from, with_consumed
 from swift_vlpack.plan.epoch import EpochPlan
 from swift_vlpack.plan.resume_schedule import batches_trained
+from swift_vlpack.plan.same_steps import UnpackedStep
 from swift_vlpack.rows.samples import Encoded, PackAddress, PackRecord, SampleError
 from swift_vlpack.runlog.counts import Counts
 
@@ -80,13 +82,27 @@ class PlannedFeed(Feed):
 
     def batches_trained(self, accumulation: int) -> int:
         """Return how many batches of each rank were trained in the epoch, in whole steps of the present ranks."""
+        if self.kept_step is not None:
+            return self.epoch_plan.num_steps_consumed
         consumed = self.epoch_plan.num_consumed
         return batches_trained(consumed, num_ranks=self.num_ranks, accumulation=accumulation)
 
     @property
     def batches_left(self) -> int:
         """Return the packs that each rank trains on, from where the epoch was begun or resumed."""
-        return self.epoch_plan.num_left_per_rank
+        plan = self.epoch_plan
+        return plan.num_left_per_rank if self.kept_step is None else plan.num_steps_left(1)
+
+    @property
+    def kept_step(self) -> UnpackedStep | None:
+        """Return the optimizer step whose samples are kept; None if the packs decide what a step trains."""
+        return self.packs.step
+
+    def sequences_of_steps(self) -> Iterator[int]:
+        """Yield how many sequences each step takes of a rank, where steps keep their samples; else nothing."""
+        plan = self.epoch_plan
+        if plan.packs.batches is not None:
+            yield from plan.packs.batches[plan.num_steps_consumed :].tolist()
 
     # -- batches ----------------------------------------------------------------------------------------------------
 
@@ -127,14 +143,22 @@ class PlannedFeed(Feed):
     def state(self) -> dict[str, Any]:
         """Return how far all ranks are in the epoch, and the digest of the plan in whose order packs are counted."""
         cuts = with_consumed(self.epoch_plan.cuts, self._num_trained * self.num_ranks)
-        return {"epoch": self.epoch, "cuts": cuts, "plan": self.epoch_plan.digest()}
+        state = {"epoch": self.epoch, "cuts": cuts, "plan": self.epoch_plan.digest()}
+        return state if self.kept_step is None else {**state, "unpacked_step": list(self.kept_step)}
 
     def restore(self, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None) -> None:
         """Resume an epoch of which some packs were trained, by any number of ranks."""
         # Saved sizes, so that the plan stays as it was although files are gone since, or came back.
         self.packs.take_sizes(self.saved_rows.sources)
+        if self.kept_step is not None:
+            self.keep_step_of(state)
         self.packs.resume(state["epoch"], cuts_from(state["cuts"]), state["plan"])
         self._num_trained = 0
+
+    def keep_step_of(self, state: Mapping[str, Any]) -> None:
+        """Keep the steps of the run that wrote the state, whose ranks may have been others."""
+        check_shape(state.get("unpacked_step"), (Whole(1),) * len(UnpackedStep._fields), "state.unpacked_step")
+        self.packs.keep_step(UnpackedStep(*state["unpacked_step"]))
 
 
 class PackSampler:
@@ -153,7 +177,12 @@ class PackSampler:
         return self.feed.epoch
 
     def __len__(self) -> int:
-        """Return the packs of a whole epoch, from which the trainer computes its steps; a resumed one yields fewer."""
+        """Return the packs of a whole epoch, from which the trainer computes its steps; a resumed one yields fewer.
+
+        Where steps keep their samples it is the steps themselves: the trainer accumulates nothing then.
+        """
+        if self.feed.kept_step is not None:
+            return self.feed.epoch_plan.num_steps
         return len(self.feed) // self.feed.num_ranks
 
     def __iter__(self) -> Iterator[list[PackAddress]]:

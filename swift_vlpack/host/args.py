@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import logging
 import math
 import os
 import weakref
@@ -29,7 +30,7 @@ from swift.utils import get_logger, parse_args
 from transformers import PretrainedConfig
 
 from swift_vlpack.attention import attention
-from swift_vlpack.config import ENV_PREFIX, PackingConfig, checked, chosen_options, is_planned
+from swift_vlpack.config import ENV_PREFIX, SAMPLES, PackingConfig, checked, chosen_options, is_planned
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.host.launch import CONFIG_FILE, is_our_plugin
 from swift_vlpack.host.losses import refuse_loss_type
@@ -37,6 +38,7 @@ from swift_vlpack.host.ranks import num_ranks_of_run
 from swift_vlpack.host.run_checks import Registered, check_run, refuse_combinations
 from swift_vlpack.host.seam import CALLBACK
 from swift_vlpack.plan.parts import Cutting
+from swift_vlpack.plan.same_steps import UnpackedStep
 from swift_vlpack.rows.fusion_config import read_fusion_config
 from swift_vlpack.words import did_you_mean
 from swift_vlpack.yaml_files import read_yaml
@@ -63,6 +65,10 @@ class _Settled:
     """All options with their defaults; None until the model's length is known."""
     unpacked_batch_size: int = 1
     """`per_device_train_batch_size` as it was given."""
+    accumulation: int = 1
+    """`gradient_accumulation_steps` as it was given, or ms-swift's own default."""
+    lazy_tokenize: bool | None = None
+    """As it was given; ms-swift then decides by whether the run packs."""
 
 
 _settled: dict[int, _Settled] = {}
@@ -101,6 +107,30 @@ def unpacked_batch_size(args: Any) -> int:
     return _settled[id(args)].unpacked_batch_size
 
 
+def unpacked_step(args: Any) -> UnpackedStep | None:
+    """Return the optimizer step of the same run without packing, if its samples are kept; else None."""
+    settled = _settled[id(args)]
+    if packing_config(args).packing_batch != SAMPLES:
+        return None
+    return UnpackedStep(settled.unpacked_batch_size, settled.accumulation, num_ranks_of_run())
+
+
+def deletes_failing_rows(args: Any) -> bool:
+    """Return whether plain `swift sft` would delete rows that cannot be encoded before it draws any.
+
+    Otherwise it encodes a row when it is trained, and puts another one in place of a row that fails.
+    """
+    plain = copy.copy(args)
+    plain.packing, plain.lazy_tokenize = False, _settled[id(args)].lazy_tokenize
+    level = logger.level
+    logger.setLevel(logging.WARNING)  # it would log a setting that is not this run's
+    try:
+        plain._init_lazy_tokenize()
+    finally:
+        logger.setLevel(level)
+    return not plain.lazy_tokenize
+
+
 def settle_options(args: Any) -> None:
     """Collect the options from flags, the training file and variables, and check all of them.
 
@@ -122,7 +152,7 @@ def settle_options(args: Any) -> None:
         config = dataclasses.replace(config, packing_overflow=options["packing_overflow"])
         args.truncation_strategy = "delete"  # which leaves long rows to packing_overflow
     _refuse_contradictions(args, config)
-    _keep(args, _Settled(options))
+    _keep(args, _Settled(options, lazy_tokenize=args.lazy_tokenize))
     for name in set(options) & {"packing_length", "packing_strategy"}:
         setattr(args, name, getattr(config, name))
 
@@ -204,6 +234,9 @@ def portable(args: Any) -> Any:
     saved.callbacks = [name for name in args.callbacks if name != CALLBACK]
     saved.training_args = copy.copy(args.training_args)
     saved.training_args.callbacks = saved.callbacks
+    if (step := unpacked_step(args)) is not None:
+        for one in (saved, saved.training_args):
+            one.per_device_train_batch_size, one.gradient_accumulation_steps = step.batch_size, step.accumulation
     if args.attn_impl == attention.NAME:
         saved.attn_impl = saved.training_args.attn_impl = None
     return saved
@@ -211,9 +244,10 @@ def portable(args: Any) -> Any:
 
 def make_config(args: Any) -> PackingConfig:
     """Make the one `PackingConfig` of the run, and keep it for `packing_config`."""
-    options = _settled[id(args)].options
-    config = PackingConfig.from_mapping({**options, **{name: getattr(args, name) for name in FIELDS_OF_SWIFT}})
-    _keep(args, _Settled(options, config, args.per_device_train_batch_size))
+    settled = _settled[id(args)]
+    config = PackingConfig.from_mapping({**settled.options, **{name: getattr(args, name) for name in FIELDS_OF_SWIFT}})
+    given = {"unpacked_batch_size": args.per_device_train_batch_size, "accumulation": _accumulation(args)}
+    _keep(args, dataclasses.replace(settled, config=config, **given))
     return config
 
 
@@ -227,7 +261,10 @@ def prepare_args(args: Any, *, flash_check: Callable[[Any], None]) -> None:
     if args.attn_impl not in OWN_ATTENTION:
         flash_check(args)  # ms-swift's own check of the name
     args.padding_free = True
-    _fold_batch_size(args)
+    if config.packing_batch == SAMPLES:
+        _accumulate_by_steps(args)
+    else:
+        _fold_batch_size(args)
     if not plans_ahead(args) or config.packing_loss != "token":
         _count_tokens_of_all_ranks(args)
     if CALLBACK not in args.callbacks:
@@ -279,12 +316,30 @@ def _count_tokens_of_all_ranks(args: Any) -> None:
         )
 
 
+def _accumulation(args: Any) -> int:
+    """Return the accumulation that was given, or ms-swift's own default."""
+    given: int | None = args.gradient_accumulation_steps
+    return given or max(1, math.ceil(16 / args.per_device_train_batch_size / num_ranks_of_run()))
+
+
+def _accumulate_by_steps(args: Any) -> None:
+    """Let the trainer take each step whole: how many sequences it accumulates differs from step to step.
+
+    The batch size and the accumulation that were given stay in args.json and in what is shown (`unpacked_step`).
+    """
+    step = unpacked_step(args)
+    assert step is not None
+    args.per_device_train_batch_size = args.gradient_accumulation_steps = 1
+    logger.info(
+        f"packing_batch=samples: every optimizer step trains the {step.num_samples} samples that it trains un-packed "
+        f"(batches of {step.batch_size} x {step.accumulation} accumulated x {step.num_ranks} ranks)"
+    )
+
+
 def _fold_batch_size(args: Any) -> None:
     """Turn a batch size above one into accumulation, because a batch is one pack; the effective batch size stays."""
     per_device = args.per_device_train_batch_size
-    accumulation = args.gradient_accumulation_steps
-    if accumulation is None:  # ms-swift's own default
-        accumulation = args.gradient_accumulation_steps = max(1, math.ceil(16 / per_device / num_ranks_of_run()))
+    accumulation = args.gradient_accumulation_steps = _accumulation(args)
     if per_device <= 1:
         return
     args.per_device_train_batch_size = 1

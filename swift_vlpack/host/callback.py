@@ -15,6 +15,7 @@ from swift.callbacks import TrainerCallback
 from swift.utils import get_logger, is_master
 
 from swift_vlpack.attention.sequence_effects import noise_by_sample
+from swift_vlpack.config import SAMPLES
 from swift_vlpack.feed.epoch_report import data_report, plan_facts
 from swift_vlpack.host.losses import add_up
 from swift_vlpack.host.proof import attention_of, prove_isolation
@@ -47,7 +48,7 @@ class PackingCallback(TrainerCallback):
         proof = prove_isolation(self.trainer).line(attention_of(self.trainer)) if is_wanted else None
         if proof is not None and is_master():
             logger.info(proof)
-        if is_wanted or self.trainer.compute_loss_func is not None:
+        if is_wanted or self.trainer.compute_loss_func is not None or self.trainer.feed.config.packing_batch == SAMPLES:
             add_up(self.trainer)
         noise_by_sample(self.trainer)
         if is_master():
@@ -96,6 +97,7 @@ def facts_at_start(trainer: Any, *, attention: str, proof: str | None) -> dict[s
     feed, args, state = trainer.feed, trainer.args, trainer.state
     plan = feed.epoch_plan
     checkpoint = trainer.checkpoint_resumed
+    accumulation = args.gradient_accumulation_steps if feed.kept_step is None else feed.kept_step.accumulation
     return {
         "versions": versions(),
         "output_dir": args.output_dir,
@@ -105,7 +107,7 @@ def facts_at_start(trainer: Any, *, attention: str, proof: str | None) -> dict[s
         "num_epochs": state.num_train_epochs,
         "epoch": feed.epoch,
         "num_ranks": feed.num_ranks,
-        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "gradient_accumulation_steps": accumulation,
         "num_workers": args.dataloader_num_workers,
         "unpacked_batch_size": feed.unpacked_batch_size,
         "mode": feed.kind,

@@ -18,6 +18,7 @@ import torch
 from peft import PeftModel
 from swift.utils import get_logger, to_device
 
+from swift_vlpack.config import SAMPLES
 from swift_vlpack.errors import ConfigError, IsolationError, VLPackError
 from swift_vlpack.feed.packs import packed_samples
 from swift_vlpack.feed.sequence import layout
@@ -71,6 +72,11 @@ def add_up(trainer: Any) -> None:
         return
     if trainer.compute_loss_func is None or not losses.is_mean(tolerance):
         raise LossNotAdditive(_refusal(trainer, losses))
+    if trainer.feed.config.packing_batch == SAMPLES:
+        raise ConfigError(
+            f"--loss_type {trainer.args.loss_type} is a mean over the tokens of a batch, so un-packed training weighs "
+            "samples by the batch that they are in, which packing_batch=samples does not keep; leave one of them out"
+        )
     trainer.compute_loss_func = MeanOfStep(trainer.compute_loss_func)
     logger.info(
         f"packing: --loss_type {trainer.args.loss_type} is a mean over the tokens of a sequence; the sequences of a "
@@ -197,9 +203,16 @@ def loss_of_sample(trainer: Any) -> LossOfSample:
 
 
 def refuse_experts_of_packs(trainer: Any) -> None:
-    """Refuse a packed evaluation with a loss that balances experts over a batch of rows: a pack is no such batch."""
+    """Refuse a loss that balances experts over a batch of rows where such batches are to be kept: a pack is none."""
     coefficient = trainer.args.router_aux_loss_coef
-    if trainer.feed.config.eval_packing and trainer.model_info.is_moe_model and coefficient:
+    if not (trainer.model_info.is_moe_model and coefficient):
+        return
+    if trainer.feed.config.packing_batch == SAMPLES:
+        raise ConfigError(
+            f"packing_batch=samples cannot be used with --router_aux_loss_coef {coefficient}: it balances the experts "
+            "over an un-packed batch, which packs do not keep; leave one of them out"
+        )
+    if trainer.feed.config.eval_packing:
         raise ConfigError(
             f"eval_packing cannot be used with --router_aux_loss_coef {coefficient}: it balances the experts over a "
             "batch of rows, which packs are not; leave one of them out"

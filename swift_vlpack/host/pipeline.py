@@ -27,11 +27,12 @@ from swift_vlpack.feed.planned import PlannedPackingDataset
 from swift_vlpack.feed.planned_feed import PlannedFeed
 from swift_vlpack.feed.streamed import StreamedPackingDataset
 from swift_vlpack.feed.streamed_feed import StreamedFeed
-from swift_vlpack.host.args import packing_config, plans_ahead, unpacked_batch_size
+from swift_vlpack.host.args import deletes_failing_rows, packing_config, plans_ahead, unpacked_batch_size, unpacked_step
 from swift_vlpack.host.evaluation import evaluation_data, saved_validation_rows
 from swift_vlpack.host.headers import reading_urls
 from swift_vlpack.host.length_pass import with_all_lengths
 from swift_vlpack.host.objective import objective_of
+from swift_vlpack.host.plain_order import unpacked_rows
 from swift_vlpack.host.ranks import RanksOfRun, num_ranks_of_run, rank
 from swift_vlpack.host.same_on_ranks import check_same_files, check_same_validation
 from swift_vlpack.host.sources import load_sources, load_stream
@@ -101,6 +102,7 @@ def planned_feed(rows: FusionCaptionDataset, template: Any, args: Any, config: P
     num_ranks = num_ranks_of_run()
     # The accumulation has the batch size in it already (`_fold_batch_size` in host/args.py).
     packs_per_step = num_ranks * args.training_args.gradient_accumulation_steps
+    step = unpacked_step(args)
     packs = PlannedPackingDataset(
         rows,
         template,
@@ -110,6 +112,8 @@ def planned_feed(rows: FusionCaptionDataset, template: Any, args: Any, config: P
         # A run may end within an epoch (of 2.5, say), which is planned as a whole.
         num_epochs=math.ceil(args.num_train_epochs),
         num_packs=args.max_steps * packs_per_step if args.max_steps > 0 else None,
+        step=step,
+        unpacked=step and unpacked_rows(args, rows.sources, deletes_failing=deletes_failing_rows(args)),
     )
     plan = packs.epoch_plan
     _warn_of_length(args, config, plan.lengths[plan.lengths > 0])

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from swift_vlpack.config import PackingConfig, is_planned
+from swift_vlpack.config import SAMPLES, PackingConfig, is_planned
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.host.path_checks import (
     check_adapter,
@@ -117,7 +117,11 @@ def refuse_combinations(options: Mapping[str, Any], config: PackingConfig) -> No
         )
     for is_so, what, way_out in (
         ((get("task_type") or "causal_lm") != "causal_lm", f"--task_type {get('task_type')}", "it is for causal_lm"),
-        (get("group_by_length"), "--group_by_length true", "packs are matched in cost already"),
+        (
+            get("group_by_length") and config.packing_batch != SAMPLES,
+            "--group_by_length true",
+            "packs are matched in cost already; or set packing_batch=samples, which keeps its steps",
+        ),
         (get("cached_dataset") or get("cached_val_dataset"), "--cached_dataset", "use --dataset"),
         (get("tuner_backend") == "unsloth", "--tuner_backend unsloth", "use peft"),
         ((get("sequence_parallel_size") or 1) > 1, "--sequence_parallel_size above 1", "set it to 1"),
@@ -147,6 +151,8 @@ def refuse_combinations(options: Mapping[str, Any], config: PackingConfig) -> No
             f"--interleave_prob cannot be used with packing of data with a length: {_as_sources(options)}"
         )
     _refuse_truncation_of_windows(options, config)
+    if config.packing_batch == SAMPLES:
+        _refuse_other_objectives(options, config)
     if not is_planned(config, is_sized=not is_streaming) and not (get("max_steps") or 0) > 0:
         raise ConfigError(
             "buffer mode does not know how many packs there will be: set --max_steps, "
@@ -195,6 +201,20 @@ def _refuse_truncation_of_windows(options: Mapping[str, Any], config: PackingCon
             "packing_strategy=window cuts rows wherever a pack is full, so --truncation_strategy "
             f"{strategy} cannot be used with it; leave that out, or take another strategy"
         )
+
+
+def _refuse_other_objectives(options: Mapping[str, Any], config: PackingConfig) -> None:
+    """Refuse options by which un-packed training weighs samples by the batch or the rank that they are in."""
+    get = options.get
+    for is_so, what in (
+        (get("average_tokens_across_devices") is False, "--average_tokens_across_devices false weighs samples by rank"),
+        (get("label_smoothing_factor"), "--label_smoothing_factor weighs samples by their batch"),
+        (config.packing_overflow in ("split", "truncate"), f"packing_overflow={config.packing_overflow} cuts rows"),
+    ):
+        if is_so:
+            raise ConfigError(
+                f"{what}, and packing_batch=samples trains what un-packed training would; leave one of them out"
+            )
 
 
 def _many(value: Any) -> list[str]:

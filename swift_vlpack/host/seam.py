@@ -27,6 +27,11 @@ SEAM: tuple[tuple[str, str, frozenset[str]], ...] = tuple(
         ("swift.arguments", "SftArguments.save_args", "self output_dir"),
         ("swift.callbacks", "callbacks_map", ""),
         ("swift.callbacks", "TrainerCallback", "args trainer"),
+        (
+            "swift.dataloader",
+            "BatchSamplerShard",
+            "total_samples batch_size shuffle drop_last data_seed group_by_length lengths",
+        ),
         ("swift.dataloader", "DataLoaderShard", "dataset device"),
         ("swift.dataset", "AutoPreprocessor._get_preprocessor", "self dataset"),
         ("swift.dataset", "DATASET_MAPPING", ""),

@@ -12,7 +12,7 @@ import copy
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,10 @@ def load_sources(args: Any, config: PackingConfig) -> tuple[list[RowSource], HfD
         val_dataset = _validation(args)
     places = column(train, PLACE)
     train = train.remove_columns(PLACE)
-    return [_source(one, train, places, loading, _deleted_rows(one)) for one in loading], val_dataset
+    sources = [_source(one, train, places, loading, _deleted_rows(one)) for one in loading]
+    if config.fusion_config:  # no un-packed run draws from it, so rows have no place there
+        sources = [replace(source, places=None) for source in sources]
+    return sources, val_dataset
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -291,6 +294,7 @@ def _source(
         num_lost=None if lost is None else len(lost),
         lost_rows=lost or (),
         origin=one.origin,
+        places=here,
     )
 
 

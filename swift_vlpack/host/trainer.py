@@ -11,7 +11,7 @@ A pack counts as trained when its optimizer step is taken. Only counted packs ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -22,6 +22,7 @@ import torch
 from swift.utils import get_logger, is_master
 from transformers.trainer_utils import seed_worker
 
+from swift_vlpack.config import SAMPLES
 from swift_vlpack.errors import ConfigError, StateMismatch
 from swift_vlpack.feed.collate import Batch, Collator
 from swift_vlpack.feed.feed import Feed
@@ -54,6 +55,7 @@ from swift_vlpack.host.state import (
 )
 from swift_vlpack.host.tower import refuse_unlike_media, tolerate_packs_without_images, towers_skipped
 from swift_vlpack.host.voting import Ranks, leave_at_exit
+from swift_vlpack.host.whole_step import WholeStep
 from swift_vlpack.plan.resume_schedule import Bounds, ResumeSchedule, num_steps
 from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.randomness import RandomStream
@@ -80,6 +82,7 @@ class PackingTrainer(EvaluatesRows):
         self._towers_skipped: list[str] | None = None  # by a sequence without media; None until it is known
         self._supervised: list[torch.Tensor] = []  # tokens of each step of this rank since the last log line
         self.lengths_in_sequence: tuple[int, ...] = ()  # of the sequence that is trained now
+        self._sequences_of_steps: Iterator[int] = iter(())  # of the steps to come, where they keep their samples
         super().__init__(*args, **kwargs)
         if training_args.fsdp and not self.is_fsdp_enabled:
             _warn("--fsdp has no effect: accelerate shards on devices, and under --use_cpu this run is plain DDP")
@@ -117,6 +120,7 @@ class PackingTrainer(EvaluatesRows):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Return the batches of one optimizer step. Before the first step, one of its batches is proved."""
+        num_batches = next(self._sequences_of_steps, num_batches)
         batches, num_items = self.weighed_batches(epoch_iterator, num_batches, device)
         if not batches:
             return batches, num_items
@@ -128,7 +132,7 @@ class PackingTrainer(EvaluatesRows):
             said = prove_first_batch(self, batches, num_items)
             if is_master():
                 logger.info(said)
-        return batches, num_items
+        return ([WholeStep(batches)] if self.feed.config.packing_batch == SAMPLES else batches), num_items
 
     def _refuse_to_wait(self, batches: list[Any]) -> None:
         """Stop if a rank with an image would enter sharded layers that a rank without one does not enter."""
@@ -153,8 +157,10 @@ class PackingTrainer(EvaluatesRows):
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
-    def training_step(self, model: Any, inputs: Batch, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Train one pack. It counts when its optimizer step is taken."""
+    def training_step(self, model: Any, inputs: Batch | WholeStep, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Train one pack, or all packs of a step. A pack counts when its optimizer step is taken."""
+        if isinstance(inputs, WholeStep):
+            return inputs.trained(self, partial(self.training_step, model), model, *args, **kwargs)
         record = inputs.record
         assert record is not None
         self.lengths_in_sequence = record.lengths_in_sequence
@@ -162,6 +168,15 @@ class PackingTrainer(EvaluatesRows):
             loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
         self.events.trained(record)
         return loss
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Count the operations of a pack, or of all packs of a step."""
+        each = inputs if isinstance(inputs, WholeStep) else [inputs]
+        return sum(int(super(PackingTrainer, self).floating_point_ops(batch)) for batch in each)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        for batch in inputs if isinstance(inputs, WholeStep) else [inputs]:
+            super()._track_num_input_tokens(batch)
 
     def count_step(self) -> None:
         """Count the packs whose optimizer step has just been taken."""
@@ -256,6 +271,7 @@ class PackingTrainer(EvaluatesRows):
             accumulation = self.args.gradient_accumulation_steps
             steps_in_epoch = self.feed.batches_trained(accumulation) + left
             num_update_steps_per_epoch = num_steps(steps_in_epoch, accumulation)
+        self._sequences_of_steps = self.feed.sequences_of_steps()
         super()._run_epoch(
             *args,
             epoch=epoch,

@@ -18,14 +18,14 @@ cost.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.config import PackingConfig
-from swift_vlpack.errors import DataError
+from swift_vlpack.errors import DataError, StateMismatch
 from swift_vlpack.plan.cuts import Cut, is_finished, num_consumed, replay, share
 from swift_vlpack.plan.items import is_left_out
 from swift_vlpack.plan.mix import Mix, Schedule
@@ -33,6 +33,8 @@ from swift_vlpack.plan.packs import Plan
 from swift_vlpack.plan.parts import CutRows, Part, Span
 from swift_vlpack.plan.planner import plan
 from swift_vlpack.plan.registry import WINDOW
+from swift_vlpack.plan.resume_schedule import num_steps
+from swift_vlpack.plan.same_steps import IN_NO_STEP, UnpackedRows, UnpackedStep, pack_steps
 from swift_vlpack.plan.windows import can_be_in_windows, end_to_end
 
 LENGTH, IMAGES, PATCHES, SUPERVISED = range(4)
@@ -57,6 +59,10 @@ class Recipe:
     config: PackingConfig
     seed: int = 0
     num_ranks: int = 1
+    step: UnpackedStep | None = None
+    """The optimizer step whose samples are kept, under `packing_batch=samples`."""
+    unpacked: UnpackedRows | None = None
+    """The rows and batches of un-packed training, whose steps are kept; None keeps steps of the mix."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,6 +76,8 @@ class DrawnEpoch:
     """The sizes at every position of the schedule."""
     spans: NDArray[np.int32] | None = None
     """(5, num_positions): the fields of `Span`, 0 for rows that are not cut; None if no row is cut."""
+    batch: NDArray[np.int32] | None = None
+    """The un-packed batch at each position, from which its optimizer step follows; None if steps are not kept."""
 
     @property
     def lengths(self) -> NDArray[Any]:
@@ -128,6 +136,8 @@ class PackedEpoch(DrawnEpoch):
     """The packs of an epoch before ranks share them. Their items are positions in the schedule."""
 
     packs: Plan
+    step: UnpackedStep | None = None
+    """The optimizer step whose samples are kept; None if the packs decide what a step trains."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -153,9 +163,40 @@ class EpochPlan(PackedEpoch):
         return num_consumed(self.cuts)
 
     @property
+    def num_steps(self) -> int:
+        """Count the optimizer steps of the epoch, where they are kept as un-packed training has them."""
+        assert self.packs.batches is not None, "steps are the trainer's here"
+        return len(self.packs.batches)
+
+    @property
+    def num_steps_consumed(self) -> int:
+        """Count the optimizer steps that were trained, where they are kept."""
+        return _steps_of(self.packs, self.cuts[-1].num_consumed)
+
+    @property
     def num_left_per_rank(self) -> int:
         """Count the packs that each rank still trains on, from the start or the resume on."""
         return (self.cuts[-1].num_packs - self.cuts[-1].num_consumed) // self.num_ranks
+
+    def num_steps_left(self, accumulation: int) -> int:
+        """Count the optimizer steps that are left; `accumulation` counts where steps do not keep their samples."""
+        if self.packs.batches is None:
+            return num_steps(self.num_left_per_rank, accumulation)
+        return self.num_steps - self.num_steps_consumed
+
+    def batches_of_step(self, step: int, accumulation: int) -> slice:
+        """Return which of the packs that a rank has left (`numbers_left`) are trained in a step, counted from 0."""
+        if self.packs.batches is None:
+            return slice(step * accumulation, (step + 1) * accumulation)
+        left = self.packs.batches[self.num_steps_consumed :]
+        return slice(int(left[:step].sum()), int(left[: step + 1].sum()))
+
+    def step_of_batch(self, batch: int, accumulation: int) -> int:
+        """Return the step, counted from 0, that trains one of the packs that a rank has left."""
+        if self.packs.batches is None:
+            return batch // accumulation
+        left = np.cumsum(self.packs.batches[self.num_steps_consumed :])
+        return int(np.searchsorted(left, batch, side="right"))
 
     @property
     def is_finished(self) -> bool:
@@ -185,22 +226,18 @@ def plan_epoch(
     is the result of `pack_epoch`, if a thread made it ahead of time.
     """
     packed = packed or pack_epoch(recipe, epoch)
+    if packed.packs.batches is not None:
+        return _in_kept_steps(recipe, packed, cuts)
     packs, present = share(packed.packs, cuts, recipe.num_ranks, least_packs=least_packs)
-    return EpochPlan(
-        epoch=epoch,
-        schedule=packed.schedule,
-        sizes=packed.sizes,
-        spans=packed.spans,
-        packs=packs,
-        unshared=packed.packs,
-        cuts=present,
-    )
+    return EpochPlan(**of_drawn(packed), packs=packs, unshared=packed.packs, cuts=present)
 
 
 def pack_epoch(recipe: Recipe, epoch: int, name_of: NameOfRow | None = None) -> PackedEpoch:
     """Draw the rows of an epoch and pack them. With `name_of` the log names samples that are left out or alone."""
     config, drawn = recipe.config, draw_epoch(recipe, epoch)
     sizes = drawn.sizes
+    if recipe.step is not None:
+        return _pack_steps(recipe, drawn)
     # The packer never sees rows that cannot be encoded: they have no length, and are counted under their own reason.
     readable = np.flatnonzero(sizes[LENGTH])
     if not len(readable):
@@ -219,7 +256,12 @@ def pack_epoch(recipe: Recipe, epoch: int, name_of: NameOfRow | None = None) -> 
         raise DataError(f"epoch {epoch} has no pack; all {len(readable)} rows were left out: {made.num_dropped}")
     # Without the supervised tokens, which decide nothing.
     packs = made if of_readable is sizes else made.renumbered(readable, sizes[: PATCHES + 1])
-    return PackedEpoch(epoch=epoch, schedule=drawn.schedule, sizes=sizes, spans=drawn.spans, packs=packs)
+    return PackedEpoch(**of_drawn(drawn), packs=packs)
+
+
+def of_drawn(epoch: DrawnEpoch) -> dict[str, Any]:
+    """Return the fields of a drawn epoch, for the same epoch with packs."""
+    return {spec.name: getattr(epoch, spec.name) for spec in fields(DrawnEpoch)}
 
 
 def draw_epoch(recipe: Recipe, epoch: int) -> DrawnEpoch:
@@ -227,14 +269,115 @@ def draw_epoch(recipe: Recipe, epoch: int) -> DrawnEpoch:
     config, lengths = recipe.config, [sizes[LENGTH] for sizes in recipe.sizes]
     cut = recipe.cut or (None,) * len(recipe.sizes)
     usable = [can_be_packed(sizes, config, of_source) for sizes, of_source in zip(recipe.sizes, cut, strict=True)]
-    schedule = recipe.mix.schedule(epoch, usable, lengths)
-    drawn = DrawnEpoch(epoch=epoch, schedule=schedule, sizes=_sizes_at(schedule, recipe.sizes))
+    batch = None
+    if recipe.unpacked is not None and recipe.step is not None:
+        schedule, batch = _unpacked_order(recipe, recipe.unpacked, recipe.step, epoch)
+    else:
+        schedule = recipe.mix.schedule(epoch, usable, lengths)
+        if recipe.step is not None:
+            # Only rows that can be trained take a place in a step, so all steps but the last have equally many.
+            is_usable = _at(schedule, usable)
+            batch = ((np.cumsum(is_usable) - 1).clip(0) // recipe.step.batch_size).astype(np.int32)
+    drawn = DrawnEpoch(epoch=epoch, schedule=schedule, sizes=_sizes_at(schedule, recipe.sizes), batch=batch)
     return _in_windows(drawn, cut, config) if config.packing_strategy == WINDOW else _in_parts(drawn, cut)
 
 
 def saved_digest(packed: PackedEpoch, cuts: Sequence[Cut]) -> str:
     """Return the digest of the packs that the last of these cuts counts in, with the ranks that it had."""
+    if packed.packs.batches is not None:
+        return _for_ranks(packed, cuts[-1].num_ranks).digest()
     return replay(packed.packs, cuts).digest()
+
+
+# -- the steps of un-packed training ----------------------------------------------------------------------------------
+
+
+def _pack_steps(recipe: Recipe, drawn: DrawnEpoch) -> PackedEpoch:
+    assert recipe.step is not None
+    assert drawn.batch is not None
+    lengths, images, patches, _ = drawn.sizes
+    packs = pack_steps(
+        lengths,
+        drawn.batch,
+        recipe.step,
+        config=recipe.config,
+        num_ranks=recipe.num_ranks,
+        images=images,
+        patches=patches,
+        seed=recipe.seed + drawn.epoch,
+    )
+    if not len(packs.members):
+        raise DataError(
+            f"epoch {drawn.epoch}: none of the {len(drawn.schedule)} rows can be packed; the log has the reasons"
+        )
+    return PackedEpoch(**of_drawn(drawn), packs=packs, step=recipe.step)
+
+
+def _for_ranks(packed: PackedEpoch, num_ranks: int) -> Plan:
+    """Return the packs of the same steps for another number of ranks."""
+    made = packed.packs
+    if made.num_ranks == num_ranks:
+        return made
+    assert packed.batch is not None
+    assert packed.step is not None
+    return pack_steps(
+        made.lengths,
+        packed.batch,
+        packed.step,
+        config=made.config,
+        num_ranks=num_ranks,
+        images=made.images,
+        patches=made.patches,
+        seed=made.seed,
+        cost=made.cost,
+    )
+
+
+def _in_kept_steps(recipe: Recipe, packed: PackedEpoch, cuts: Sequence[Cut]) -> EpochPlan:
+    """Share an epoch whose steps are kept. Other ranks train the same steps, in other packs."""
+    packs = _for_ranks(packed, recipe.num_ranks)
+    num_consumed = 0
+    if cuts:
+        before = _for_ranks(packed, cuts[-1].num_ranks)
+        num_steps = _steps_of(before, cuts[-1].num_consumed)
+        assert packs.batches is not None
+        num_consumed = int(packs.batches[:num_steps].sum()) * packs.num_ranks
+    cut = Cut(packs.num_ranks, len(packs), num_consumed)
+    return EpochPlan(**of_drawn(packed), packs=packs, unshared=packs, cuts=(cut,), step=packed.step)
+
+
+def _steps_of(packs: Plan, num_consumed: int) -> int:
+    """Return how many optimizer steps so many packs of all ranks are. Raises `StateMismatch` within a step."""
+    assert packs.batches is not None
+    ends = np.concatenate(([0], np.cumsum(packs.batches))) * packs.num_ranks
+    num_steps = int(np.searchsorted(ends, num_consumed))
+    if num_steps == len(ends) or ends[num_steps] != num_consumed:
+        raise StateMismatch(f"the saved state is damaged: {num_consumed} packs are no whole number of steps")
+    return num_steps
+
+
+def _unpacked_order(
+    recipe: Recipe, rows: UnpackedRows, step: UnpackedStep, epoch: int
+) -> tuple[Schedule, NDArray[np.int32]]:
+    """Return the rows of an epoch in the order of un-packed batches, then those that it leaves out of the epoch."""
+    lengths = _lengths_of(rows, recipe.sizes)
+    drawn_from = np.flatnonzero(lengths) if rows.deletes_failing else np.arange(len(lengths))
+    order, batch = rows.batches(epoch, lengths[drawn_from], step)
+    is_drawn = np.zeros(len(lengths), dtype=bool)
+    is_drawn[drawn_from[order]] = True
+    everything = np.concatenate((drawn_from[order], np.flatnonzero(~is_drawn)))
+    of_all = np.full(len(everything), IN_NO_STEP, dtype=np.int32)
+    of_all[: len(batch)] = batch
+    names = tuple(source.name for source in recipe.mix.sources)
+    return Schedule(names, rows.source[everything], rows.row[everything]), of_all
+
+
+def _lengths_of(rows: UnpackedRows, sizes: Sequence[Sizes]) -> NDArray[np.int32]:
+    lengths = np.zeros(len(rows.row), dtype=np.int32)
+    for number, of_source in enumerate(sizes):
+        here = rows.source == number
+        lengths[here] = of_source[LENGTH][rows.row[here]]
+    return lengths
 
 
 def can_be_packed(sizes: Sizes, config: PackingConfig, cut: CutRows | None = None) -> NDArray[np.bool_]:
@@ -280,7 +423,8 @@ def _in_parts(drawn: DrawnEpoch, cut: Sequence[CutRows | None]) -> DrawnEpoch:
             sizes[:, here] = np.stack([stop - start, images, patches, supervised]) * (reason == 0)
             spans[:4, here] = np.stack([number_of_part[here], start, stop, num_repeated])
     in_parts = replace(schedule, source=schedule.source[at], row=schedule.row[at])
-    return replace(drawn, schedule=in_parts, sizes=sizes, spans=spans)
+    batch = None if drawn.batch is None else drawn.batch[at]
+    return replace(drawn, schedule=in_parts, sizes=sizes, spans=spans, batch=batch)
 
 
 def _in_windows(drawn: DrawnEpoch, cut: Sequence[CutRows | None], config: PackingConfig) -> DrawnEpoch:
@@ -295,6 +439,14 @@ def _in_windows(drawn: DrawnEpoch, cut: Sequence[CutRows | None], config: Packin
     pieces = end_to_end(drawn.sizes, runs_of, config)
     in_pieces = replace(schedule, source=schedule.source[pieces.at], row=schedule.row[pieces.at])
     return replace(drawn, schedule=in_pieces, sizes=pieces.sizes, spans=pieces.spans)
+
+
+def _at(schedule: Schedule, of_rows: Sequence[NDArray[np.bool_]]) -> NDArray[np.bool_]:
+    found = np.zeros(len(schedule), dtype=bool)
+    for number, of_source in enumerate(of_rows):
+        here = schedule.source == number
+        found[here] = of_source[schedule.row[here]]
+    return found
 
 
 def _sizes_at(schedule: Schedule, sizes: Sequence[Sizes]) -> Sizes:

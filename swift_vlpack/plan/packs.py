@@ -40,7 +40,9 @@ class Plan(Sequence[list[int]]):
     cost: CostModel = field(default_factory=CostModel)
     seed: int = 0
     num_ranks: int = 1
-    """The packs of step s are `plan[s * num_ranks : (s + 1) * num_ranks]`, one a rank."""
+    """Ranks take the packs in turn: pack p is a batch of rank `p % num_ranks`."""
+    batches: NDArray[np.int64] | None = None
+    """How many packs each rank trains in each optimizer step; None where the trainer's accumulation says it."""
 
     def __repr__(self) -> str:
         return (
@@ -132,12 +134,18 @@ class Plan(Sequence[list[int]]):
     @property
     def balance(self) -> Balance:
         """Measure how well the packs of a step are matched in cost."""
-        return balance_of(self.cost_per_pack, self._sample_costs()[self.members], self.num_ranks)
+        costs = self.cost_per_pack
+        if self.batches is not None:  # ranks wait for each other at the end of a step, not after each pack
+            first = np.concatenate(([0], np.cumsum(self.batches)[:-1]))
+            costs = np.add.reduceat(costs.reshape(-1, self.num_ranks), first).ravel()
+        return balance_of(costs, self._sample_costs()[self.members], self.num_ranks)
 
     def digest(self) -> str:
         """Return 16 hexadecimal digits, equal exactly if packs, their order, ranks and remainder are equal."""
         # The number of ranks counts too: among other ranks the same order of packs makes other steps.
         parts = hashlib.sha256(str(self.num_ranks).encode())
+        if self.batches is not None:
+            parts.update(self.batches.astype("<i8").tobytes())
         for numbers in (self.offsets.astype("<i8"), self.members.astype("<i4"), self.remainder.astype("<i4")):
             parts.update(numbers.tobytes())
         return parts.hexdigest()[:16]

@@ -76,6 +76,8 @@ class RowSource:
     """The numbers of the deleted rows, as far as they are known."""
     origin: str | None = None
     """Full path of the local file or folder, or the name on the hub; None for rows that a program made."""
+    places: NDArray[np.int64] | None = None
+    """The place of each row among the rows of all sources, in the order in which an un-packed run would have them."""
 
     def __post_init__(self) -> None:
         if self.sample_limit is not None and self.sample_limit < 1:

@@ -16,7 +16,6 @@ from typing import NamedTuple
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.plan.cuts import Cut
 from swift_vlpack.plan.epoch import EpochPlan
-from swift_vlpack.plan.resume_schedule import num_steps
 
 
 class EpochSpan(NamedTuple):
@@ -80,7 +79,7 @@ def find_step(step: int, spans: Sequence[EpochSpan], plan_of: PlanOf, *, num_epo
     span = span_of_step(spans, step)
     while num_epochs is None or span.epoch < num_epochs or span.cuts:
         plan = plan_of(span)
-        num_here = num_steps(plan.num_left_per_rank, span.accumulation)
+        num_here = plan.num_steps_left(span.accumulation)
         if step <= span.step + num_here:
             return StepFound(span, plan, packs_of_step(plan, span, step))
         span = span.next_epoch(num_here)
@@ -89,13 +88,9 @@ def find_step(step: int, spans: Sequence[EpochSpan], plan_of: PlanOf, *, num_epo
 
 def packs_of_step(plan: EpochPlan, span: EpochSpan, step: int) -> list[PackOfStep]:
     """Return the packs of a step of the span, rank by rank."""
-    # Packs can be counted off, because every step takes the same number of each rank.
-    first = (step - span.step - 1) * span.accumulation
-    return [
-        PackOfStep(rank, number)
-        for rank in range(span.num_ranks)
-        for number in plan.numbers_left(rank)[first : first + span.accumulation]
-    ]
+    batches = plan.batches_of_step(step - span.step - 1, span.accumulation)  # as many of every rank
+    ranks = range(span.num_ranks)
+    return [PackOfStep(rank, number) for rank in ranks for number in plan.numbers_left(rank)[batches]]
 
 
 def step_of_pack(plan: EpochPlan, span: EpochSpan, number: int) -> tuple[int, int]:
@@ -103,16 +98,15 @@ def step_of_pack(plan: EpochPlan, span: EpochSpan, number: int) -> tuple[int, in
     # Only the last cut counts, because numbers start after it: packs before it were shared among other ranks.
     num_trained_before = plan.cuts[-1].num_consumed // plan.num_ranks
     rank, nth = number % plan.num_ranks, number // plan.num_ranks - num_trained_before
-    return rank, span.step + 1 + nth // span.accumulation
+    return rank, span.step + 1 + (plan.step_of_batch(nth, span.accumulation) if nth >= 0 else -1)
 
 
 def position_after(span: EpochSpan, step: int, plan_of: PlanOf) -> tuple[int, int]:
     """Return the epoch and how many of its packs are consumed after `step`, if nothing interrupts the span."""
     while True:
         plan = plan_of(span)
-        left = plan.num_left_per_rank
-        num_here = num_steps(left, span.accumulation)
+        num_here = plan.num_steps_left(span.accumulation)
         if step <= span.step + num_here:
-            taken = min(left, (step - span.step) * span.accumulation)
-            return span.epoch, plan.num_consumed + taken * span.num_ranks
+            taken = plan.batches_of_step(step - span.step, span.accumulation).start
+            return span.epoch, plan.num_consumed + min(plan.num_left_per_rank, taken) * span.num_ranks
         span = span.next_epoch(num_here)

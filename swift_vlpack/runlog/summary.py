@@ -19,6 +19,7 @@ from textwrap import wrap
 from typing import Any
 
 from swift_vlpack.plan.report import StepSize, nothing_packed
+from swift_vlpack.plan.same_steps import KeptSteps
 from swift_vlpack.reasons import kept_by
 from swift_vlpack.runlog.counts import Counts
 from swift_vlpack.words import by_reason, counted
@@ -132,6 +133,14 @@ def _about_steps(facts: Mapping[str, Any]) -> Iterator[Entry]:
     packs = counted(facts["gradient_accumulation_steps"], "pack")
     a_step = f"{counted(facts['num_ranks'], 'rank')} x {packs} a step"
     plan = facts["plan"]
+    if plan is not None and plan["kept_steps"] is not None:
+        steps = KeptSteps(**plan["kept_steps"])
+        yield "steps", f"{facts['num_steps']}, {plan['steps_per_epoch']} an epoch, as many as un-packed", 1
+        yield "one step", str(steps), 2
+        yield "work", steps.about_work, 2
+        if steps.too_small:
+            yield "", steps.too_small, 3
+        return
     if plan is None:
         num_packs = facts["num_ranks"] * facts["gradient_accumulation_steps"]
         yield "steps", f"{facts['num_steps']}; {a_step}", 1

@@ -1,0 +1,362 @@
+"""Pack each optimizer step by itself, so that it trains the samples that un-packed training would train in it.
+
+    order of the un-packed batches  ->  the samples of each step  ->  packs, dealt to the ranks of the step
+
+Two ranks with batches of two samples make steps of four; the last step has the two samples that are left:
+
+>>> size = UnpackedStep(batch_size=2, accumulation=1, num_ranks=2)
+>>> config = PackingConfig(packing_length=10, packing_strategy="exact", packing_batch="samples")
+>>> lengths = np.array([6, 3, 4, 2, 5, 5])
+>>> packs = pack_steps(lengths, in_order(len(lengths), size), size, config=config, num_ranks=2)
+>>> list(packs), packs.batches.tolist()  # one sequence a rank in each step
+([[0, 3], [1, 2], [4], [5]], [1, 1])
+
+How many sequences a rank trains differs from step to step, and is equal for all ranks within a step. Fewest sequences
+come first: an equal share of samples for every rank is taken only if no rank needs more sequences for it than for the
+step's tightest packs.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swift_vlpack.config import PackingConfig
+from swift_vlpack.plan.buffer import use_of_caps
+from swift_vlpack.plan.items import is_left_out, must_be_alone
+from swift_vlpack.plan.packs import Plan
+from swift_vlpack.plan.registry import strategy_named
+from swift_vlpack.plan.steps import CostModel
+from swift_vlpack.plan.strategies import Caps, Groups
+from swift_vlpack.reasons import Reason
+from swift_vlpack.words import counted
+
+LEAST_GAIN = 0.95
+"""Packing that does more than this share of the work of padded batches gains little."""
+IN_NO_STEP = -1
+"""The un-packed batch of a sample that un-packed training leaves out of an epoch."""
+
+
+class UnpackedStep(NamedTuple):
+    """An optimizer step of un-packed training: on every rank, `accumulation` batches of `batch_size` samples."""
+
+    batch_size: int
+    accumulation: int
+    num_ranks: int
+
+    @property
+    def num_samples(self) -> int:
+        """Count the samples of a whole step, over all ranks."""
+        return self.batch_size * self.accumulation * self.num_ranks
+
+    @property
+    def num_batches(self) -> int:
+        """Count the batches of a whole step, over all ranks."""
+        return self.accumulation * self.num_ranks
+
+
+UnpackedBatches = Callable[[int, NDArray[np.integer[Any]], UnpackedStep], tuple[NDArray[np.int64], NDArray[np.int32]]]
+"""Takes the epoch, the lengths of all rows and the size of a step. Returns rows in the order of their batches, and the
+number of the batch of each: `step * num_batches + batch_of_rank * num_ranks + rank`, all within the step."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UnpackedRows:
+    """The rows that un-packed training would draw from, in its own numbers, and how it puts them into batches."""
+
+    source: NDArray[np.int32]
+    """The number of the source of each row."""
+    row: NDArray[np.int64]
+    """The number of each row in its source."""
+    deletes_failing: bool
+    """Whether rows that cannot be encoded are deleted before anything is drawn; else they are drawn, and replaced."""
+    batches: UnpackedBatches
+
+
+def in_order(num_samples: int, size: UnpackedStep) -> NDArray[np.int32]:
+    """Return the un-packed batch of each sample, where samples come one after the other.
+
+    >>> in_order(7, UnpackedStep(batch_size=2, accumulation=1, num_ranks=2)).tolist()
+    [0, 0, 1, 1, 2, 2, 3]
+    """
+    return (np.arange(num_samples) // size.batch_size).astype(np.int32)
+
+
+def pack_steps(  # noqa: PLR0913 - columns of the data, then for whom they are packed
+    lengths: NDArray[np.integer[Any]],
+    batch: NDArray[np.integer[Any]],
+    size: UnpackedStep,
+    *,
+    config: PackingConfig,
+    num_ranks: int,
+    images: NDArray[np.integer[Any]] | None = None,
+    patches: NDArray[np.integer[Any]] | None = None,
+    seed: int = 0,
+    cost: CostModel | None = None,
+) -> Plan:
+    """Pack each step of an epoch for so many ranks, which need not be those that the steps are of.
+
+    `batch` has the un-packed batch of each sample. A length of 0 is a row that cannot be encoded: its step has one
+    sample less.
+    """
+    cost = cost or CostModel()
+    left_out = is_left_out(lengths, images, patches, config) & (lengths > 0)
+    in_steps = np.flatnonzero((batch >= 0) & (lengths > 0) & ~left_out)
+    step = batch[in_steps] // size.num_batches
+    in_steps = in_steps[np.argsort(step, kind="stable")]
+    num_steps = int(batch.max(initial=IN_NO_STEP)) // size.num_batches + 1
+    ends = np.searchsorted(np.sort(step), np.arange(num_steps), side="right").tolist()
+    packer = _StepPacker(lengths, images, patches, config, cost.of_samples(lengths, patches), num_ranks)
+    members: list[int] = []
+    counts: list[int] = []
+    batches: list[int] = []
+    first = 0
+    for end in ends:
+        of_ranks = packer.packed(in_steps[first:end])
+        batches.append(len(of_ranks[0]))
+        for packs in zip(*of_ranks, strict=True):
+            for pack in packs:
+                members.extend(pack)
+                counts.append(len(pack))
+        first = end
+    is_long = lengths >= config.packing_length
+    dropped = {
+        Reason.OVERSIZE.value: np.flatnonzero(left_out & is_long & (batch >= 0)),
+        Reason.OVER_CAP.value: np.flatnonzero(left_out & ~is_long & (batch >= 0)),
+        Reason.UNPACKED_LEAVES_OUT.value: np.flatnonzero((batch < 0) & (lengths > 0)),
+    }
+    return Plan(
+        config=config,
+        lengths=lengths.astype(np.int32, copy=False),
+        images=None if images is None else images.astype(np.int32, copy=False),
+        patches=None if patches is None else patches.astype(np.int32, copy=False),
+        members=np.array(members, dtype=np.int32),
+        offsets=np.concatenate(([0], np.cumsum(counts, dtype=np.int64))),
+        dropped={reason: some.astype(np.int32) for reason, some in dropped.items() if len(some)},
+        method=f"{config.packing_strategy} in each step",
+        cost=cost,
+        seed=seed,
+        num_ranks=num_ranks,
+        batches=np.array(batches, dtype=np.int64),
+    )
+
+
+class _StepPacker:
+    """Packs the samples of one step after the other; holds the columns of all samples."""
+
+    def __init__(
+        self,
+        lengths: NDArray[Any],
+        images: NDArray[Any] | None,
+        patches: NDArray[Any] | None,
+        config: PackingConfig,
+        costs: NDArray[np.float64],
+        num_ranks: int,
+    ) -> None:
+        nothing = np.zeros(len(lengths), dtype=np.int64)
+        images, patches = (nothing if column is None else column for column in (images, patches))
+        self._lengths, self._costs, self._num_ranks = lengths, costs, num_ranks
+        self._is_alone = must_be_alone(lengths, images, patches, config)
+        self._uses = np.stack(use_of_caps(nothing + 1, images, patches, config), axis=1) if config.has_caps else None
+        caps = (config.packing_max_samples, config.packing_max_images, config.packing_max_patches)
+        self._limits = tuple(cap for cap in caps if cap is not None)
+        self._config = config
+        self._strategy = strategy_named(config.packing_strategy)
+
+    def packed(self, samples: NDArray[np.int64]) -> list[Groups]:
+        """Return the packs of each rank, equally many. A rank without a sample gets an empty pack."""
+        numbers = samples.tolist()
+        costs = dict(zip(numbers, self._costs[samples].tolist(), strict=True))
+        tightest = self._packs(samples)
+        fewest = max(1, -(-len(tightest) // self._num_ranks))
+        of_ranks = [tightest]
+        if self._num_ranks > 1:
+            if self._config.packing_balance:
+                of_ranks = [self._packs(np.array(share, dtype=np.int64)) for share in self._shares(numbers, costs)]
+            if not self._config.packing_balance or max(map(len, of_ranks)) > fewest:
+                of_ranks = self._dealt(tightest, costs, fewest)
+        for packs in of_ranks:
+            if self._config.packing_balance:  # dearest first: ranks that wait for each other have like packs
+                packs.sort(key=lambda pack: -sum(costs[number] for number in pack))
+            grow(packs, fewest, costs)
+        return of_ranks
+
+    def _packs(self, samples: NDArray[np.int64]) -> Groups:
+        """Let the strategy pack samples that may share; the others are a pack each."""
+        is_alone = self._is_alone[samples]
+        shared = samples[~is_alone]
+        packs: Groups = [[number] for number in samples[is_alone].tolist()]
+        if len(shared):
+            caps = None if self._uses is None else Caps(self._limits, list(map(tuple, self._uses[shared].tolist())))
+            groups = self._strategy(self._lengths[shared].tolist(), self._config.packing_length, caps)
+            numbers = shared.tolist()
+            packs += [sorted([numbers[index] for index in group]) for group in groups]
+        return packs
+
+    def _shares(self, numbers: Sequence[int], costs: dict[int, float]) -> Groups:
+        return [sorted(share) for share in deal(numbers, [costs[number] for number in numbers], self._num_ranks)]
+
+    def _dealt(self, packs: Groups, costs: dict[int, float], most: int) -> list[Groups]:
+        """Deal packs to the ranks, at most so many to each."""
+        if not self._config.packing_balance:
+            return [packs[rank :: self._num_ranks] for rank in range(self._num_ranks)]
+        of_packs = [sum(costs[number] for number in pack) for pack in packs]
+        dealt = deal(range(len(packs)), of_packs, self._num_ranks, most)
+        return [[packs[index] for index in share] for share in dealt]
+
+
+def deal(items: Sequence[int], costs: Sequence[float], num_ranks: int, most: int | None = None) -> list[list[int]]:
+    """Deal items to ranks, the dearest first and each to the rank that has least; at most `most` items to a rank.
+
+    >>> deal([0, 1, 2, 3], [5.0, 4.0, 3.0, 2.0], 2)
+    [[0, 3], [1, 2]]
+    >>> deal([0, 1, 2, 3], [9.0, 1.0, 1.0, 1.0], 2, most=2)
+    [[0, 3], [1, 2]]
+    """
+    dealt: list[list[int]] = [[] for _ in range(num_ranks)]
+    ranks = [(0.0, rank) for rank in range(num_ranks)]
+    for at in sorted(range(len(items)), key=lambda at: (-costs[at], at)):
+        total, rank = heapq.heappop(ranks)
+        dealt[rank].append(items[at])
+        if len(dealt[rank]) != most:
+            heapq.heappush(ranks, (total + costs[at], rank))
+    return dealt
+
+
+def grow(packs: Groups, num_packs: int, costs: dict[int, float]) -> None:
+    """Cut the packs with most samples in two until there are `num_packs`; where none can be cut, add empty ones.
+
+    >>> packs = [[0, 1, 2], [3]]
+    >>> grow(packs, 3, {0: 1.0, 1: 1.0, 2: 2.0, 3: 1.0})
+    >>> packs
+    [[0, 1], [2], [3]]
+    """
+    while len(packs) < num_packs:
+        at = max(range(len(packs)), key=lambda at: len(packs[at]), default=-1)
+        if at < 0 or len(packs[at]) < 2:
+            packs.extend([] for _ in range(num_packs - len(packs)))
+            return
+        pack = packs[at]
+        sums = np.cumsum([costs[number] for number in pack])
+        cut = int(np.abs(2 * sums[:-1] - sums[-1]).argmin()) + 1
+        packs[at : at + 1] = [pack[:cut], pack[cut:]]
+
+
+# -- what it costs, beside other ways to train the same steps ---------------------------------------------------------
+
+
+class StepWork(NamedTuple):
+    """What the steps of an epoch take, as multiples of the bound: all work shared equally, and no padding."""
+
+    packed: float
+    padded: float
+    """The un-packed batches, each padded to its longest sample."""
+    padding_free: float
+    """The un-packed batches without padding, as ms-swift's `padding_free` computes them."""
+
+
+def work_of(packs: Plan, batch: NDArray[np.integer[Any]], size: UnpackedStep) -> StepWork:
+    """Compare the work of the slowest rank of each step with the bound, for packs and for the un-packed batches.
+
+    >>> size = UnpackedStep(batch_size=2, accumulation=1, num_ranks=1)
+    >>> config = PackingConfig(packing_length=100, packing_batch="samples")
+    >>> lengths, batch = np.array([10, 30, 20, 20]), in_order(4, size)
+    >>> made = pack_steps(lengths, batch, size, config=config, num_ranks=1, cost=CostModel(per_square=0.0))
+    >>> work_of(made, batch, size)
+    StepWork(packed=1.0, padded=1.25, padding_free=1.0)
+    """
+    cost = packs.cost
+    members = np.sort(packs.members)
+    of_samples = cost.of_samples(packs.lengths, packs.patches)[members]
+    bound = float(of_samples.sum())
+    if not bound:
+        return StepWork(1.0, 1.0, 1.0)
+    numbers = batch[members].astype(np.int64)
+    longest = np.zeros(int(numbers.max()) + 1, dtype=np.int64)
+    np.maximum.at(longest, numbers, packs.lengths[members])
+    of_patches = cost.per_patch * packs.patches[members] if packs.patches is not None else 0.0
+    padded = cost.of_samples(longest[numbers], None) + of_patches
+    return StepWork(
+        packed=packs.balance.slowest_to_mean,
+        padded=_slowest(padded, numbers, size) * size.num_ranks / bound,
+        padding_free=_slowest(of_samples, numbers, size) * size.num_ranks / bound,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptSteps:
+    """The steps of an epoch that keep their samples, in numbers that are known before training."""
+
+    num_samples: int
+    """Samples of a whole step, over all ranks."""
+    batch_size: int
+    accumulation: int
+    num_ranks: int
+    """The ranks that the steps are of; a resumed run may have others."""
+    fewest_sequences: int
+    """Sequences of a step, over all ranks."""
+    mean_sequences: float
+    most_sequences: int
+    work: float
+    """The work of the slowest ranks over equal shares without padding; 1.0 is the bound."""
+    work_padded: float
+    work_padding_free: float
+
+    def __str__(self) -> str:
+        return (
+            f"the same {self.num_samples} samples as un-packed ({self.batch_size} a batch x {self.accumulation} "
+            f"accumulated x {counted(self.num_ranks, 'rank')}), in {self.fewest_sequences} to {self.most_sequences} "
+            f"sequences (mean {self.mean_sequences:.1f})"
+        )
+
+    @property
+    def about_work(self) -> str:
+        """Compare the work of a step with that of other ways to train the same samples."""
+        return (
+            f"{self.work:.2f} x the bound (equal shares, no padding); padded batches {self.work_padded:.2f}, "
+            f"padding_free batches {self.work_padding_free:.2f}"
+        )
+
+    @property
+    def too_small(self) -> str | None:
+        """Say that packing gains little on these steps, and what would help; None if it gains."""
+        if self.work < LEAST_GAIN * self.work_padded:
+            return None
+        return (
+            f"steps of {self.num_samples} samples on {counted(self.num_ranks, 'rank')} leave little to pack: the work "
+            f"is {self.work / self.work_padded:.2f} of that of padded batches. More samples a rank and step would help "
+            "(--gradient_accumulation_steps, fewer ranks), or packing_batch=packs, which changes the recipe"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the numbers under their names, rounded."""
+        return {name: round(value, 4) for name, value in asdict(self).items()}
+
+
+def kept_steps(packs: Plan, batch: NDArray[np.integer[Any]], size: UnpackedStep) -> KeptSteps:
+    """Count the sequences of each step, and what they cost."""
+    assert packs.batches is not None
+    sequences, work = packs.batches * packs.num_ranks, work_of(packs, batch, size)
+    return KeptSteps(
+        num_samples=size.num_samples,
+        **size._asdict(),
+        fewest_sequences=int(sequences.min()),
+        mean_sequences=float(sequences.mean()),
+        most_sequences=int(sequences.max()),
+        work=work.packed,
+        work_padded=work.padded,
+        work_padding_free=work.padding_free,
+    )
+
+
+def _slowest(costs: NDArray[np.float64], batch: NDArray[np.int64], size: UnpackedStep) -> float:
+    """Add up, over the steps, the cost of the rank that has most. A rank waits only at the end of a step."""
+    step, rank = batch // size.num_batches, batch % size.num_ranks
+    num_steps = int(step.max()) + 1
+    of_ranks = np.bincount(step * size.num_ranks + rank, weights=costs, minlength=num_steps * size.num_ranks)
+    return float(of_ranks.reshape(num_steps, size.num_ranks).max(axis=1).sum())

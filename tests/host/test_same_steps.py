@@ -1,0 +1,191 @@
+"""`packing_batch=samples` beside plain `swift sft`, in process: the same samples in every step, the same curve."""
+
+import importlib.util
+import json
+import os
+
+import pytest
+
+from swift_vlpack.errors import ConfigError, StateMismatch
+from tests.data_rows import text_row
+from tests.host.runs import argv, epoch_report, packed_argv, train
+from tests.host.same_steps import (
+    OPTIONS,
+    RECORDER,
+    curve,
+    largest_differences,
+    largest_gap,
+    numbered_rows,
+    packed_steps,
+    unpacked_steps,
+    weights,
+)
+
+FAMILY = "qwen2_5_vl"
+NUM_ROWS = 23
+TEXT_MODEL = "qwen2"
+
+pytestmark = pytest.mark.usefixtures("options")
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return numbered_rows(tmp_path_factory.mktemp("data"), NUM_ROWS)
+
+
+@pytest.fixture
+def record(monkeypatch, tmp_path):
+    """Record the batches of plain runs of this process; the folder of the records."""
+    from swift.template import Template
+
+    folder = tmp_path / "recorded"
+    folder.mkdir()
+    monkeypatch.setattr(Template, "data_collator", Template.data_collator)  # undone after the test
+    os.environ["RECORD_FOLDER"] = str(folder)
+    spec = importlib.util.spec_from_file_location("record_samples", RECORDER)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    return folder
+
+
+def recipe(batch_size, accumulation, **options):
+    """As a user trains: warmup, cosine, clipping, weight decay; every step logged."""
+    return {
+        "per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation, "num_train_epochs": 2,
+        "learning_rate": 1e-4, "warmup_ratio": 0.1, "lr_scheduler_type": "cosine", "max_grad_norm": 0.5,
+        "weight_decay": 0.1, "split_dataset_ratio": 0, "save_strategy": "steps", "save_steps": 1000, **options,
+    }  # fmt: skip
+
+
+def saved(output):
+    """The weights at the end."""
+    (last,) = output.glob("checkpoint-*")
+    return weights(last)
+
+
+@pytest.mark.parametrize(
+    ("family", "batch_size", "accumulation", "more"),
+    [
+        ("qwen2_5_vl", 2, 3, {}),
+        ("qwen3_vl", 4, 1, {"tuner_type": "lora", "lora_dropout": 0, "gradient_checkpointing": "false"}),
+        ("qwen2_5_vl", 1, 12, {"freeze_vit": "false", "train_dataloader_shuffle": "false"}),
+        ("qwen2_5_vl", 2, 2, {"group_by_length": "true"}),
+        ("qwen2_5_vl", 3, 2, {"dataloader_drop_last": "true", "dataloader_num_workers": 2}),
+    ],
+)
+def test_every_step_is_that_of_the_unpacked_run(  # noqa: PLR0913 - a case, and fixtures
+    family, batch_size, accumulation, more, dataset, small_folder, tmp_path, record, options
+):
+    """SAME-1 SAME-3"""
+    flags = recipe(batch_size, accumulation, dataset=dataset, **more)
+    in_order = {"dataloader_num_workers": 0}  # so that the recorder is called batch by batch
+    plain = train(argv(small_folder(family), family, tmp_path / "plain", **{**flags, **in_order}))
+    expected = unpacked_steps(record, accumulation=accumulation, num_epochs=2)
+    del os.environ["RECORD_FOLDER"]
+    options(**OPTIONS)
+    packed = train(packed_argv(small_folder(family), family, tmp_path / "packed", **flags))
+    assert packed_steps(tmp_path / "packed") == expected
+    loss, grad_norm, rate = largest_differences(curve(plain["log_history"]), curve(packed["log_history"]))
+    assert loss < 1e-5
+    assert grad_norm < 1e-5
+    assert rate == 0
+    assert largest_gap(saved(tmp_path / "plain"), saved(tmp_path / "packed")) < 3e-6
+    assert epoch_report(tmp_path / "packed")["num_packs"] < sum(map(len, expected)) // 2, "it packed"
+
+
+def stopped_after(output, dataset, folder, family, num_steps, **more):
+    """A run that ends early, with a checkpoint; its schedule is that of the whole run."""
+    flags = recipe(2, 2, dataset=dataset, **{**more, "save_steps": num_steps, "max_steps": num_steps})
+    train(packed_argv(folder, family, output, **flags))
+    return output / f"checkpoint-{num_steps}"
+
+
+def test_a_resumed_run_goes_on_with_the_next_step(dataset, small_folder, tmp_path, options):
+    """SAME-4: within the second epoch; another number of samples a step is refused, and the way out is named."""
+    options(**OPTIONS)
+    folder, constant = small_folder(FAMILY), {"lr_scheduler_type": "constant", "warmup_ratio": 0, "dataset": dataset}
+    constant |= {"tuner_type": "lora", "lora_dropout": 0}
+    whole = train(packed_argv(folder, FAMILY, tmp_path / "whole", **recipe(2, 2, **constant)))
+    first = stopped_after(tmp_path / "first", folder=folder, family=FAMILY, num_steps=8, **constant)
+    again = {**recipe(4, 1, **constant), "resume_from_checkpoint": first}
+    rest = train(packed_argv(folder, FAMILY, tmp_path / "rest", **again))
+    assert packed_steps(tmp_path / "first", tmp_path / "rest") == packed_steps(tmp_path / "whole")
+    gaps = largest_differences(curve(whole["log_history"])[8:], curve(rest["log_history"])[-4:])
+    assert max(gaps) < 2e-6
+    with pytest.raises(StateMismatch, match=r"run has 4 samples .*--gradient_accumulation_steps 2"):
+        train(packed_argv(folder, FAMILY, tmp_path / "other", **{**again, **recipe(2, 4, **constant)}))
+
+
+def test_args_json_has_the_recipe_of_the_user(dataset, small_folder, tmp_path, options):
+    """SAME-3: what ms-swift reads again is what was given, not how the trainer was told to take a step."""
+    options(**OPTIONS)
+    train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path, **recipe(2, 3, dataset=dataset, max_steps=1)))
+    args = json.loads((tmp_path / "args.json").read_text())
+    assert (args["per_device_train_batch_size"], args["gradient_accumulation_steps"]) == (2, 3)
+    begun = json.loads((tmp_path / "vlpack" / "run.jsonl").read_text().splitlines()[0])
+    assert begun["gradient_accumulation_steps"] == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "said"),
+    [
+        ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor weighs samples by their batch"),
+        ({"average_tokens_across_devices": "false"}, {}, "average_tokens_across_devices false weighs samples by rank"),
+        ({}, {"packing_overflow": "split"}, "packing_overflow=split cuts rows"),
+        ({}, {"packing_strategy": "window"}, "packing_strategy=window"),
+        ({"streaming": "true", "max_steps": 2}, {}, "packing_batch=samples needs data with a length"),
+    ],
+)
+def test_other_objectives_are_refused_by_name(  # noqa: PLR0913 - a case, and fixtures
+    flags, variables, said, dataset, small_folder, tmp_path, options
+):
+    """SAME-5"""
+    options(**{**OPTIONS, **variables})
+    with pytest.raises(ConfigError, match=said):
+        train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path, **recipe(2, 1, dataset=dataset, **flags)))
+
+
+def test_a_text_model_and_rows_that_fail(text_folder, tmp_path, record, options):
+    """SAME-1: plain deletes rows of a text model that cannot be encoded before it draws; here they are left out."""
+    data = numbered_rows(tmp_path / "data", 21, with_images=False)
+    with open(data, "a") as file:
+        file.write(json.dumps(text_row("row 99 " + "a house " * 900)) + "\n")  # longer than max_length
+    flags = recipe(2, 2, dataset=data, template="qwen2_5")
+    plain = train(argv(text_folder, TEXT_MODEL, tmp_path / "plain", **flags))
+    expected = unpacked_steps(record, accumulation=2, num_epochs=2)
+    del os.environ["RECORD_FOLDER"]
+    options(**OPTIONS)
+    packed = train(packed_argv(text_folder, TEXT_MODEL, tmp_path / "packed", **flags))
+    assert packed_steps(tmp_path / "packed") == expected
+    assert max(largest_differences(curve(plain["log_history"]), curve(packed["log_history"]))) < 1e-5
+
+
+def test_a_fusion_config_takes_the_next_samples_of_the_mix(dataset, small_folder, tmp_path, options):
+    """SAME-7"""
+    other = numbered_rows(tmp_path / "other", 9)
+    mix = tmp_path / "mix.yaml"
+    mix.write_text(f"sources: [{{name: a, dataset: {dataset}}}, {{name: b, dataset: {other}, ratio: 0.5}}]\n")
+    options(**OPTIONS, fusion_config=mix)
+    train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path / "out", **recipe(2, 2)))
+    steps = packed_steps(tmp_path / "out")
+    num_rows = NUM_ROWS + round(9 * 0.5)
+    assert [len(step) for step in steps] == 2 * [*[4] * (num_rows // 4), num_rows % 4]
+
+
+def test_a_trainer_of_ones_own_keeps_steps_too(small_folder, tiny):
+    """SAME-7: `samples_per_step` says how many samples the next step takes of all ranks."""
+    from swift_vlpack import PackingConfig, PackingDataset
+
+    made = tiny(FAMILY)
+    rows = [text_row(f"row {n}", "a house " * (n % 7)) for n in range(22)]
+    config = PackingConfig(packing_length=128, packing_strategy="exact", packing_batch="samples")
+    packs = PackingDataset(rows, made.template, config, samples_per_step=5, num_ranks=2)
+    assert packs.plan.batches.sum() * 2 == len(packs)
+    ends = packs.plan.batches.cumsum() * 2
+    sizes = [
+        sum(len(packs[number]) for number in range(first, end)) for first, end in zip([0, *ends], ends, strict=False)
+    ]
+    assert sizes == [5, 5, 5, 5, 2]
+    with pytest.raises(ConfigError, match="samples_per_step"):
+        PackingDataset(rows, made.template, config)
+    with pytest.raises(ConfigError, match="samples_per_step is of packing_batch=samples"):
+        PackingDataset(rows, made.template, PackingConfig(packing_length=128), samples_per_step=5)
