@@ -6,7 +6,10 @@ import os
 
 import pytest
 
+from swift_vlpack.cli.plan import training_report
+from swift_vlpack.cli.plan_text import plan_text
 from swift_vlpack.errors import ConfigError, StateMismatch
+from tests.cli.test_inspect import looking_back
 from tests.data_rows import text_row
 from tests.host.runs import argv, epoch_report, packed_argv, train
 from tests.host.same_steps import (
@@ -189,3 +192,24 @@ def test_a_trainer_of_ones_own_keeps_steps_too(small_folder, tiny):
         PackingDataset(rows, made.template, config)
     with pytest.raises(ConfigError, match="samples_per_step is of packing_batch=samples"):
         PackingDataset(rows, made.template, PackingConfig(packing_length=128), samples_per_step=5)
+
+
+def test_plan_and_inspect_show_the_steps_that_were_trained(dataset, small_folder, tmp_path, options):
+    """SAME-6: `vlpack plan` before, `vlpack inspect --step` after, of a run with an incomplete last step."""
+    options(**OPTIONS)
+    flags = packed_argv(small_folder(FAMILY), FAMILY, tmp_path / "out", **recipe(2, 3, dataset=dataset, save_steps=3))
+    report = training_report(flags, num_ranks=1, failures_file=tmp_path / "failures.jsonl")
+    train(flags)
+    steps = packed_steps(tmp_path / "out")
+    assert (report["steps_per_epoch"], report["num_steps"]) == (4, 8) == (len(steps) // 2, len(steps))
+    kept = report["kept_steps"]
+    assert (kept["num_samples"], kept["batch_size"], kept["accumulation"], kept["num_ranks"]) == (6, 2, 3, 1)
+    assert 1 <= kept["fewest_sequences"] <= kept["mean_sequences"] <= kept["most_sequences"] < 6
+    assert kept["work"] == 1.0 <= kept["work_padding_free"] < kept["work_padded"], "one rank waits for nobody"
+    text = plan_text(report)
+    assert "8 in 2 epochs, 4 an epoch, as many as un-packed" in text
+    assert "the same 6 samples as un-packed" in text
+    with looking_back(tmp_path / "out") as seen:
+        for step, rows in enumerate(steps, 1):
+            (found,) = seen(step=step)["steps"]
+            assert sorted(int(one.rpartition(":")[2]) for pack in found["packs"] for one in pack["ids"]) == rows
