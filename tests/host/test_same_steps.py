@@ -213,3 +213,20 @@ def test_plan_and_inspect_show_the_steps_that_were_trained(dataset, small_folder
         for step, rows in enumerate(steps, 1):
             (found,) = seen(step=step)["steps"]
             assert sorted(int(one.rpartition(":")[2]) for pack in found["packs"] for one in pack["ids"]) == rows
+
+
+def test_a_row_that_cannot_be_read_leaves_its_step_one_smaller(small_folder, tmp_path, options, caplog):
+    """SAME-1: even where the step then has no sample; steps and rates stay those of the un-packed run."""
+    data = numbered_rows(tmp_path / "data", 5)
+    (tmp_path / "data" / "4.png").unlink(missing_ok=True)
+    (tmp_path / "data" / "4.jpg").unlink(missing_ok=True)
+    options(**OPTIONS)
+    flags = recipe(1, 1, dataset=data, num_train_epochs=1)
+    result = train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path / "out", **flags))
+    steps = packed_steps(tmp_path / "out")
+    assert sorted(map(len, steps)) == [0, 1, 1, 1, 1]
+    assert sorted(row for step in steps for row in step) == [0, 1, 2, 3]
+    lines = [line for line in result["log_history"] if "loss" in line]
+    assert len(lines) == 5
+    assert lines[steps.index([])]["grad_norm"] == 0
+    assert epoch_report(tmp_path / "out")["num_dropped"] == {"file_missing": 1}
