@@ -257,13 +257,12 @@ class _Compared:
     def _alone(self, numbers: Sequence[int]) -> list[Pass]:
         """Run the watched samples of these numbers alone, as the host does without packing.
 
-        For a number past the last sample, run the sequence again and drop the result: ranks with sharded parameters
-        must run equally many passes.
+        For a number past the last sample, run `_stand_in`: ranks with sharded parameters run equally many passes.
         """
         made = []
         for number in numbers:
             if number >= len(self.encoded):
-                self._packed(self.sequence.for_watched())
+                self._stand_in()
                 continue
             at = self.watched[number]
             inputs = self.sequence.alone(at)
@@ -271,6 +270,20 @@ class _Compared:
             with own_attention_for(self.passes.model, num_tokens, is_trained=not self.is_checkpointed):
                 made.append(_without_padding(self.passes.run(inputs, packed=False), inputs))
         return made
+
+    def _stand_in(self) -> None:
+        """Run a pass as other ranks run one for a sample alone, and drop its results.
+
+        Not the packed sequence, if this rank has a sample: a wrong backward of a sequence may leave out layers, whose
+        parameters the ranks would then gather in another order.
+        """
+        inputs, has_sample = self.sequence.for_watched(), False
+        num_tokens = int(inputs["input_ids"].shape[-1])
+        if self.watched and not isinstance(self.sequence.samples, str):
+            at = min(self.watched, key=lambda at: self.sequence.record.lengths[at])
+            inputs, num_tokens, has_sample = self.sequence.alone(at), self.sequence.record.lengths[at], True
+        with own_attention_for(self.passes.model, num_tokens, is_trained=not self.is_checkpointed):
+            self.passes.run(inputs, packed=not has_sample)
 
     def _for_noise(self) -> list[int]:
         """Choose watched samples on which rounding is measured: the shortest with each kind of media, then more.

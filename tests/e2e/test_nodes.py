@@ -141,7 +141,7 @@ def unkilled(small_folder, disk, tmp_path_factory) -> Path:
 @pytest.mark.slow
 @pytest.mark.telling
 def test_machines_of_other_shapes_go_on_where_one_died(unkilled, small_folder, disk, tmp_path):
-    """DOC-4 TRAIN-3 RANKS-3 RANKS-5 RESUME-4: 2 x 1, then 1 x 2, then 1 x 1, each sample once an epoch."""
+    """DOC-4 TRAIN-3 RANKS-1 RANKS-3 RANKS-5 RESUME-4: 2 x 1, then 1 x 2, then 1 x 1, each sample once an epoch."""
     folders = [tmp_path / name for name in ("two_nodes", "two_ranks", "one_rank")]
     model = small_folder(FAMILY)
     expected, num_steps = losses(unkilled), max(losses(unkilled))

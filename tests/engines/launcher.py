@@ -119,7 +119,8 @@ def engine_flags(engine: str, model: Path, family: str, output: Path, **options:
     """Flags of a small run under an engine, on CPUs over gloo; `options` win."""
     plugins = [plugin_path(), SMALL_VOCABULARY, PLUGIN]
     ours = {"packing": "true", "external_plugins": plugins, "callbacks": "engine_notes"}
-    return argv(model, family, output, **ours, ddp_backend="gloo", use_cpu="true", **{**FLAGS[engine], **options})
+    ours |= {"ddp_backend": "gloo", "use_cpu": "true"}
+    return argv(model, family, output, **{**ours, **FLAGS[engine], **options})
 
 
 def engine_variables(engine: str) -> dict[str, str]:

@@ -4,8 +4,6 @@ import json
 import logging
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +11,7 @@ import yaml
 
 from swift_vlpack.host.launch import plugin_path, train_launch
 from tests.data_rows import image_row, mixed_rows, text_row, write_jsonl
-from tests.e2e.ranks import free_port
-from tests.host.runs import SMALL_VOCABULARY, epoch_report, log_lines, train
+from tests.host.runs import epoch_report, train
 from tests.images import photo
 from tests.marks import telling
 from tests.videos import video
@@ -24,7 +21,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 RUNS = sorted(path.name for path in CONFIGS.glob("*.yaml") if "model" in yaml.safe_load(path.read_text()))
 QUICK = ("lora_frozen_vision.yaml",)
 OF_RANKS = ("two_nodes.yaml", "zero2.yaml", "zero3.yaml", "fsdp2.yaml")
-"""They need several ranks: below, and in tests/engines."""
+"""They need several ranks: in tests/e2e/test_nodes.py, and in tests/engines."""
 SHORT = {
     "model_type": FAMILY,
     "template": FAMILY,
@@ -144,32 +141,3 @@ def test_every_ready_config_trains_packed(name, workplace, small_model, tmp_path
 def train_of(name, workplace, model, output, monkeypatch):
     more = {"eval_strategy": "no", "split_dataset_ratio": 0} if name == "lora_frozen_vision.yaml" else {}
     return run(name, workplace, model, output, monkeypatch, **more)
-
-
-@pytest.mark.slow
-@pytest.mark.telling
-def test_two_machines_train_one_run(workplace, small_model, tmp_path):
-    """DOC-4 TRAIN-3 RANKS-1: a process of one rank each, over gloo; variables of the shell win over the file."""
-    own = {"external_plugins": SMALL_VOCABULARY, "ddp_backend": "gloo", "use_cpu": "true", "num_train_epochs": 1}
-    options = {**SHORT, "model": small_model, "output_dir": tmp_path, "max_steps": -1, **own}
-    command = [sys.executable, "-m", "swift_vlpack", "sft", *arguments("two_nodes.yaml", **options)]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NPROC_PER_NODE": "1"}
-    machines = [
-        subprocess.Popen(
-            command,
-            cwd=workplace,
-            env={**environment(), **shared, "NODE_RANK": str(rank), "PYTHONPATH": str(CONFIGS.parent)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [machine.communicate(timeout=600)[0] for machine in machines]
-    assert [machine.returncode for machine in machines] == [0, 0], said[0][-2000:] + said[1][-2000:]
-    assert "isolation verified: max difference 0.0" in said[0]
-    report = epoch_report(tmp_path)
-    assert report["num_samples"] == 24
-    steps = [line for line in log_lines(tmp_path) if "loss" in line]
-    assert len(steps) == -(-report["num_packs"] // 2), "each step is a pack of either machine"
-    assert (workplace / "cache" / "vlpack").is_dir(), "lengths are where both can see them"

@@ -325,6 +325,26 @@ def norm_over_the_sequence(proof_model: ProofModel) -> Broken:
             handle.remove()
 
 
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+class SeesAll(torch.autograd.Function):
+    """A norm's weight, whose gradient also has what other samples of the sequence are. All else is right."""
+
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Multiply."""
+        ctx.save_for_backward(states, weight)
+        return states * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        """Add the mean of all states to the weight's gradient."""
+        states, weight = ctx.saved_tensors
+        of_weight = (gradient * states).sum(dim=(0, 1))
+        return gradient * weight, of_weight + of_weight.norm() * states.mean(dim=(0, 1))
+
+
 # -- images ------------------------------------------------------------------------------------------------------------
 
 

@@ -212,27 +212,12 @@ def test_two_ranks_prove_their_first_batches(kind, is_frozen, told):
 # -- it does not hold --------------------------------------------------------------------------------------------------
 
 
-class SeesAll(torch.autograd.Function):
-    """A norm's weight, whose gradient also has what other samples of the sequence are. All else is right."""
-
-    @staticmethod
-    def forward(ctx, states, weight):
-        ctx.save_for_backward(states, weight)
-        return states * weight
-
-    @staticmethod
-    def backward(ctx, gradient):
-        states, weight = ctx.saved_tensors
-        of_weight = (gradient * states).sum(dim=(0, 1))
-        return gradient * weight, of_weight + of_weight.norm() * states.mean(dim=(0, 1))
-
-
 def with_a_leaking_gradient(right):
     """Only gradients of parameters are wrong: logits, hidden states and the gradients of tokens are not."""
 
     def forward(self, hidden):
         variance = hidden.square().mean(-1, keepdim=True)
-        return SeesAll.apply(hidden * torch.rsqrt(variance + self.variance_epsilon), self.weight)
+        return s.SeesAll.apply(hidden * torch.rsqrt(variance + self.variance_epsilon), self.weight)
 
     for layer in right.model.model.layers:
         layer.input_layernorm.forward = MethodType(forward, layer.input_layernorm)
@@ -279,11 +264,17 @@ def sabotaged(rank):
 @pytest.mark.telling
 def test_leak_is_refused_on_both_ranks_by_both_proofs(tmp_path):
     """ISO-24 ISO-15 ISO-23"""
-    for said in on_two_ranks(sabotaged, tmp_path):
+    assert_refused(on_two_ranks(sabotaged, tmp_path), "fsdp", "accelerate")
+
+
+def assert_refused(of_ranks, *kinds):
+    """Every rank has refused each model by both proofs, and named what is wrong."""
+    names = [name for name, (kind, *_) in SABOTAGES.items() if kind in kinds]
+    for said in of_ranks:
         lines = said.split("\n")
-        assert len(lines) == 2 * len(SABOTAGES), said
-        for at, (name, expected) in enumerate(REFUSED.items()):
-            for line, words in zip(lines[2 * at : 2 * at + 2], expected, strict=True):
+        assert len(lines) == 2 * len(names), said
+        for at, name in enumerate(names):
+            for line, words in zip(lines[2 * at : 2 * at + 2], REFUSED[name], strict=True):
                 expectation = rf"REFUSED .*{words}" if words else r"the rest is not sharp .* and \S+ would pass"
                 assert re.search(expectation, line), (name, line)
 
