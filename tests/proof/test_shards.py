@@ -1,4 +1,4 @@
-"""Which parameters are in parts, and who gets their gradients. tests/host/proof/test_ranks.py has engines on two ranks."""
+"""Which parameters are in parts, and who gets their gradients. tests/host/proof/test_ranks.py has real engines."""
 
 import torch
 
