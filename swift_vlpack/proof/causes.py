@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from swift_vlpack.proof.handed import Handed, Positions, why_not_apart
+from swift_vlpack.proof.handed import Handed, Mask, why_not_apart
 from swift_vlpack.rows.families import text_config_of
 
 NO_BOUNDARIES = ("sdpa", "eager", "flex_attention")
@@ -201,6 +201,11 @@ def _of_differing(evidence: Evidence) -> str:
     is_of_media = evidence.layer == EMBEDDINGS or evidence.given or not is_all_media
     if differing and is_of_media and all(profile.has_media for profile in differing):
         return _of_media(evidence)
+    if evidence.handed is not None and evidence.layer == EMBEDDINGS:
+        return (
+            "samples differ before the first layer: the model adds embeddings of positions, and those of the batch do "
+            "not begin at 0 with every sample (position_ids that run over the row, or none beside padding on the left)"
+        )
     if evidence.rope_type in ("dynamic", "longrope", "su") and _are_shorter(differing, evidence.profiles):
         return (
             f"the model's RoPE is {evidence.rope_type}, which takes its frequencies by the longest sample of the "
@@ -216,8 +221,6 @@ def _of_differing(evidence: Evidence) -> str:
             f"{_over_the_sequence(evidence.module)}"
         )
     if differing and not evidence.profiles[0].differs:
-        if evidence.handed is not None and evidence.handed.positions in (Positions.NONE, Positions.RUN_ON):
-            return "all but the first sample differ: positions run over the whole row, and begin again at no sample"
         return (
             "all but the first sample differ: attention takes other positions than it was given, which do not restart "
             "at the boundaries, or has room for fewer tokens than the sequence has"
@@ -269,6 +272,8 @@ def _of_attention(evidence: Evidence, differing: list[Profile]) -> str:
     # The first token that differs tells what is missing: token 0 sees only itself, so it differs by sinks or values;
     # from token 1 on weights between tokens matter; a window or chunk ends later.
     lacks = f"attention {evidence.attention} does not do what the model asks of attention"
+    if evidence.handed is not None and evidence.handed.mask in (Mask.OF_PAIRS, Mask.OF_PAIRS_THAT_LEAKS):
+        lacks = "the 4-D attention_mask of the batch takes the place of the model's own and is not like it"
     starts = {profile.first for profile in differing}
     if evidence.window and starts and min(start or 0 for start in starts) >= evidence.window - 1:
         return f"{lacks}: samples differ from token {min(starts, key=lambda at: at or 0)} on, and its window is " + (

@@ -24,7 +24,15 @@ from swift_vlpack.proof.causes import (
 )
 from swift_vlpack.proof.handed import Handed, handed_in
 from swift_vlpack.proof.limits import Limits, gap_by_token, gap_of
-from swift_vlpack.proof.perturb import can_be_replaced, kinds_of_media, media_of, replaced, shape_of, with_other_media
+from swift_vlpack.proof.perturb import (
+    can_be_replaced,
+    kinds_of_media,
+    media_of,
+    replaced,
+    shape_of,
+    with_media_of,
+    with_other_media,
+)
 from swift_vlpack.proof.proof_model import VISION_PARTS, ProofModel, RunResult, length_of
 from swift_vlpack.proof.reference import own_attention_for, repeatable_training, run_alone, untouched
 from swift_vlpack.rows.samples import Encoded
@@ -315,7 +323,7 @@ def _given(
         for other, sample in enumerate(sequence):
             if other == at or not _fits(sequence[at], sample):
                 continue
-            alone = run_alone(proof_model, {**sequence[at], **media_of(sample)}).logits[0]
+            alone = run_alone(proof_model, with_media_of(sequence[at], sample)).logits[0]
             if gap_of(packed[at], alone).over_tokens <= limits.alone:
                 return at, other
     return None

@@ -85,7 +85,9 @@ class AgainstAlone(NamedTuple):
             gaps.append(gap_of(packed.logits[at], ran.logits[0]))
             targets.append(wrong_targets_of(sample, at, packed, ran))
             tokens.append(wrong_positions(sample, at, packed, ran) or wrong_tokens(sample, at, packed, ran))
-        media = wrong_media(packed.inputs, inputs) if len(gaps) == len(samples) else None
+        # In the order of the batch, which may be another than that of the samples.
+        in_batch = [inputs[at] for at in sorted(range(len(inputs)), key=lambda at: packed.slots[at])]
+        media = wrong_media(packed.inputs, in_batch) if len(gaps) == len(samples) else None
         return cls(samples, gaps, next(filter(None, targets), None), media, next(filter(None, tokens), None))
 
 

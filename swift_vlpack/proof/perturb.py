@@ -41,6 +41,11 @@ def with_other_media(sample: Encoded, number: int = 1) -> Encoded:
     return {**sample, **{name: _other(value, number) for name, value in media_of(sample).items()}}
 
 
+def with_media_of(sample: Encoded, other: Encoded) -> Encoded:
+    """Return a sample with the media of another one, which have the same shapes; what is beside them stays."""
+    return {**sample, **{name: _taken(value, other[name]) for name, value in media_of(sample).items()}}
+
+
 def media_of(sample: Encoded) -> dict[str, Any]:
     """Return the fields of a sample that hold images, videos and sounds."""
     return {name: value for name, value in sample.items() if name not in _NO_MEDIA and _has_content(value)}
@@ -100,6 +105,14 @@ def _is_floating(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         return bool(np.issubdtype(value.dtype, np.floating))
     return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _taken(own: Any, other: Any) -> Any:
+    if isinstance(own, Mapping):
+        return {name: _taken(inner, other[name]) for name, inner in own.items()}
+    if isinstance(own, (list, tuple)):
+        return type(own)(map(_taken, own, other))
+    return other if isinstance(own, Image.Image) or _is_floating(own) else own
 
 
 def _other(value: Any, number: int) -> Any:

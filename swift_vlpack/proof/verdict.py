@@ -140,7 +140,8 @@ class Proof:
                 yield f"not compared in float32: {self.not_in_float32}"
         if self.num_more:
             in_dtype = f" in {self.dtype}" if self.in_float32 is not None else ""
-            yield f"so do {counted(self.num_more, 'sample')} in {self.others}{in_dtype}"
+            verb = "does" if self.num_more == 1 else "do"
+            yield f"so {verb} {counted(self.num_more, 'sample')} in {self.others}{in_dtype}"
         if self.left_out.num_sequences:
             yield (
                 f"{counted(self.left_out.num_sequences, 'long sequence')} of the plan left out, "
@@ -223,7 +224,7 @@ def _or_rounding(measured: Measurements) -> str:
     if torch.finfo(measured.dtype).bits > 16:
         return ""
     known = "in float32 they are equal" if measured.in_float32 else "it could not be repeated in float32"
-    return f"; {known}, so it may be rounding: `vlpack verify` with --torch_dtype float32 tells it from a mistake"
+    return f"; {known}, so it may be rounding: a proof in float32 tells (`vlpack verify` takes --torch_dtype float32)"
 
 
 def _cause_of_repeated(measured: Measurements) -> str:

@@ -28,7 +28,7 @@ from swift_vlpack.proof.proof_model import Collated, ProofModel, Slot, length_of
 from swift_vlpack.proof.prove import run_proof
 from swift_vlpack.proof.reference import configs_of
 from swift_vlpack.proof.same_inputs import WHERE_SAMPLES_START, name_of
-from swift_vlpack.rows.contents import num_supervised
+from swift_vlpack.rows.contents import NO_LABEL, num_supervised
 from swift_vlpack.rows.samples import Encoded
 
 NUM_SAMPLES = 16
@@ -233,17 +233,24 @@ def _found(
 
 
 def _own_slot(made: Mapping[str, Any], row: Sample) -> Slot:
-    """Find a sample in the batch of it alone: by the mask of padding, by its own tokens, else all of the row."""
+    """Find a sample in the batch of it alone. Tokens that the collator adds belong to it, padding does not."""
     tokens, mask, own = made["input_ids"], made.get("attention_mask"), row.get("input_ids")
     if isinstance(mask, torch.Tensor) and mask.shape == tokens.shape:
         kept = torch.nonzero(mask[0]).flatten()
         return Slot(0, int(kept[0]), int(kept[-1] - kept[0]) + 1) if len(kept) else Slot(0, 0, 0)
-    if own is not None:
-        own = np.asarray(own).reshape(-1)
-        found = _found([tokens[0].numpy()], own, (), 0, 0) if len(own) else Slot(0, 0, 0)
-        if found is not None:
-            return found
-    return Slot(0, 0, tokens.shape[1])
+    # Without a mask, padding is behind the last token that is the sample's own, or a target: nothing looks at it.
+    targets = torch.nonzero(made["labels"][0] != NO_LABEL).flatten()
+    behind_targets = int(targets[-1]) + 1 if len(targets) else 0
+    if own is None:
+        return Slot(0, 0, max(behind_targets, _without_tail(tokens[0].tolist())))
+    own = np.asarray(own).reshape(-1)
+    found = _found([tokens[0].numpy()], own, (), 0, 0) if len(own) else Slot(0, 0, 0)
+    return Slot(0, 0, max(behind_targets, found.tokens.stop) if found else tokens.shape[1])
+
+
+def _without_tail(tokens: Sequence[int]) -> int:
+    """Return how many tokens there are without the run of equal tokens at the end."""
+    return next((at + 2 for at in range(len(tokens) - 2, -1, -1) if tokens[at] != tokens[-1]), len(tokens))
 
 
 def _with_tokens(made: Mapping[str, Any], slots: Sequence[Slot], samples: Sequence[Encoded]) -> Collated:

@@ -2,9 +2,12 @@
 
 import subprocess
 import sys
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 
 import swift_vlpack
@@ -14,6 +17,7 @@ from swift_vlpack.errors import DataError, IsolationError
 from swift_vlpack.proof import handed
 from swift_vlpack.proof.verify import verify
 from swift_vlpack.testing import assert_isolated
+from tests import tiny
 from tests.proof import collators as c
 
 FAMILIES = (*c.GRIDS, c.INTERN, c.TEXT)
@@ -209,6 +213,44 @@ def test_tokens_that_are_cut_are_named(model):
     assert "are not in the batch in one piece: the collator cut, dropped or changed them" in said
 
 
+def gemma():
+    """A sliding window in one of two layers, and soft caps, which sdpa drops."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 480, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    layers = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2, "use_cache": False}
+    made = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes, **layers, **heads)).train()
+    made.set_attn_implementation("eager")
+    return made
+
+
+def gpt():
+    """Embeddings of positions, in place of rotary ones."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 480, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "use_cache": False}
+    ids = {"bos_token_id": 1, "eos_token_id": 2}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **ids)).train()
+
+
+def test_what_a_model_asks_of_its_mask_is_named():
+    """REF-4: the mask of the batch would be right for a model without a window."""
+    of_family, texts = gemma(), [c.text_sample(length, length) for length in (13, 9, 21, 17)]
+    assert_isolated(of_family, c.Flat(of_family), texts)
+    cause = failing(of_family, c.Flat(of_family, c.added_mask), texts)[1]
+    assert "4-D attention_mask of the batch takes the place of the model's own" in cause
+    assert "sliding window" in cause
+
+
+def test_positions_that_are_embedded_are_named():
+    """REF-4"""
+    of_family, texts = gpt(), [c.text_sample(length, length) for length in (13, 9, 21, 17)]
+    assert_isolated(of_family, c.Flat(of_family), texts)
+    wrong = c.Flat(of_family, c.running_positions, c.added_mask)
+    assert "the model adds embeddings of positions" in failing(of_family, wrong, texts)[1]
+    on_the_left = partial(c.padded, model=of_family, on_the_left=True)
+    assert "none beside padding on the left" in failing(of_family, on_the_left, texts)[1]
+
+
 # -- samples of any kind ----------------------------------------------------------------------------------------------
 
 
@@ -263,6 +305,103 @@ def test_samples_may_have_pictures_that_the_collator_decodes(model, is_exchanged
         assert "media are in the wrong order" in failing(of_family, collate, samples)[1]
     else:
         assert_isolated(of_family, collate, samples)
+
+
+def message(text, answer, *sizes, seed=0):
+    """A row of chat with pictures of (height, width), as a processor takes it."""
+    noise = np.random.default_rng(seed)
+    pictures = [Image.fromarray(noise.integers(0, 255, (*size, 3), dtype=np.uint8)) for size in sizes]
+    parts = [*({"type": "image", "image": one} for one in pictures), {"type": "text", "text": text}]
+    return {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]}
+
+
+def encoded(processor, row):
+    """By transformers' own processor; the answer is learnt."""
+    user, assistant = row["messages"]
+    images = [part["image"] for part in user["content"] if part["type"] == "image"]
+    marks = "<|vision_start|><|image_pad|><|vision_end|>" * len(images)
+    question = f"<|im_start|>user\n{marks}{user['content'][-1]['text']}<|im_end|>\n<|im_start|>assistant\n"
+    made = processor(text=[f"{question}{assistant['content']}<|im_end|>"], images=images or None, return_tensors="pt")
+    ids, num_learnt = made["input_ids"][0].tolist(), len(processor.tokenizer(assistant["content"])["input_ids"]) + 1
+    fields = {"input_ids": ids, "labels": [c.IGNORED] * (len(ids) - num_learnt) + ids[-num_learnt:]}
+    return fields | {name: made[name] for name in ("pixel_values", "image_grid_thw") if name in made}
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ([], None),
+        ([c.running_positions], "run over the whole row"),
+        ([c.exchanged_images], "media are in the wrong order: sample 1 of the sequence gives what it gives with"),
+    ],
+)
+def test_samples_may_be_messages_with_pictures_that_a_processor_encodes(model, changes, wanted):
+    """REF-6: by the processor of transformers, of pictures of several sizes, two in one sample."""
+    of_family = model("qwen2_5_vl")
+    processor = tiny.build_processor(tiny.build_tokenizer("qwen2_5_vl", is_small=True), "qwen2_5_vl")
+    flat = c.Flat(of_family, *changes)
+    rows = [
+        message("what is this", "a small red house", (56, 56)),
+        message("hello there", "how are you"),
+        message("describe", "a tree near the street", (56, 84), (84, 56), seed=1),
+        message("caption", "the sky is blue", (56, 56), seed=2),
+    ]
+
+    def collate(samples):
+        return flat([encoded(processor, row) for row in samples])
+
+    if wanted is None:
+        assert_isolated(of_family, collate, rows)
+    else:
+        assert wanted in failing(of_family, collate, rows)[1]
+
+
+def in_order_of_length(flat, samples):
+    return flat(sorted(samples, key=lambda sample: len(sample["input_ids"])))
+
+
+def with_ends(flat, samples):
+    """A token in front of each sample, and one behind it that is learnt."""
+    ids = [[5, *sample["input_ids"], 6] for sample in samples]
+    labels = [[c.IGNORED, *sample["labels"], 6] for sample in samples]
+    added = zip(samples, ids, labels, strict=True)
+    return flat([{**sample, "input_ids": tokens, "labels": targets} for sample, tokens, targets in added])
+
+
+def in_arrays(flat, samples):
+    return {name: value.numpy() for name, value in flat(samples).items()}
+
+
+@pytest.mark.parametrize("collate", [in_order_of_length, with_ends, in_arrays])
+def test_collators_may_sort_add_and_give_arrays(model, collate):
+    """REF-2"""
+    of_family = model("qwen2_5_vl")
+    assert_isolated(of_family, partial(collate, c.Flat(of_family)), c.samples_of(of_family))
+    assert "run over the whole row" in failing(of_family, partial(collate, c.Flat(of_family, c.running_positions)))[1]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_few_samples_are_enough(model, count):
+    """REF-2: one is given a twin, and a neighbour."""
+    of_family = model("qwen2_5_vl")
+    samples = c.samples_of(of_family)[:count]
+    assert_isolated(of_family, c.Flat(of_family), samples)
+    assert "run over the whole row" in failing(of_family, c.Flat(of_family, c.running_positions), samples)[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "autocast"])
+def test_half_precision_is_compared_in_float32_too(tmp_path, dtype):
+    """REF-3 ISO-16"""
+    of_family = c.model_of("qwen2_5_vl", tmp_path)
+    options = {}
+    if dtype == "autocast":
+        options["forward_context"] = lambda: torch.autocast("cpu", torch.bfloat16)
+    else:
+        of_family = of_family.to(dtype)
+    samples = c.samples_of(of_family)
+    assert "in float32 packed equals" in verify(of_family, c.Flat(of_family), samples, **options)
+    with pytest.raises(IsolationError, match="run over the whole row"):
+        verify(of_family, c.Flat(of_family, c.running_positions), samples, **options)
 
 
 def test_helper_for_tests_raises_what_pytest_shows(model):
