@@ -1,4 +1,4 @@
-"""Which parameters are in parts, and who gets their gradients. tests/host/proof/test_ranks.py has real engines."""
+"""Which parameters are in parts, and who gets their gradients. Real engines are in test_ranks.py and tests/engines."""
 
 import torch
 
