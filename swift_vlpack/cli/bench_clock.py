@@ -64,6 +64,8 @@ class StepTimer:
 
     def __call__(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Train one batch, and note how long it took. Raises `Enough` after the last measurement."""
+        if isinstance(inputs, tuple):  # all sequences of a step, which come back one by one
+            return self._step(model, inputs, *args, **kwargs)
         started = self._now()
         tokens, samples, patches = sizes_of(inputs)
         loss = self._step(model, inputs, *args, **kwargs)

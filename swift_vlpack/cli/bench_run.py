@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from swift_vlpack.cli.bench_clock import MOST_PADDED, NUM_WARM, Enough, Laps, StepTimer, loader_speed, memory, say
 from swift_vlpack.cli.environment import num_cores
-from swift_vlpack.config import checked, chosen_options
+from swift_vlpack.config import SAMPLES, checked, chosen_options
 from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.host.args import packing_config
 from swift_vlpack.host.launch import RunLaunch
@@ -35,12 +35,12 @@ from swift_vlpack.rows.fusion_config import read_fusion_config
 from swift_vlpack.rows.samples import Address, SampleError
 from swift_vlpack.rows.source import RowSource
 
-ONE_PACK_A_STEP = (
-    *("--gradient_accumulation_steps", "1", "--save_strategy", "no", "--eval_strategy", "no"),
+NOTHING_BETWEEN = (
+    *("--save_strategy", "no", "--eval_strategy", "no"),
     *("--logging_steps", "1000000", "--logging_first_step", "false", "--disable_tqdm", "true"),
     *("--dataloader_persistent_workers", "false"),
 )
-"""Flags that make every sequence a step, with no accumulation, evaluation, checkpoint or log in between."""
+"""Flags of a run without evaluation, checkpoint or log between its steps."""
 
 
 def measured(args: argparse.Namespace, launch: RunLaunch) -> dict[str, Any]:
@@ -49,7 +49,9 @@ def measured(args: argparse.Namespace, launch: RunLaunch) -> dict[str, Any]:
     laps("imports")
     is_packed = args.phase == "packed"
     most = NUM_WARM + args.steps * (1 if is_packed else MOST_PADDED)
-    flags = [*launch.flags, *ONE_PACK_A_STEP, "--max_steps", str(most), *([] if is_packed else _unpacked())]
+    flags = [*launch.flags, *NOTHING_BETWEEN, "--max_steps", str(most), *([] if is_packed else _unpacked())]
+    if not is_packed or chosen_options(os.environ).get("packing_batch") != SAMPLES:
+        flags += ["--gradient_accumulation_steps", "1"]  # a step of one batch; steps that keep their samples need all
     with run_of(flags, num_ranks=1, command=launch.command, kind=TrainableRun) as run:
         found: dict[str, Any] = {"model": run.args.model}
         if is_packed:
@@ -171,7 +173,9 @@ def some_of(source: RowSource, num_rows: int) -> RowSource:
     indices = np.unique(np.linspace(0, len(source.rows) - 1, num_rows).astype(np.int64)).tolist()
     rows: Any = source.rows
     chosen = rows.select(indices) if hasattr(rows, "select") else [rows[at] for at in indices]
-    return replace(source, rows=chosen, row_numbers=[source.row_number(at) for at in indices], sample_limit=None)
+    numbers = [source.row_number(at) for at in indices]
+    # Without places: an un-packed run draws from all rows, so steps that keep their samples take the next ones here.
+    return replace(source, rows=chosen, row_numbers=numbers, sample_limit=None, places=None)
 
 
 def _length_pass(rows: FusionCaptionDataset, seconds: float, processes: int) -> dict[str, Any]:

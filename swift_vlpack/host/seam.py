@@ -56,6 +56,7 @@ SEAM: tuple[tuple[str, str, frozenset[str]], ...] = tuple(
         ("swift.trainers", "Seq2SeqTrainer._get_data_collator", "self args template"),
         ("swift.trainers", "Seq2SeqTrainer.get_train_dataloader", "self skip_batches"),
         ("swift.trainers", "Seq2SeqTrainer._init_training_state", "self"),
+        ("swift.trainers", "Seq2SeqTrainer._load_from_checkpoint", "self resume_from_checkpoint model"),
         ("swift.trainers", "Seq2SeqTrainer._run_epoch", "self epoch steps_in_epoch num_update_steps_per_epoch"),
         ("swift.trainers", "Seq2SeqTrainer._save_checkpoint", "self"),
         ("swift.trainers", "Seq2SeqTrainer._update_last_checkpoint_symlink", "self barrier"),

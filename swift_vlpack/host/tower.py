@@ -99,15 +99,17 @@ def towers_skipped(trainer: Any) -> list[str]:
 def towers_not_entered(model: Any, names: Iterable[str], run: Callable[[], None]) -> list[str]:
     """Run something, and return which of these modules of the model it did not enter."""
     entered: set[str] = set()
+    # A family can have towers that a model of it lacks: Gemma 4 without sounds.
+    towers = {name: tower for name in names if (tower := deep_getattr(model, name)) is not None}
     handles = [
-        deep_getattr(model, name).register_forward_pre_hook(lambda *_, name=name: entered.add(name)) for name in names
+        tower.register_forward_pre_hook(lambda *_, name=name: entered.add(name)) for name, tower in towers.items()
     ]
     try:
         run()
     finally:
         for handle in handles:
             handle.remove()
-    return sorted(set(names) - entered)
+    return sorted(set(towers) - entered)
 
 
 def _is_sharded(trainer: Any) -> bool:

@@ -55,6 +55,7 @@ from swift_vlpack.host.state import (
 )
 from swift_vlpack.host.tower import refuse_unlike_media, tolerate_packs_without_images, towers_skipped
 from swift_vlpack.host.voting import Ranks, leave_at_exit
+from swift_vlpack.host.weights import load_renamed
 from swift_vlpack.host.whole_step import WholeStep
 from swift_vlpack.plan.resume_schedule import Bounds, ResumeSchedule, num_steps
 from swift_vlpack.rows.contents import NO_LABEL
@@ -320,6 +321,11 @@ class PackingTrainer(EvaluatesRows):
             self.feed.begin(self.feed.epoch + 1)
         elif is_master():
             self.events.of_epoch = counted
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):  # these load by names of their own
+            load_renamed(self.model if model is None else model, Path(resume_from_checkpoint))
 
     def set_initial_training_values(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Return the trainer's epochs and steps: in a resumed run those of the checkpoint, and those that are left."""

@@ -68,6 +68,18 @@ def test_both_phases_measure_the_same_rows_and_leave_nothing(measure, tmp_path):
     assert "samples/s" in bench_text(report)
 
 
+@pytest.mark.slow
+def test_steps_that_keep_their_samples_are_measured_sequence_by_sequence(measure, monkeypatch):
+    """SAME-6"""
+    monkeypatch.setenv("VLPACK_PACKING_BATCH", "samples")
+    monkeypatch.setenv("VLPACK_PACKING_STRATEGY", "exact")
+    code, packed, said = measure("packed", per_device_train_batch_size=2, gradient_accumulation_steps=4)
+    assert code == 0, said[-3000:]
+    assert len(packed["measurements"]) == 3
+    assert all(0 < one["tokens"] <= 200 and one["samples"] <= 8 for one in packed["measurements"])
+    assert packed["plan"]["packs"] >= 44 // 8, "the rows of 20 and 10 with their ratios, eight a step"
+
+
 @pytest.mark.parametrize(
     ("flags", "part"), [({"streaming": "true", "max_steps": 3}, "--streaming true"), ({"packing": "false"}, "no packs")]
 )

@@ -673,3 +673,16 @@ def test_every_damage_of_a_ranks_state_is_refused_by_name(tmp_path):
     file = tmp_path / RANK_FILE.format(0)
     assert json.loads(file.read_text())["state"]["workers"][0]["packer"]["state"]["held"]
     assert_every_damage_is_refused(file, lambda: load_rank_state(tmp_path, 0, 4))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", telling("qwen3_vl")])
+def test_whole_models_go_on_with_the_weights_of_the_checkpoint(family, small_folder, dataset, tmp_path):
+    """RESUME-18: transformers saves Qwen2.5-VL under names that its trainer does not know; red without the cure."""
+    options = {"tuner_type": "full", "learning_rate": 1e-3, "lr_scheduler_type": "constant", "num_train_epochs": 1}
+    common = {"dataset": dataset, "save_strategy": "steps", "save_steps": 2, "split_dataset_ratio": 0, **options}
+    whole = losses(train(packed_argv(small_folder(family), family, tmp_path / "whole", **common)))
+    checkpoint = tmp_path / "whole" / "checkpoint-2"
+    again = {**common, "resume_from_checkpoint": checkpoint}
+    rest = losses(train(packed_argv(small_folder(family), family, tmp_path / "rest", **again)))
+    assert max(whole) > 3
+    assert rest[max(whole)] == pytest.approx(whole[max(whole)], rel=2e-6)

@@ -6,7 +6,10 @@ import os
 
 import pytest
 
+from swift_vlpack.cli.plan import training_report
+from swift_vlpack.cli.plan_text import plan_text
 from swift_vlpack.errors import ConfigError, StateMismatch
+from tests.cli.test_inspect import looking_back
 from tests.data_rows import text_row
 from tests.host.runs import argv, epoch_report, packed_argv, train
 from tests.host.same_steps import (
@@ -189,3 +192,41 @@ def test_a_trainer_of_ones_own_keeps_steps_too(small_folder, tiny):
         PackingDataset(rows, made.template, config)
     with pytest.raises(ConfigError, match="samples_per_step is of packing_batch=samples"):
         PackingDataset(rows, made.template, PackingConfig(packing_length=128), samples_per_step=5)
+
+
+def test_plan_and_inspect_show_the_steps_that_were_trained(dataset, small_folder, tmp_path, options):
+    """SAME-6: `vlpack plan` before, `vlpack inspect --step` after, of a run with an incomplete last step."""
+    options(**OPTIONS)
+    flags = packed_argv(small_folder(FAMILY), FAMILY, tmp_path / "out", **recipe(2, 3, dataset=dataset, save_steps=3))
+    report = training_report(flags, num_ranks=1, failures_file=tmp_path / "failures.jsonl")
+    train(flags)
+    steps = packed_steps(tmp_path / "out")
+    assert (report["steps_per_epoch"], report["num_steps"]) == (4, 8) == (len(steps) // 2, len(steps))
+    kept = report["kept_steps"]
+    assert (kept["num_samples"], kept["batch_size"], kept["accumulation"], kept["num_ranks"]) == (6, 2, 3, 1)
+    assert 1 <= kept["fewest_sequences"] <= kept["mean_sequences"] <= kept["most_sequences"] < 6
+    assert kept["work"] == 1.0 <= kept["work_padding_free"] < kept["work_padded"], "one rank waits for nobody"
+    text = plan_text(report)
+    assert "8 in 2 epochs, 4 an epoch, as many as un-packed" in text
+    assert "the same 6 samples as un-packed" in text
+    with looking_back(tmp_path / "out") as seen:
+        for step, rows in enumerate(steps, 1):
+            (found,) = seen(step=step)["steps"]
+            assert sorted(int(one.rpartition(":")[2]) for pack in found["packs"] for one in pack["ids"]) == rows
+
+
+def test_a_row_that_cannot_be_read_leaves_its_step_one_smaller(small_folder, tmp_path, options, caplog):
+    """SAME-1: even where the step then has no sample; steps and rates stay those of the un-packed run."""
+    data = numbered_rows(tmp_path / "data", 5)
+    (tmp_path / "data" / "4.png").unlink(missing_ok=True)
+    (tmp_path / "data" / "4.jpg").unlink(missing_ok=True)
+    options(**OPTIONS)
+    flags = recipe(1, 1, dataset=data, num_train_epochs=1)
+    result = train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path / "out", **flags))
+    steps = packed_steps(tmp_path / "out")
+    assert sorted(map(len, steps)) == [0, 1, 1, 1, 1]
+    assert sorted(row for step in steps for row in step) == [0, 1, 2, 3]
+    lines = [line for line in result["log_history"] if "loss" in line]
+    assert len(lines) == 5
+    assert lines[steps.index([])]["grad_norm"] == 0
+    assert epoch_report(tmp_path / "out")["num_dropped"] == {"file_missing": 1}
