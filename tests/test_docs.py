@@ -111,6 +111,7 @@ def check_command(line):
             "cat",
             "ls",
             "nproc",
+            "megatron",
             "ulimit",
             "nvidia-smi",
             "source",

@@ -18,6 +18,7 @@ OF_ROWS = (
     *("model", "model_type", "model_revision", "task_type", "torch_dtype", "new_special_tokens", "max_model_len"),
     *("rope_scaling", "local_repo_path", "model_kwargs", "external_plugins", "custom_register_path", "use_hf"),
     *("dataset", "val_dataset", "split_dataset_ratio", "data_seed", "dataset_num_proc", "dataset_shuffle", "streaming"),
+    *("cached_dataset", "cached_val_dataset"),
     *("stopping_strategy", "shuffle_buffer_size", "columns", "strict", "remove_unused_columns", "model_name"),
     *("model_author", "custom_dataset_info", "disable_auto_column_mapping"),
     *("template", "system", "max_length", "truncation_strategy", "max_pixels", "agent_template", "norm_bbox"),

@@ -14,36 +14,66 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from swift.arguments import ExportArguments, SftArguments
 from swift.dataset import RowPreprocessor
 from swift.pipelines.export.cached_dataset import ExportCachedDataset
+from swift.utils import get_logger
 
 from swift_vlpack import json_lines
-from swift_vlpack.errors import DataError
+from swift_vlpack.config import PackingConfig
+from swift_vlpack.errors import ConfigError, DataError
+from swift_vlpack.host.cached import write_settings
 from swift_vlpack.host.length_pass import with_all_lengths
 from swift_vlpack.host.messages import said_by_swift
+from swift_vlpack.host.pipeline import data_seed
 from swift_vlpack.host.run_flags import given_options, without_options
 from swift_vlpack.host.sources import DrawnRows, load_drawn
+from swift_vlpack.plan.packed_index import write_index
+from swift_vlpack.plan.planner import plan
 from swift_vlpack.rows.left_out import as_json, deleted_by_loader
 from swift_vlpack.rows.samples import LeftOut
-from swift_vlpack.rows.sequences import SequencesEncoder, lengths_of_sequences
+from swift_vlpack.rows.sequences import SequencesEncoder, lengths_of_sequences, rounded_up
 from swift_vlpack.rows.source import RowSource
 from swift_vlpack.words import by_reason, counted
+
+logger = get_logger()
 
 LENGTHS = "vlpack_lengths"
 """The column by which lengths travel to ms-swift's preprocessor."""
 LEFT_OUT = "left_out.jsonl"
 """The list of rows that are not exported; written if there are any."""
+INDEX = "packed"
+"""The folder of the index of packs."""
 _OF_TRAINING = ("packing", "packing_length", "packing_strategy", "packing_num_proc", "padding_free", "lazy_tokenize")
 """Fields of ms-swift's export that a training file may set and that an export does not take."""
 _BATCH_OF_MEDIA, _BATCH_OF_TEXTS = 100, 1000
 """Rows of a batch in ms-swift's export. Types of columns follow from the first batch, so these are the same."""
 _OF_PRETRAINING = ("--use_chat_template", "false", "--loss_scale", "all")
 """The defaults of `swift pt`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportOptions:
+    """How to export, beside ms-swift's own flags."""
+
+    mode: str = "train"
+    """`--template_mode` of ms-swift's export."""
+    check_pixels: bool = False
+    """Decode every image, so that rows with broken pixels are left out."""
+    multiple: int = 1
+    """What the trainer pads every sequence to a multiple of."""
+    index: PackingConfig | None = None
+    """Write an index of packs by these options; without `has_length`, `packing_length` is `--max_length`."""
+    has_length: bool = False
+    num_ranks: int = 1
+    """Ranks that share the packs of the index."""
+    cache_dir: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +86,8 @@ class ExportedPart:
     """How many rows are left out, by reason."""
     num_images: int = 0
     num_images_not_decoded: int = 0
+    num_rows_not_rounded: int = 0
+    """Rows with a sequence whose rounded length would be above `--max_length`, so that it stays there."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the numbers by name."""
@@ -67,12 +99,13 @@ class ExportedPart:
 class HeaderExport(ExportCachedDataset):
     """ms-swift's export of a cached data set, with lengths from image headers."""
 
-    def __init__(self, flags: Sequence[str], *, check_pixels: bool = False, cache_dir: str | None = None) -> None:
-        self._check_pixels = check_pixels
-        self._cache_dir = cache_dir
+    def __init__(self, flags: Sequence[str], options: ExportOptions) -> None:
+        self._options = options
         self.parts: dict[str, ExportedPart] = {}
         """By name of the folder: `train`, `val`."""
         self.left_out: list[dict[str, Any]] = []
+        self.sizes: dict[str, NDArray[np.int64]] = {}
+        """By name of the folder, (3, num_rows): tokens, images and patches of every exported row."""
         names = [str(given_options(flags).get("model"))]
         with said_by_swift("refuses the options", names):
             super().__init__(list(flags))
@@ -83,23 +116,35 @@ class HeaderExport(ExportCachedDataset):
 
     def _encode_dataset(self, train_dataset: Any, val_dataset: Any, pre_process: bool = True) -> list[Any]:
         if self.args.truncation_strategy == "split":  # rows become tokens, which headers do not give
+            self._refuse_what_needs_lengths()
             return super()._encode_dataset(train_dataset, val_dataset, pre_process)
         self._save_val_dataset(val_dataset)
         named = zip(("train", "val"), self._drawn, strict=True)
         return [None if drawn is None else self._measured(name, drawn) for name, drawn in named]
 
+    def _refuse_what_needs_lengths(self) -> None:
+        if self._options.multiple > 1 or self._options.index is not None:
+            raise ConfigError(
+                "--truncation_strategy split exports tokens in place of rows, which neither rounded lengths nor "
+                "--packed can be made of; leave it out"
+            )
+
     def _measured(self, name: str, drawn: DrawnRows) -> Any:
         """Measure rows, and return those that can be encoded with their lengths; None if there are none."""
-        args = self.args
+        args, options = self.args, self._options
         encoder = SequencesEncoder(self.template)
-        sources = with_all_lengths(drawn.sources, encoder, args, self._cache_dir, in_full=self._check_pixels)
-        lengths: list[list[int]] = [[]] * len(drawn.rows)
-        for source, places in zip(sources, drawn.places, strict=True):
-            assert source.sizes is not None
-            for place, of_row in zip(places.tolist(), lengths_of_sequences(source.sizes), strict=True):
-                lengths[place] = of_row
-        self.parts[name] = _part_of(sources, lengths)
+        sources = with_all_lengths(drawn.sources, encoder, args, options.cache_dir, in_full=options.check_pixels)
+        lengths, columns = _in_order(sources, drawn)
+        part = _part_of(sources, lengths)
+        if options.multiple > 1:
+            lengths, num_not_rounded = _rounded(lengths, options.multiple, self.template.max_length)
+            part = replace(part, num_tokens=sum(map(sum, lengths)), num_rows_not_rounded=num_not_rounded)
+            _warn_of_length(name, num_not_rounded, self.template.max_length)
+        self.parts[name] = part
         self.left_out += [{**line, "of": name} for source in sources for line in _left_out(source)]
+        is_kept = np.array([bool(of_row) for of_row in lengths])
+        tokens = np.array([sum(of_row) for of_row in lengths], dtype=np.int64)
+        self.sizes[name] = np.stack([tokens, *columns])[:, is_kept]
         rows = _WithLengths()(
             drawn.rows.add_column(LENGTHS, lengths),
             num_proc=args.dataset_num_proc,
@@ -107,10 +152,39 @@ class HeaderExport(ExportCachedDataset):
             strict=args.strict,
             batch_size=_BATCH_OF_MEDIA if args.model_meta.is_multimodal else _BATCH_OF_TEXTS,
         )
+        if len(rows) != is_kept.sum():
+            raise DataError(f"ms-swift kept {len(rows)} of {counted(int(is_kept.sum()), 'row')} that have a length")
         if not len(rows) and name == "train":
-            reasons = by_reason(dict(sorted(self.parts[name].left_out.items())))
+            reasons = by_reason(dict(sorted(part.left_out.items())))
             raise DataError(f"nothing would be exported: all {counted(len(lengths), 'row')} are left out ({reasons})")
         return rows if len(rows) else None
+
+
+def _in_order(sources: Sequence[RowSource], drawn: DrawnRows) -> tuple[list[list[int]], NDArray[np.int64]]:
+    """Return `lengths` of every row in ms-swift's order, and (2, num_rows) images and patches."""
+    lengths: list[list[int]] = [[] for _ in range(len(drawn.rows))]
+    columns = np.zeros((2, len(drawn.rows)), dtype=np.int64)
+    for source, places in zip(sources, drawn.places, strict=True):
+        assert source.sizes is not None
+        columns[:, places] = source.sizes.images, source.sizes.patches
+        for place, of_row in zip(places.tolist(), lengths_of_sequences(source.sizes), strict=True):
+            lengths[place] = of_row
+    return lengths, columns
+
+
+def _rounded(lengths: Sequence[list[int]], multiple: int, most: int | None) -> tuple[list[list[int]], int]:
+    """Round lengths up, but none above `most`. Returns them, and how many rows have one that stays there."""
+    rounded = [rounded_up(of_row, multiple, most) for of_row in lengths]
+    return rounded, sum(any(length % multiple for length in of_row) for of_row in rounded)
+
+
+def _warn_of_length(name: str, num_rows: int, max_length: int | None) -> None:
+    if num_rows:
+        logger.warning(
+            f"{name}: {counted(num_rows, 'row')} would be longer than --max_length ({max_length}) once rounded up, and "
+            "ms-swift would delete them; their lengths stay at --max_length, so a pack with one of them can become "
+            "longer than planned"
+        )
 
 
 class _WithLengths(RowPreprocessor):
@@ -144,30 +218,41 @@ def _left_out(source: RowSource) -> Iterator[dict[str, Any]]:
         yield as_json(LeftOut(source.sample_id(index), *source.sizes.fault(index)), None, origins)
 
 
-def export(
-    flags: Sequence[str],
-    folder: Path,
-    *,
-    mode: str = "train",
-    command: str = "sft",
-    check_pixels: bool = False,
-    cache_dir: str | None = None,
-) -> dict[str, Any]:
+def export(flags: Sequence[str], folder: Path, options: ExportOptions, *, command: str = "sft") -> dict[str, Any]:
     """Export the data that ms-swift's flags name into a folder. Returns the report."""
     start = time.perf_counter()
     given = [*(_OF_PRETRAINING if command == "pt" else ()), *of_export(flags)]
-    own = ("--to_cached_dataset", "true", "--template_mode", mode, "--output_dir", str(folder), "--exist_ok", "true")
-    pipeline = HeaderExport([*given, *own], check_pixels=check_pixels, cache_dir=cache_dir)
+    own = ("--to_cached_dataset", "true", "--template_mode", options.mode, "--output_dir", str(folder))
+    pipeline = HeaderExport([*given, *own, "--exist_ok", "true"], options)
+    if pipeline.args.cached_dataset or pipeline.args.cached_val_dataset:
+        raise ConfigError("--cached_dataset is an export already; name what it was made of with --dataset")
     with said_by_swift("cannot export the data"):
         pipeline.main()
+    plugins = pipeline.args.external_plugins or []
+    write_settings(folder, pipeline.template, plugins, options.multiple)
     if pipeline.left_out:
         json_lines.append(folder / LEFT_OUT, pipeline.left_out, ensure_ascii=False)
     return {
         **{name: part.as_json() for name, part in pipeline.parts.items()},
-        "template_mode": mode,
-        "check_pixels": check_pixels,
+        **({} if options.index is None else {"packed": _write_index(pipeline, folder, options)}),
+        "template_mode": options.mode,
+        "check_pixels": options.check_pixels,
+        "multiple": options.multiple,
         "seconds": round(time.perf_counter() - start, 2),
     }
+
+
+def _write_index(pipeline: HeaderExport, folder: Path, options: ExportOptions) -> dict[str, Any]:
+    """Pack the training rows and write the index. Returns what `index.json` says."""
+    config = options.index
+    assert config is not None
+    if not options.has_length:
+        config = replace(config, packing_length=pipeline.template.max_length)
+    tokens, images, patches = pipeline.sizes["train"]
+    packs = plan(tokens, config, images=images, patches=patches, seed=data_seed(pipeline.args), label=None)
+    if not len(packs):
+        raise DataError(f"--packed: there is no pack; all rows are left out ({by_reason(packs.num_dropped)})")
+    return write_index(folder / INDEX, packs.align(options.num_ranks))
 
 
 def of_export(flags: Sequence[str]) -> list[str]:

@@ -47,6 +47,17 @@ def check_adapter(adapter: str) -> None:
         raise ConfigError(f"--adapters {adapter}: no such folder{_near(adapter)}")
 
 
+def check_cached(what: str, given: str) -> None:
+    """Refuse what is no folder of a cached data set; `folder#N` means N of its rows."""
+    path = Path(given if os.path.exists(given) else given.rpartition("#")[0] or given)
+    if not path.is_dir():
+        raise ConfigError(f"{what} {given}: no such folder{_near(str(path))}")
+    if not (path / "dataset_info.json").is_file():
+        inside = [name for name in ("train", "val") if (path / name / "dataset_info.json").is_file()]
+        hint = f"; did you mean {path / inside[0]}?" if inside else "; `vlpack export` writes one"
+        raise ConfigError(f"{what} {given} is no cached data set{hint}")
+
+
 def check_exists(what: str, path: str, *, expands_home: bool) -> None:
     """Refuse a file that is not there. With `expands_home`, ms-swift reads `~` in the path as the home folder."""
     if not (Path(path).expanduser() if expands_home else Path(path)).exists():

@@ -28,6 +28,7 @@ from swift_vlpack.feed.planned_feed import PlannedFeed
 from swift_vlpack.feed.streamed import StreamedPackingDataset
 from swift_vlpack.feed.streamed_feed import StreamedFeed
 from swift_vlpack.host.args import deletes_failing_rows, packing_config, plans_ahead, unpacked_batch_size, unpacked_step
+from swift_vlpack.host.cached import compare_lengths, with_cached_validation
 from swift_vlpack.host.evaluation import evaluation_data, saved_validation_rows
 from swift_vlpack.host.headers import reading_urls
 from swift_vlpack.host.length_pass import with_all_lengths
@@ -69,7 +70,7 @@ def prepare_dataset(pipeline: Any) -> list[Any]:
     # Before the first step, because the length pass has seen all rows: it shows a mount that is gone.
     check_measured(feed.sources, config.packing_max_failed_share)
     check_rope(pipeline.model.config, feed.sources, template.max_length, config)
-    val_rows = saved_validation_rows(pipeline, val_rows)
+    val_rows = with_cached_validation(saved_validation_rows(pipeline, val_rows), args, config)
     if is_master():
         _show(pipeline, feed)
     return [feed, evaluation_data(val_rows, pipeline, config)]
@@ -94,7 +95,9 @@ def build_feed(args: Any, template: Any, config: PackingConfig) -> tuple[Feed, A
 def measured_rows(sources: list[RowSource], template: Any, args: Any, config: PackingConfig) -> FusionCaptionDataset:
     """Measure the rows of the sources, because a plan is made of their lengths, and fuse them into one data set."""
     encoder = RowEncoder.of(template, config)  # for this config, because which tokens are targets is measured too
-    return fused(with_all_lengths(sources, encoder, args, config.packing_cache_dir), template, args, config)
+    measured = with_all_lengths(sources, encoder, args, config.packing_cache_dir)
+    compare_lengths(measured, template, getattr(args, "external_plugins", None) or [])
+    return fused(measured, template, args, config)
 
 
 def planned_feed(rows: FusionCaptionDataset, template: Any, args: Any, config: PackingConfig) -> PlannedFeed:

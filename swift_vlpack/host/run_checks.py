@@ -15,6 +15,7 @@ from swift_vlpack.config import SAMPLES, PackingConfig, is_planned
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.host.path_checks import (
     check_adapter,
+    check_cached,
     check_checkpoint,
     check_data,
     check_exists,
@@ -89,6 +90,9 @@ def _check_files(options: Mapping[str, Any]) -> None:
         check_adapter(adapter)
     if checkpoint := options.get("resume_from_checkpoint"):
         check_checkpoint(Path(str(checkpoint)).expanduser())
+    for name in ("cached_dataset", "cached_val_dataset"):
+        for path in _many(options.get(name)):
+            check_cached(f"--{name}", path)
     for name in PLUGINS:
         for path in _many(options.get(name)):
             if path.endswith((".py", ".json")):
@@ -122,7 +126,16 @@ def refuse_combinations(options: Mapping[str, Any], config: PackingConfig) -> No
             "--group_by_length true",
             "packs are matched in cost already; or set packing_batch=samples, which keeps its steps",
         ),
-        (get("cached_dataset") or get("cached_val_dataset"), "--cached_dataset", "use --dataset"),
+        (
+            is_streaming and (get("cached_dataset") or get("cached_val_dataset")),
+            "--streaming true with --cached_dataset",
+            "a cached data set has a length; leave --streaming out",
+        ),
+        (
+            config.fusion_config and get("cached_dataset"),
+            "--cached_dataset with a fusion_config",
+            "a cached data set has no ratio; leave one of them out",
+        ),
         (get("tuner_backend") == "unsloth", "--tuner_backend unsloth", "use peft"),
         ((get("sequence_parallel_size") or 1) > 1, "--sequence_parallel_size above 1", "set it to 1"),
         ((get("deepspeed_autotp_size") or 1) > 1, "--deepspeed_autotp_size above 1", "ranks train on different packs"),

@@ -25,6 +25,7 @@ from swift.utils import get_logger, safe_ddp_context, use_hf_hub
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import DataError, VLPackError
+from swift_vlpack.host.cached import cached_sources
 from swift_vlpack.host.messages import Refused, said_by_swift
 from swift_vlpack.host.row_numbers import NumberedPreprocess, PreprocessedRows, column
 from swift_vlpack.json_lines import broken_line
@@ -80,6 +81,9 @@ class _Loading:
 
 def load_sources(args: Any, config: PackingConfig) -> tuple[list[RowSource], HfDataset | None]:
     """Load the training sources, and the validation rows or None: the rows that plain `swift sft` would have."""
+    cached = cached_sources(args, config)
+    if not (args.dataset or config.fusion_config):
+        return _after(cached, []), _validation(args) if args.val_dataset else None
     specs = read_fusion_config(config.fusion_config).sources if config.fusion_config else specs_of(args.dataset)
     options = args.get_dataset_kwargs()
     datasets = [spec.dataset for spec in specs]
@@ -101,7 +105,17 @@ def load_sources(args: Any, config: PackingConfig) -> tuple[list[RowSource], HfD
     sources = [_source(one, train, places, loading, _deleted_rows(one)) for one in loading]
     if config.fusion_config:  # no un-packed run draws from it, so rows have no place there
         sources = [replace(source, places=None) for source in sources]
-    return sources, val_dataset
+    return _after(cached, sources), val_dataset
+
+
+def _after(cached: list[RowSource], sources: list[RowSource]) -> list[RowSource]:
+    """Put sources after cached ones, as plain ms-swift joins them."""
+    if not cached:
+        return sources
+    ends = np.cumsum([0, *(len(source.rows) for source in cached)]).tolist()
+    placed = [replace(one, places=start + np.arange(len(one.rows))) for one, start in zip(cached, ends, strict=False)]
+    later = [replace(one, places=None if one.places is None else one.places + ends[-1]) for one in sources]
+    return [*placed, *later]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -17,7 +17,7 @@ sequences are its parts, as the pieces of a cut row are:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -119,3 +119,15 @@ def lengths_of_sequences(sizes: LengthIndex) -> list[list[int]]:
         for row, (start, stop) in zip(rows.tolist(), pairwise(offsets.tolist()), strict=True):
             lengths[row] = of_parts[start:stop] if lengths[row] else []
     return lengths
+
+
+def rounded_up(lengths: Sequence[int], multiple: int, most: int | None) -> list[int]:
+    """Round the lengths of a row up as padding to a multiple makes them, but none above `most`.
+
+    >>> rounded_up([5, 8, 62], 8, 63), rounded_up([5], 1, None)
+    ([8, 8, 63], [5])
+    """
+    rounded = [-(-length // multiple) * multiple for length in lengths]
+    return (
+        rounded if most is None else [min(one, max(length, most)) for one, length in zip(rounded, lengths, strict=True)]
+    )

@@ -74,6 +74,8 @@ class RowSource:
     """How many rows of the file the loader deleted; None if that is not known."""
     lost_rows: Sequence[int] = ()
     """The numbers of the deleted rows, as far as they are known."""
+    cached_lengths: NDArray[np.int64] | None = None
+    """The lengths that a cached data set has for its rows; they are compared, and not planned by."""
     origin: str | None = None
     """Full path of the local file or folder, or the name on the hub; None for rows that a program made."""
     places: NDArray[np.int64] | None = None

@@ -9,8 +9,6 @@ import pytest
 
 from tests.engines.runs_of_engines import Runs
 
-pytest.importorskip("deepspeed", reason="make test-engines installs DeepSpeed")
-
 
 @pytest.fixture(scope="session")
 def runs(small_folder, tmp_path_factory) -> Callable[[str], Runs]:

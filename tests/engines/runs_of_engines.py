@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,10 @@ OPTIONS = {
     "packing_drop_last": "false",
     "record_packs": "true",
 }
+SAME_STEPS = {
+    "packing_strategy": "exact", "packing_length": 200, "packing_batch": "samples", "record_packs": "true",
+}  # fmt: skip
+"""Steps of eight samples, which take as many sequences as they need."""
 FULL = {"tuner_type": "full", "freeze_vit": "false", "freeze_aligner": "false"}
 LORA = {"tuner_type": "lora", "target_modules": "all-linear", "lora_rank": 4, "lora_dropout": 0}
 TWICE = {"gradient_accumulation_steps": 2}
@@ -81,6 +85,7 @@ class Runs:
             self.training("lora_with_tower", LORA, TWICE, freeze_vit="false", freeze_aligner="false"),
             self.training("qwen3_vl", FULL, family="qwen3_vl", data_seed=SEED_WITH_IMAGES),
             self.training("qwen3_vl_with_texts", FULL, family="qwen3_vl", max_steps=6),
+            replace(self.training("same_steps", FULL, TWICE, per_device_train_batch_size=2), options=SAME_STEPS),
         ]
         if self.engine == "ddp":  # whose plugin does not tell accelerate that it shards on CPUs
             runs.append(self.training("not_fsdp2", FULL, FLAGS["fsdp2"], max_steps=2))

@@ -55,6 +55,16 @@ def test_step_without_any_image_moves_the_tower_by_momentum_but_not_under_ddp(en
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_steps_that_keep_their_samples_are_those_of_ddp(engine, runs):
+    """SAME-3 RANKS-17: how many sequences a rank accumulates differs from step to step."""
+    ddp, other = (runs(name).first["same_steps"] for name in ("ddp", engine))
+    assert_same_steps(other.steps, ddp.steps)
+    num_sequences = [sum(pack["step"] == step for pack in trained(other.output)) for step in range(1, NUM_STEPS + 1)]
+    assert len(set(num_sequences)) > 1, "every step took as many sequences"
+    assert [sum(len(pack["ids"]) for pack in trained(other.output) if pack["step"] == 1)] == [8]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_evaluation_is_that_of_ddp(engine, runs):
     """TRAIN-6 RANKS-17"""
     losses = {}

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 from datasets import load_from_disk
 
+from swift_vlpack.words import counted
 from tests.cli.in_process import run_here
+from tests.conftest import load_tiny
 from tests.data_rows import image_row, mixed_rows, text_row, write_jsonl
+from tests.doc_blocks import ROOT, blocks
 from tests.environment import restored_environment
 from tests.host.runs import SMALL_VOCABULARY, argv, log_lines
 from tests.images import BROKEN, GOOD, make
@@ -96,6 +99,70 @@ CASES = {
 }
 
 
+def pair(number, images=()):
+    """A conversation with a rejected answer, which may have images of its own."""
+    words = "word " * number
+    row = {**text_row("<image>" * len(images) + f"question {number}", words + "yes"), "rejected_response": words + "no"}
+    return {**row, "images": list(images)} if images else row
+
+
+def kto(number, images=()):
+    row = pair(number, images)
+    row.pop("rejected_response")
+    return {**row, "label": number % 2 == 0}
+
+
+def candidates(number, images=()):
+    """A question with a document that answers it, and some that do not; as many as the number says."""
+    ask = {"messages": text_row("<image>" * len(images) + f"question {number}")["messages"][:1]}
+    told = [[{"role": "assistant", "content": "word " * (number + at)}] for at in range(1 + number % 3)]
+    row = {**ask, "positive_messages": [[{"role": "assistant", "content": "that one"}]], "negative_messages": told}
+    return {**row, "images": list(images)} if images else row
+
+
+def rated(number, images=()):
+    row = {**text_row("<image>" * len(images) + f"question {number}"), "label": number % 3}
+    return {**row, "images": list(images)} if images else row
+
+
+MODES = {
+    "rlhf": (pair, {"template_mode": "rlhf"}),
+    "kto": (kto, {"template_mode": "kto"}),
+    "reward model": (pair, {"template_mode": "rlhf", "task_type": "seq_cls", "num_labels": 1}),
+    "embedding": (candidates, {"task_type": "embedding"}),
+    "reranker": (candidates, {"task_type": "reranker"}),
+    "generative reranker": (candidates, {"task_type": "generative_reranker"}),
+    "classes": (rated, {"task_type": "seq_cls", "num_labels": 3, "problem_type": "single_label_classification"}),
+    "decision": (rated, {"task_type": "decision"}),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_and_task_equals_that_of_ms_swift(mode, small_folder, tmp_path, capfd):
+    """EXPORT-8: rows of several sequences, and what rows of one sequence are trained for."""
+    make_row, options = MODES[mode]
+    good = make(tmp_path / "images", {name: GOOD[name] for name in ("photo.jpg", "wide.jpg", "palette.png")})
+    bad = make(tmp_path / "images", {name: BROKEN[name] for name in ("truncated.jpg", "missing.jpg")})
+    images = [[], [good["photo.jpg"]], [good["wide.jpg"], good["palette.png"]], *([path] for path in bad.values())]
+    rows = [make_row(number, images[number % len(images)]) for number in range(1, 21)]
+    rows.append(make_row(700))
+    given = flags_of(small_folder(FAMILY), write_jsonl(tmp_path / "rows.jsonl", rows), **options)
+    right = theirs(given, tmp_path / "theirs") / "train"
+    assert_equal(ours(given, tmp_path / "checked", "--check_pixels") / "train", right)
+    capfd.readouterr()
+    assert_equal(ours(given, tmp_path / "again", "--check_pixels", "--json") / "train", right)
+    assert json.loads(capfd.readouterr().out)["train"]["num_images_not_decoded"] == 0
+
+    cached = [*given, "--packing_cache_dir", tmp_path / "lengths"]
+    for attempt in ("from headers", "remembered"):
+        made = load_from_disk(str(ours(cached, tmp_path / attempt, "--json") / "train"))
+        part = json.loads(capfd.readouterr().out)["train"]
+        kept = [row for row in made if [image["path"] for image in row["images"] or ()] != [bad["truncated.jpg"]]]
+        assert kept == list(load_from_disk(str(right)))
+        assert len(made) > len(kept), "a good header, broken pixels"
+        assert 0 < part["num_images_not_decoded"] < part["num_images"]
+
+
 @pytest.fixture
 def flags(small_folder, files):
     def made(names, **options):
@@ -121,6 +188,23 @@ def test_export_equals_that_of_ms_swift(case, flags, tmp_path):
             assert_equal(decoded / part, right / part)
     if (right / "val_dataset.jsonl").exists():
         assert (decoded / "val_dataset.jsonl").read_text() == (right / "val_dataset.jsonl").read_text()
+
+
+def test_documents_that_are_split_equal_those_of_ms_swift(text_folder, tmp_path):
+    """EXPORT-1: the command of ms-swift's example of pretraining, whose rows become tokens; and from a run of `pt`."""
+    rows = [text_row("", "word " * (40 * number)) for number in range(1, 9)]
+    given = {
+        "model": text_folder, "model_type": "qwen2", "template": "qwen2_5", "torch_dtype": "float32", "use_hf": "true",
+        "dataset": write_jsonl(tmp_path / "rows.jsonl", rows), "dataset_num_proc": 2, "truncation_strategy": "split",
+        "max_length": 128, "split_dataset_ratio": 0.2,
+    }  # fmt: skip
+    plain = [str(part) for name, value in given.items() for part in (f"--{name}", value)]
+    of_pretraining = ["--use_chat_template", "false", "--loss_scale", "all"]
+    right = theirs([*plain, *of_pretraining], tmp_path / "theirs")
+    for output, command in (("ours", [*plain, *of_pretraining]), ("pt", ["pt", *plain])):
+        made = ours(command, tmp_path / output, "--to_cached_dataset", "true")
+        assert_equal(made / "train", right / "train")
+        assert_equal(made / "val", right / "val")
 
 
 def test_headers_keep_only_rows_with_broken_pixels_in_addition(flags, tmp_path, capfd):
@@ -162,30 +246,100 @@ def test_packs_of_plain_ms_swift_are_the_same(flags, tmp_path, tiny):
     assert len(packs[0][0]) > 3
 
 
+def plainly_trained(command, flags, folder):
+    """What plain ms-swift logs of a run in a process of its own."""
+    plain, out = folder / "plain.py", folder / "out"
+    folder.mkdir()
+    plain.write_text(PLAIN)
+    done = subprocess.run(
+        [sys.executable, "-m", f"swift.cli.{command}", *flags(out, plain)],
+        cwd=folder, capture_output=True, text=True, timeout=400, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (folder / "imported.txt").read_text() == "False\n"
+    return [(line.get("loss"), line.get("eval_loss")) for line in log_lines(out)]
+
+
 @pytest.mark.slow
 @pytest.mark.telling
-def test_plain_ms_swift_trains_from_it_without_this_package(flags, small_folder, tmp_path):
+@pytest.mark.parametrize("command", ["sft", "rlhf"])
+def test_plain_ms_swift_trains_from_it_without_this_package(command, flags, small_folder, tmp_path):
     """EXPORT-4: in processes that never import it; the same losses as from ms-swift's own export."""
-    given = flags(["mixed"], split_dataset_ratio=0.2)
+    if command == "rlhf":
+        image = make(tmp_path / "images", {"photo.jpg": GOOD["photo.jpg"]})["photo.jpg"]
+        rows = write_jsonl(tmp_path / "pairs.jsonl", [pair(n, [image] if n % 2 else []) for n in range(1, 17)])
+        given = flags_of(small_folder(FAMILY), rows, split_dataset_ratio=0.2, template_mode="rlhf")
+        more = {"rlhf_type": "dpo"}
+    else:
+        given, more = flags(["mixed"], split_dataset_ratio=0.2), {}
     folders = theirs(given, tmp_path / "theirs"), ours(given, tmp_path / "ours", "--check_pixels")
-    plain = tmp_path / "plain.py"
-    plain.write_text(PLAIN)
     losses = []
-    for number, folder in enumerate(folders):
-        out = tmp_path / f"out{number}"
-        command = argv(
-            small_folder(FAMILY), FAMILY, out, cached_dataset=folder / "train", cached_val_dataset=folder / "val",
-            packing="true", num_train_epochs=1, eval_strategy="epoch", external_plugins=[plain, SMALL_VOCABULARY],
-        )  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, "-m", "swift.cli.sft", *command],
-            cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
-        losses.append([line.get("loss", line.get("eval_loss")) for line in log_lines(out)])
+    for folder in folders:
+
+        def of_run(out, plugin, folder=folder):
+            return argv(
+                small_folder(FAMILY), FAMILY, out, cached_dataset=folder / "train", cached_val_dataset=folder / "val",
+                packing="true", num_train_epochs=1, eval_strategy="epoch", external_plugins=[plugin, SMALL_VOCABULARY],
+                **more,
+            )  # fmt: skip
+
+        losses.append(plainly_trained(command, of_run, tmp_path / f"of_{folder.name}"))
     assert losses[0] == losses[1]
     assert len(losses[0]) > 2
-    assert (tmp_path / "imported.txt").read_text() == "False\nFalse\n"
+
+
+@pytest.mark.parametrize(
+    "padding", [("context_parallel_size", 2, 4), ("pad_samples_to", 24, 24)], ids=lambda one: one[0]
+)
+def test_lengths_are_those_of_padded_samples(padding, flags, small_folder, tmp_path, caplog):
+    """EXPORT-9: as ms-swift pads them after it has packed, so that no pack becomes longer than planned."""
+    flag, number, multiple = padding
+    given = [*flags(["mixed", "texts"]), "--max_length", "130", "--packing_cache_dir", tmp_path / "lengths"]
+    plain = load_from_disk(str(ours(given, tmp_path / "plain") / "train"))
+    made = load_from_disk(str(ours(given, tmp_path / "padded", f"--{flag}", number) / "train"))
+    assert named(made) == named(plain)
+    wanted = [-(-length // multiple) * multiple for (length,) in plain["lengths"]]
+    assert made["lengths"] == [[min(length, 130)] for length in wanted]
+    num_capped = sum(length > 130 for length in wanted)
+    assert num_capped > 0
+    said = f"train: {counted(num_capped, 'row')} would be longer than --max_length (130) once rounded up"
+    assert said in caplog.text
+
+    if flag == "context_parallel_size":
+        template = load_tiny(small_folder(FAMILY), FAMILY).template
+        template.use_megatron, template.sequence_parallel_size = True, number
+        batch = [template.encode(row, return_length=True) for row in list(made)[:12]]
+        template._handle_megatron_cp(batch)
+        assert [one["length"] for one, length in zip(batch, wanted, strict=False)] == wanted[:12]
+
+
+def test_index_of_packs_is_read_by_the_loader_of_the_docs(flags, tmp_path, capfd):
+    """EXPORT-10"""
+    [loader] = [block.text for block in blocks(ROOT / "docs" / "export.md", "python")]
+    names: dict = {}
+    exec(loader, names)  # as a reader saves it
+    assert len([line for line in loader.splitlines() if line.strip() and "import" not in line]) <= 20
+    more = ["--packed", "--num_ranks", "2", "--packing_length", "300", "--packing_strategy", "exact", "--json"]
+    given = [*flags(["mixed", "texts"], split_dataset_ratio=0.1), "--packing_cache_dir", tmp_path / "lengths"]
+    folder = ours(given, tmp_path / "ours", *more)
+    index = json.loads(capfd.readouterr().out)["packed"]
+    assert index == json.loads((folder / "packed" / "index.json").read_text())
+    rows = load_from_disk(str(folder / "train"))
+    ranks = [names["PackedRows"](folder, rank) for rank in range(2)]
+    assert [len(rank) for rank in ranks] == [index["num_steps"]] * 2
+    lines = [json.loads(line) for line in (folder / "packed" / "packs.jsonl").read_text().splitlines()]
+    assert len(lines) == index["num_packs"] == 2 * index["num_steps"]
+    for line in lines:
+        assert ranks[line["rank"]][line["step"]] == [rows[row] for row in line["rows"]]
+        assert line["lengths"] == [sum(rows["lengths"][row]) for row in line["rows"]]
+        assert line["num_tokens"] == sum(line["lengths"]) <= 300 or len(line["rows"]) == 1
+    packed = [row for line in lines for row in line["rows"]]
+    assert len(packed) == len(set(packed)) == len(rows) - sum(index["num_left_out"].values())
+
+    again = ours(given, tmp_path / "again", *more) / "packed" / "index.json"
+    other = ours(given, tmp_path / "other", *more, "--packing_length", "400") / "packed" / "index.json"
+    digests = [json.loads(path.read_text())["digest"] for path in (again, other)]
+    assert digests[0] == index["digest"] != digests[1]
 
 
 def test_folder_has_its_name_only_when_it_is_whole(flags, tmp_path, monkeypatch):
@@ -240,6 +394,11 @@ def test_output_that_is_there_is_never_lost(flags, tmp_path, capfd):
         (["--to_cached_dataset", "false"], "--to_cached_dataset false leaves nothing to do"),
         (["--template_mode", "dpo"], "invalid choice: 'dpo'"),
         (["--fusion_config", "mix.yaml"], "fusion_config mix.yaml cannot be exported"),
+        (["--num_ranks", "2"], "--num_ranks is for the index of --packed"),
+        (["--packed", "--packing_overflow", "split"], "would cut rows, which an index of whole rows cannot say"),
+        (["--packed", "--packing_batch", "samples"], "packing_batch=samples needs the steps of a run"),
+        (["--pad_samples_to", "0"], "must be a number of at least 1, got '0'"),
+        (["--pad_samples_to", "8", "--context_parallel_size", "2"], "not allowed with argument"),
         (["--max_lenght", "5"], "did you mean --max_length"),
     ],
 )

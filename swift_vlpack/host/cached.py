@@ -1,0 +1,205 @@
+"""Load cached data sets (`--cached_dataset`) as sources: the rows that plain ms-swift would train, with their numbers.
+
+ms-swift trusts the column `lengths` of such a data set, which does not say by which settings it was made. Here the rows
+are measured as those of every source are, from headers and by the settings of this run. `compare_lengths` says where
+the column has others, and which settings differ, as far as `vlpack export` has noted them (`SETTINGS`).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset as HfDataset
+from numpy.typing import NDArray
+from swift.dataset import DatasetLoader
+from swift.pipelines import utils as swift_utils
+from swift.utils import get_logger, is_master
+
+from swift_vlpack.config import PackingConfig
+from swift_vlpack.errors import DataError
+from swift_vlpack.host.messages import said_by_swift
+from swift_vlpack.host.row_numbers import ROW, column
+from swift_vlpack.lengths.context import dependencies_of, digest_of, plain
+from swift_vlpack.rows.sequences import rounded_up
+from swift_vlpack.rows.source import RowSource
+from swift_vlpack.words import counted
+
+logger = get_logger()
+
+SETTINGS = "settings.json"
+"""What lengths of an export depend on; beside `train` and `val`."""
+_LENGTHS = ("lengths", "length")
+"""The column, as this and older versions of ms-swift name it."""
+_NAMED = ("settings", "variables", "packages")
+"""Settings that are named one by one; of the others a digest tells whether they differ."""
+NUM_NAMED = 8
+"""Most settings that a warning names."""
+
+
+def cached_sources(args: Any, config: PackingConfig) -> list[RowSource]:
+    """Load the training sources that `--cached_dataset` names."""
+    if not getattr(args, "cached_dataset", None):
+        return []
+    loaded, _ = _load(args, config)
+    names = [_name_of(path) for path in args.cached_dataset]
+    return [
+        _source(name if names.count(name) == 1 else f"{name}-{number}", one)
+        for number, (name, one) in enumerate(zip(names, loaded, strict=True))
+    ]
+
+
+def with_cached_validation(rows: Any, args: Any, config: PackingConfig) -> Any:
+    """Add the validation rows that `--cached_val_dataset` names to those of the run; either may be None."""
+    if not getattr(args, "cached_val_dataset", None):
+        return rows
+    _, loaded = _load(args, config)
+    own = [one.rows.remove_columns([name for name in (ROW, *_LENGTHS) if name in one.rows.column_names])
+           for one in loaded]  # fmt: skip
+    return DatasetLoader.concat_datasets([*own, *([] if rows is None else [rows])])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Cached:
+    """A cached data set as ms-swift loads it, with the number of each row among all that were written."""
+
+    rows: HfDataset
+    folder: Path
+    too_long: Sequence[int]
+    """Numbers of the rows that ms-swift leaves out for `--max_length`."""
+
+
+def _load(args: Any, config: PackingConfig) -> tuple[list[_Cached], list[_Cached]]:
+    """Load both lists in one call, as plain ms-swift does, because it draws `#N` of all from one random stream."""
+    if config.cuts_rows:  # rows that are too long are cut, so none is to be deleted
+        args = copy.copy(args)
+        args.truncation_strategy = None
+    found: list[tuple[Path, Sequence[int]]] = []
+    with said_by_swift("cannot load the cached data"), _noting(found, args):
+        both = swift_utils.get_cached_dataset(args)
+    noted = iter(found)
+    train, val = ([_Cached(rows=rows, folder=at[0], too_long=at[1]) for rows, at in zip(some, noted)] for some in both)  # noqa: B905
+    return train, val
+
+
+@contextmanager
+def _noting(found: list[tuple[Path, Sequence[int]]], args: Any) -> Iterator[None]:
+    """Number the rows of every data set that ms-swift reads meanwhile, and note its folder."""
+    read = swift_utils.load_from_disk
+
+    def numbered(path: str) -> HfDataset:
+        rows = read(path)
+        known = next((name for name in _LENGTHS if name in rows.column_names), None)
+        if known is None:
+            raise DataError(
+                f"--cached_dataset {path} has no column lengths; `vlpack export` and `swift export` write it"
+            )
+        is_limited = args.truncation_strategy == "delete" and args.max_length is not None
+        lengths = np.array([max(_numbers(one)) for one in rows[known]], dtype=np.int64)
+        too_long = np.flatnonzero(lengths > args.max_length).tolist() if is_limited else ()
+        found.append((Path(path).absolute(), too_long))
+        return rows.add_column(ROW, np.arange(len(rows)))
+
+    swift_utils.load_from_disk = numbered
+    try:
+        yield
+    finally:
+        swift_utils.load_from_disk = read
+
+
+def _numbers(lengths: Any) -> list[int]:
+    return lengths if isinstance(lengths, list) else [lengths]
+
+
+def _name_of(path: str) -> str:
+    """Return the name of a source: `captions_cached/train`."""
+    folder = Path(path.rpartition("#")[0] if not os.path.exists(path) else path).absolute()
+    return f"{folder.parent.name}/{folder.name}"
+
+
+def _source(name: str, one: _Cached) -> RowSource:
+    known = next(column for column in _LENGTHS if column in one.rows.column_names)
+    if one.too_long:
+        logger.warning(f"source {name}: {counted(len(one.too_long), 'row')} over --max_length left out")
+    return RowSource(
+        name=name,
+        rows=one.rows.remove_columns([ROW, known]),
+        row_numbers=column(one.rows, ROW),
+        num_lost=len(one.too_long),
+        lost_rows=one.too_long,
+        origin=str(one.folder),
+        cached_lengths=np.array([sum(_numbers(of_row)) for of_row in one.rows[known]], dtype=np.int64),
+    )
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+def settings_of(template: Any, plugins: Sequence[str]) -> dict[str, Any]:
+    """Return what lengths depend on, by name, as JSON holds it."""
+    parts = dependencies_of(template, plugins)
+    named = {f"{group} {name}": value for group in _NAMED for name, value in parts.pop(group).items()}
+    digests = {name: digest_of(part, 8) for name, part in parts.items()}
+    found: dict[str, Any] = json.loads(json.dumps({**named, **digests}, default=plain))
+    return found
+
+
+def write_settings(folder: Path, template: Any, plugins: Sequence[str], multiple: int) -> None:
+    """Note by which settings an export was made."""
+    content = {"multiple": multiple, "max_length": template.max_length, "settings": settings_of(template, plugins)}
+    (folder / SETTINGS).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def compare_lengths(sources: Sequence[RowSource], template: Any, plugins: Sequence[str]) -> None:
+    """Warn of cached lengths that are others than those of this run, by which packs are planned."""
+    for source in sources:
+        if source.cached_lengths is None or source.sizes is None or source.origin is None or not is_master():
+            continue
+        noted = _noted(Path(source.origin).parent / SETTINGS)
+        own = source.sizes.lengths
+        wanted = _as_exported(own, noted)
+        differing = np.flatnonzero((own > 0) & (wanted != source.cached_lengths))
+        if len(differing):
+            first = int(differing[0])
+            example = f"{source.where(first)}: {source.cached_lengths[first]} there, {wanted[first]} here"
+            logger.warning(
+                f"source {source.name}: {len(differing)} of {counted(len(own), 'length')} in the cached data set are "
+                f"not those of this run, which were measured anew ({example}); "
+                f"{_differences(noted, settings_of(template, plugins))}"
+            )
+
+
+def _as_exported(lengths: NDArray[np.int64], noted: dict[str, Any]) -> NDArray[np.int64]:
+    """Round lengths as the export has rounded them."""
+    multiple = noted.get("multiple", 1)
+    rounded = rounded_up(lengths.tolist(), multiple, noted.get("max_length")) if multiple > 1 else lengths
+    return np.array(rounded, dtype=np.int64)
+
+
+def _noted(path: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+    return {}
+
+
+def _differences(noted: dict[str, Any], now: dict[str, Any]) -> str:
+    """Name the settings that differ.
+
+    >>> _differences({"settings": {"variables MAX_PIXELS": "50176", "code": 1}}, {"variables MAX_PIXELS": None})
+    'settings that differ: code (1 there, None here), variables MAX_PIXELS (50176 there, None here)'
+    """
+    before = noted.get("settings")
+    if before is None:
+        return "which settings differ is not known, because ms-swift's export does not note them"
+    names = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+    shown = [f"{name} ({before.get(name)} there, {now.get(name)} here)" for name in names[:NUM_NAMED]]
+    more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
+    return f"settings that differ: {', '.join(shown)}{more}" if names else "no setting that is noted differs"
