@@ -17,7 +17,7 @@ from swift_vlpack.errors import DataError, IsolationError
 from swift_vlpack.proof import handed
 from swift_vlpack.proof.verify import verify
 from swift_vlpack.testing import assert_isolated
-from tests import tiny
+from tests import family_models, tiny
 from tests.proof import collators as c
 
 FAMILIES = (*c.GRIDS, c.INTERN, c.TEXT)
@@ -441,6 +441,55 @@ def test_examples_of_reasons():
     import doctest
 
     assert doctest.testmod(handed).failed == 0
+
+
+# -- more families ----------------------------------------------------------------------------------------------------
+
+
+def by_processor(processor, text, picture):
+    """A sample as the family's own processor makes it; the end of the text is learnt."""
+    mark = (getattr(processor, "boi_token", None) or processor.image_token) if picture else ""
+    made = processor(text=[mark + text], images=[[picture]] if picture else None, return_tensors="pt")
+    ids = made["input_ids"][0].tolist()
+    fields = {name: value for name, value in made.items() if name != "attention_mask"}
+    return {**fields, "input_ids": ids, "labels": [c.IGNORED] * (len(ids) - 4) + ids[-4:]}
+
+
+def end_to_end(samples, *, tells=True, is_reversed=False):
+    """All fields one after the other: those with a number for each token along the row, media along the batch."""
+    lengths = c.lengths_of(samples)
+    tokens, labels = ([number for one in samples for number in one[name]] for name in ("input_ids", "labels"))
+    made = {"input_ids": torch.tensor([tokens]), "labels": torch.tensor([labels])}
+    made["labels"][0, [0, *np.cumsum(lengths)[:-1].tolist()]] = c.IGNORED
+    for name in dict.fromkeys(name for one in samples for name in one if name not in made):
+        values = [one[name] for one in samples if name in one]
+        is_of_tokens = [value.shape[1:] for value in values] == [(length,) for length in lengths]
+        made[name] = torch.cat(values, dim=1 if is_of_tokens else 0)
+    if is_reversed and "pixel_values" in made:
+        made["pixel_values"] = made["pixel_values"].flip(0)
+    return made | ({"position_ids": torch.cat([torch.arange(length) for length in lengths])[None]} if tells else {})
+
+
+@pytest.mark.slow
+@pytest.mark.telling
+@pytest.mark.parametrize("name", ["LLaVA 1.5 (HF)", "Gemma 3", "Mistral 3", "Idefics3", "LLaVA-OneVision (HF)"])
+def test_more_families_are_judged_by_the_same_collator(name, tmp_path):
+    """REF-1 REF-3: tiles, masks of pixels, sizes beside them, tokens of an image that see each other."""
+    family_models.FAMILIES[name].build(tmp_path)
+    processor = transformers.AutoProcessor.from_pretrained(tmp_path)
+    of_family = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation="sdpa").train()
+    c.use_cache(of_family, yes=False)
+    noise = np.random.default_rng(0)
+    pictures = [Image.fromarray(noise.integers(0, 255, (56, 56, 3), dtype=np.uint8)) for _ in range(2)]
+    samples = [
+        by_processor(processor, "a small red house near the street", pictures[0]),
+        by_processor(processor, "hello how are you there", None),
+        by_processor(processor, "a tall tree and the sky is blue", pictures[1]),
+        by_processor(processor, "what is it there", None),
+    ]
+    assert_isolated(of_family, end_to_end, samples)
+    assert "nothing in the batch tells" in failing(of_family, partial(end_to_end, tells=False), samples)[1]
+    assert "media are in the wrong order" in failing(of_family, partial(end_to_end, is_reversed=True), samples)[1]
 
 
 # -- well-known collators ---------------------------------------------------------------------------------------------
