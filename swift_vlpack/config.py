@@ -83,7 +83,6 @@ class PackingConfig:
         "what a batch counts: packs, so that a step trains more samples than un-packed; or samples, so that every "
         "optimizer step trains exactly the samples that it trains un-packed, packed within the step",
         BATCHES,
-        decides=_PACKS,
     )
     packing_buffer: int = _option(512, "samples that the packer may choose from at a time", decides=_PACKS)
     packing_min_fill_ratio: float = _option(

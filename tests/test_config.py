@@ -295,7 +295,7 @@ def test_every_option_is_of_packs_or_known_not_to_be():
             "packing_cache_dir",
             "packing_pad_to",
         ),
-        *("packing_balance", "fusion_config"),  # a plan's state has the one, and what follows from the other
+        *("packing_balance", "packing_batch", "fusion_config"),  # a plan's state has these, or what follows from them
     }
     config = PackingConfig(packing_length=8)
     of_packs, of_objective = set(config.pack_options()), set(config.objective())

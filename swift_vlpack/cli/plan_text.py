@@ -138,7 +138,7 @@ def _about_steps(report: dict[str, Any]) -> list[tuple[str, str]]:
         f"{report['seconds']:.2f} s in all",
     )
     in_all = f"{report['num_steps']} in {counted(report['num_epochs'], 'epoch')}, {report['steps_per_epoch']} an epoch"
-    if report["kept_steps"] is not None:
+    if report.get("kept_steps"):
         kept = KeptSteps(**report["kept_steps"])
         lines = [("steps", f"{in_all}, as many as un-packed"), ("one step", str(kept)), ("work", kept.about_work)]
         return [*lines, *([("", kept.too_small)] if kept.too_small else []), time]

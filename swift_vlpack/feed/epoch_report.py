@@ -71,8 +71,7 @@ def plan_facts(plan: EpochPlan, *, accumulation: int, seconds: float = 0.0) -> d
         **plan_report(plan.unshared, plan.packs, num_rows=plan.num_rows, seconds=seconds),
         "packs_per_epoch": len(plan),
         "steps_per_epoch": plan.num_steps if kept else num_steps(plan.packs.num_packs_per_rank, accumulation),
-        "step": None if kept else size_of_step(plan, accumulation=accumulation).as_json(),
-        "kept_steps": kept,
+        **({"kept_steps": kept} if kept else {"step": size_of_step(plan, accumulation=accumulation).as_json()}),
     }
 
 

@@ -133,7 +133,7 @@ def _about_steps(facts: Mapping[str, Any]) -> Iterator[Entry]:
     packs = counted(facts["gradient_accumulation_steps"], "pack")
     a_step = f"{counted(facts['num_ranks'], 'rank')} x {packs} a step"
     plan = facts["plan"]
-    if plan is not None and plan["kept_steps"] is not None:
+    if plan is not None and plan.get("kept_steps"):
         steps = KeptSteps(**plan["kept_steps"])
         yield "steps", f"{facts['num_steps']}, {plan['steps_per_epoch']} an epoch, as many as un-packed", 1
         yield "one step", str(steps), 2

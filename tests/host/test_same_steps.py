@@ -116,6 +116,9 @@ def test_a_resumed_run_goes_on_with_the_next_step(dataset, small_folder, tmp_pat
     assert max(gaps) < 2e-6
     with pytest.raises(StateMismatch, match=r"run has 4 samples .*--gradient_accumulation_steps 2"):
         train(packed_argv(folder, FAMILY, tmp_path / "other", **{**again, **recipe(2, 4, **constant)}))
+    options(packing_batch="packs")
+    with pytest.raises(StateMismatch, match="packing_batch"):
+        train(packed_argv(folder, FAMILY, tmp_path / "packs", **again))
 
 
 def test_args_json_has_the_recipe_of_the_user(dataset, small_folder, tmp_path, options):

@@ -179,7 +179,7 @@ def test_gradients_that_rounding_moves_by_eight_times_the_noise_are_not_refused(
     of = replace(of, in_float32=None, padded=Noise(0.0, 0.086))
     assert finding_in(of) is None, "a padded batch is off by .086, too"
     of = replace(of, gradient={"visual": 0.4})
-    assert re.search(r"so it may be rounding: .vlpack verify. with --torch_dtype float32", finding_in(of).said)
+    assert re.search(r"so it may be rounding: .*`vlpack verify` takes --torch_dtype float32", finding_in(of).said)
 
 
 def test_what_rests_on_rounding_is_not_called_verified(monkeypatch):
