@@ -6,6 +6,7 @@ memory too: processes share theirs after a fork until one of them writes to it, 
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import sys
@@ -22,6 +23,8 @@ def pass_over_imports() -> None:
     file = getattr(sys.modules["__main__"], "__file__", None) or ""
     if Path(file).parts[-3:-1] == ("swift", "cli"):
         gc.freeze()
+        # At exit torch's bindings look for objects that nobody collected, and print each of them as leaked.
+        atexit.register(gc.unfreeze)
 
 
 @contextmanager

@@ -73,7 +73,7 @@ def killed_again_and_again(template, folder, num_kills):
     """Start, kill -9 at a random moment, look at the file, and start again."""
     rows = dataset([*texts(500), *[image_row([photo(folder, str(n), 60 + n, 90)]) for n in range(20)]])
     measured = with_lengths(source(rows), template, ARGS, str(folder / "never killed"))
-    right, context = measured.sizes, cache_of(measured)._context.decode()
+    right, context = measured.sizes, cache_of(measured).context
     rng, sessions, num_known, num_part = random.Random(0), [], [0], 0
     start = time.monotonic()  # a run that nobody kills says how long one takes on this machine
     alone = mp.get_context("fork").Process(target=_slow_pass, args=(template, rows, folder / "alone"))
