@@ -490,8 +490,8 @@ def test_run_goes_on_with_the_lengths_it_planned_although_one_was_wrong(small_fo
     data = write_jsonl(tmp_path / "rows.jsonl", rows)
     with_lengths = length_pass.with_lengths
 
-    def with_one_too_short(*args):
-        source = with_lengths(*args)
+    def with_one_too_short(*args, **kwargs):
+        source = with_lengths(*args, **kwargs)
         columns = source.sizes.columns.copy()
         rows = [source.sample_id(index).row for index in range(len(source.rows))]
         columns[0, rows.index(28)] = 20
