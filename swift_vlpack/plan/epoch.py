@@ -276,7 +276,7 @@ def draw_epoch(recipe: Recipe, epoch: int) -> DrawnEpoch:
         schedule = recipe.mix.schedule(epoch, usable, lengths)
         if recipe.step is not None:
             # Only rows that can be trained take a place in a step, so all steps but the last have equally many.
-            is_usable = _at(schedule, usable)
+            is_usable = _at(schedule, usable, (), bool)
             batch = ((np.cumsum(is_usable) - 1).clip(0) // recipe.step.batch_size).astype(np.int32)
     drawn = DrawnEpoch(epoch=epoch, schedule=schedule, sizes=_sizes_at(schedule, recipe.sizes), batch=batch)
     return _in_windows(drawn, cut, config) if config.packing_strategy == WINDOW else _in_parts(drawn, cut)
@@ -294,18 +294,7 @@ def saved_digest(packed: PackedEpoch, cuts: Sequence[Cut]) -> str:
 
 def _pack_steps(recipe: Recipe, drawn: DrawnEpoch) -> PackedEpoch:
     assert recipe.step is not None
-    assert drawn.batch is not None
-    lengths, images, patches, _ = drawn.sizes
-    packs = pack_steps(
-        lengths,
-        drawn.batch,
-        recipe.step,
-        config=recipe.config,
-        num_ranks=recipe.num_ranks,
-        images=images,
-        patches=patches,
-        seed=recipe.seed + drawn.epoch,
-    )
+    packs = _steps_packed(drawn, recipe.step, recipe.config, recipe.num_ranks, recipe.seed + drawn.epoch)
     if not len(packs.members):
         raise DataError(
             f"epoch {drawn.epoch}: none of the {len(drawn.schedule)} rows can be packed; the log has the reasons"
@@ -318,19 +307,16 @@ def _for_ranks(packed: PackedEpoch, num_ranks: int) -> Plan:
     made = packed.packs
     if made.num_ranks == num_ranks:
         return made
-    assert packed.batch is not None
     assert packed.step is not None
-    return pack_steps(
-        made.lengths,
-        packed.batch,
-        packed.step,
-        config=made.config,
-        num_ranks=num_ranks,
-        images=made.images,
-        patches=made.patches,
-        seed=made.seed,
-        cost=made.cost,
-    )
+    return _steps_packed(packed, packed.step, made.config, num_ranks, made.seed)
+
+
+def _steps_packed(drawn: DrawnEpoch, step: UnpackedStep, config: PackingConfig, num_ranks: int, seed: int) -> Plan:
+    """Pack each step of a drawn epoch for so many ranks."""
+    assert drawn.batch is not None
+    lengths, images, patches, _ = drawn.sizes
+    columns = {"images": images, "patches": patches}
+    return pack_steps(lengths, drawn.batch, step, config=config, num_ranks=num_ranks, seed=seed, **columns)
 
 
 def _in_kept_steps(recipe: Recipe, packed: PackedEpoch, cuts: Sequence[Cut]) -> EpochPlan:
@@ -360,7 +346,7 @@ def _unpacked_order(
     recipe: Recipe, rows: UnpackedRows, step: UnpackedStep, epoch: int
 ) -> tuple[Schedule, NDArray[np.int32]]:
     """Return the rows of an epoch in the order of un-packed batches, then those that it leaves out of the epoch."""
-    lengths = _lengths_of(rows, recipe.sizes)
+    lengths = _sizes_at(rows, recipe.sizes)[LENGTH]
     drawn_from = np.flatnonzero(lengths) if rows.deletes_failing else np.arange(len(lengths))
     order, batch = rows.batches(epoch, lengths[drawn_from], step)
     is_drawn = np.zeros(len(lengths), dtype=bool)
@@ -370,14 +356,6 @@ def _unpacked_order(
     of_all[: len(batch)] = batch
     names = tuple(source.name for source in recipe.mix.sources)
     return Schedule(names, rows.source[everything], rows.row[everything]), of_all
-
-
-def _lengths_of(rows: UnpackedRows, sizes: Sequence[Sizes]) -> NDArray[np.int32]:
-    lengths = np.zeros(len(rows.row), dtype=np.int32)
-    for number, of_source in enumerate(sizes):
-        here = rows.source == number
-        lengths[here] = of_source[LENGTH][rows.row[here]]
-    return lengths
 
 
 def can_be_packed(sizes: Sizes, config: PackingConfig, cut: CutRows | None = None) -> NDArray[np.bool_]:
@@ -441,17 +419,16 @@ def _in_windows(drawn: DrawnEpoch, cut: Sequence[CutRows | None], config: Packin
     return replace(drawn, schedule=in_pieces, sizes=pieces.sizes, spans=pieces.spans)
 
 
-def _at(schedule: Schedule, of_rows: Sequence[NDArray[np.bool_]]) -> NDArray[np.bool_]:
-    found = np.zeros(len(schedule), dtype=bool)
-    for number, of_source in enumerate(of_rows):
-        here = schedule.source == number
-        found[here] = of_source[schedule.row[here]]
-    return found
+def _sizes_at(where: Schedule | UnpackedRows, sizes: Sequence[Sizes]) -> Sizes:
+    return _at(where, sizes, (SUPERVISED + 1,), np.int32)  # as in a plan, which shares the memory
 
 
-def _sizes_at(schedule: Schedule, sizes: Sequence[Sizes]) -> Sizes:
-    found = np.zeros((SUPERVISED + 1, len(schedule)), dtype=np.int32)  # as in a plan, which shares the memory
-    for number, of_source in enumerate(sizes):
-        here = schedule.source == number
-        found[:, here] = of_source[:, schedule.row[here]]
+def _at(
+    where: Schedule | UnpackedRows, of_sources: Sequence[NDArray[Any]], shape: tuple[int, ...], dtype: Any
+) -> NDArray[Any]:
+    """Take the values of these rows from arrays that have those of every source, row by row in the last dimension."""
+    found = np.zeros((*shape, len(where.row)), dtype=dtype)
+    for number, of_source in enumerate(of_sources):
+        here = where.source == number
+        found[..., here] = of_source[..., where.row[here]]
     return found

@@ -107,10 +107,10 @@ def pack_steps(  # noqa: PLR0913 - columns of the data, then for whom they are p
     cost = cost or CostModel()
     left_out = is_left_out(lengths, images, patches, config) & (lengths > 0)
     in_steps = np.flatnonzero((batch >= 0) & (lengths > 0) & ~left_out)
+    in_steps = in_steps[np.argsort(batch[in_steps] // size.num_batches, kind="stable")]
     step = batch[in_steps] // size.num_batches
-    in_steps = in_steps[np.argsort(step, kind="stable")]
     num_steps = int(batch.max(initial=IN_NO_STEP)) // size.num_batches + 1
-    ends = np.searchsorted(np.sort(step), np.arange(num_steps), side="right").tolist()
+    ends = np.searchsorted(step, np.arange(num_steps), side="right").tolist()
     packer = _StepPacker(lengths, images, patches, config, cost.of_samples(lengths, patches), num_ranks)
     members: list[int] = []
     counts: list[int] = []
