@@ -23,7 +23,7 @@ def pass_over_imports() -> None:
     file = getattr(sys.modules["__main__"], "__file__", None) or ""
     if Path(file).parts[-3:-1] == ("swift", "cli"):
         gc.freeze()
-        # At exit torch's bindings look for objects that nobody collected, and print each of them as leaked.
+        # Else torch's bindings print these objects as leaked when the process ends.
         atexit.register(gc.unfreeze)
 
 

@@ -333,7 +333,7 @@ def _in_kept_steps(recipe: Recipe, packed: PackedEpoch, cuts: Sequence[Cut]) -> 
 
 
 def _steps_of(packs: Plan, num_consumed: int) -> int:
-    """Return how many optimizer steps so many packs of all ranks are. Raises `StateMismatch` within a step."""
+    """Count the steps that these packs of all ranks make. Raises `StateMismatch` if they end within a step."""
     assert packs.batches is not None
     ends = np.concatenate(([0], np.cumsum(packs.batches))) * packs.num_ranks
     num_steps = int(np.searchsorted(ends, num_consumed))

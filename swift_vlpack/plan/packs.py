@@ -42,7 +42,7 @@ class Plan(Sequence[list[int]]):
     num_ranks: int = 1
     """Ranks take the packs in turn: pack p is a batch of rank `p % num_ranks`."""
     batches: NDArray[np.int64] | None = None
-    """How many packs each rank trains in each optimizer step; None where the trainer's accumulation says it."""
+    """The number of packs that a rank trains, step by step; None if each step takes as many as are accumulated."""
 
     def __repr__(self) -> str:
         return (

@@ -74,7 +74,7 @@ class UnpackedRows:
     row: NDArray[np.int64]
     """The number of each row in its source."""
     deletes_failing: bool
-    """Whether rows that cannot be encoded are deleted before anything is drawn; else they are drawn, and replaced."""
+    """True if rows that cannot be encoded are deleted before an epoch is drawn; False if they are drawn, then replaced."""
     batches: UnpackedBatches
 
 
@@ -99,7 +99,7 @@ def pack_steps(  # noqa: PLR0913 - columns of the data, then for whom they are p
     seed: int = 0,
     cost: CostModel | None = None,
 ) -> Plan:
-    """Pack each step of an epoch for so many ranks, which need not be those that the steps are of.
+    """Pack each step of an epoch for `num_ranks` ranks. The un-packed steps may be of another number of ranks.
 
     `batch` has the un-packed batch of each sample. A length of 0 is a row that cannot be encoded: its step has one
     sample less.
@@ -202,7 +202,7 @@ class _StepPacker:
         return [sorted(share) for share in deal(numbers, [costs[number] for number in numbers], self._num_ranks)]
 
     def _dealt(self, packs: Groups, costs: dict[int, float], most: int) -> list[Groups]:
-        """Deal packs to the ranks, at most so many to each."""
+        """Deal packs to the ranks, at most `most` packs to each."""
         if not self._config.packing_balance:
             return [packs[rank :: self._num_ranks] for rank in range(self._num_ranks)]
         of_packs = [sum(costs[number] for number in pack) for pack in packs]
@@ -251,7 +251,7 @@ def grow(packs: Groups, num_packs: int, costs: dict[int, float]) -> None:
 
 
 class StepWork(NamedTuple):
-    """What the steps of an epoch take, as multiples of the bound: all work shared equally, and no padding."""
+    """The work of the steps of an epoch, as multiples of the bound: no padding, and equal shares for all ranks."""
 
     packed: float
     padded: float
