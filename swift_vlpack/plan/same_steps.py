@@ -74,7 +74,7 @@ class UnpackedRows:
     row: NDArray[np.int64]
     """The number of each row in its source."""
     deletes_failing: bool
-    """True if rows that cannot be encoded are deleted before an epoch is drawn; False if they are drawn, then replaced."""
+    """True if rows that cannot be encoded are deleted before the draw; False if they are drawn, then replaced."""
     batches: UnpackedBatches
 
 
