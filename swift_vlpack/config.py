@@ -36,6 +36,8 @@ ATTENTIONS = ("auto", "segments", "grouped", "varlen", "flex")
 LOSSES = ("token", "sample", "sqrt")
 SAMPLES = "samples"
 BATCHES = ("packs", SAMPLES)
+MEDIA = "media"
+SHARES = ("none", MEDIA)
 OVERFLOWS = ("keep", "split", "truncate", "drop")
 PAD_TO_LENGTH = "length"
 LEAST_FILL_RATIO = 0.6
@@ -53,9 +55,12 @@ A resume must not change options of either kind.
 """
 
 
-def _option(default: Any, text: str, choices: tuple[str, ...] = (), decides: str = "") -> Any:
-    """Declare a field with the help text and the choices that the command line and the documentation show."""
-    return field(default=default, metadata={"help": text, "choices": choices, "decides": decides})
+def _option(default: Any, text: str, choices: tuple[str, ...] = (), decides: str = "", *, is_new: bool = False) -> Any:
+    """Declare a field with the help text and the choices that the command line and the documentation show.
+
+    `is_new` marks an option that saved states may not know: at its default it is not compared with them.
+    """
+    return field(default=default, metadata={"help": text, "choices": choices, "decides": decides, "is_new": is_new})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +88,26 @@ class PackingConfig:
         "what a batch counts: packs, so that a step trains more samples than un-packed; or samples, so that every "
         "optimizer step trains exactly the samples that it trains un-packed, packed within the step",
         BATCHES,
+        decides=_PACKS,
+        is_new=True,
+    )
+    packing_share: str = _option(
+        "none",
+        "media: rows that begin with the same images or videos share these: they are computed once, and each row goes "
+        "on as a branch of its own; none: every row is computed whole",
+        SHARES,
+        decides=_PACKS,
+        is_new=True,
+    )
+    packing_share_max: int = _option(
+        16,
+        "most rows that share one beginning; more rows make more than one group, because rows of one image in one step "
+        "are less random",
+        decides=_PACKS,
+        is_new=True,
+    )
+    packing_share_min: int = _option(
+        64, "fewest tokens of a system prompt that rows without media share", decides=_PACKS, is_new=True
     )
     packing_buffer: int = _option(512, "samples that the packer may choose from at a time", decides=_PACKS)
     packing_min_fill_ratio: float = _option(
@@ -196,7 +221,12 @@ class PackingConfig:
         return self._deciding(_OBJECTIVE)
 
     def _deciding(self, what: str) -> dict[str, Any]:
-        return {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.metadata["decides"] == what}
+        return {
+            spec.name: getattr(self, spec.name)
+            for spec in fields(self)
+            if spec.metadata["decides"] == what
+            and not (spec.metadata["is_new"] and getattr(self, spec.name) == spec.default)
+        }
 
     def changed(self) -> dict[str, Any]:
         """Return the options that are not at their default."""
@@ -218,6 +248,11 @@ class PackingConfig:
     def cuts_rows(self) -> bool:
         """Tell whether rows can be cut, so that a sample may be a part of a row."""
         return self.packing_overflow != "keep" or self.packing_strategy == WINDOW
+
+    @property
+    def shares_media(self) -> bool:
+        """Tell whether rows that begin with the same media share them."""
+        return self.packing_share == MEDIA
 
     @property
     def what_is_packed(self) -> str:
@@ -271,6 +306,12 @@ def is_planned(config: PackingConfig, *, is_sized: bool) -> bool:
             "packing_batch=samples needs data with a length, and this has none (--streaming true, or an iterable "
             "without len()): which samples a step of a stream trains depends on how ranks and workers share it; load "
             "the data sized, or leave packing_batch out"
+        )
+    if config.shares_media and not is_sized:
+        raise ConfigError(
+            "packing_share=media needs data with a length, and this has none (--streaming true, or an iterable without "
+            "len()): rows that share an image may be far apart in a stream; load the data sized, or leave "
+            "packing_share out"
         )
     if config.packing_mode == "plan" and not is_sized:
         raise ConfigError(
@@ -372,6 +413,7 @@ def _check_choices(config: PackingConfig) -> None:
         ("packing_loss", LOSSES, ""),
         ("packing_overflow", OVERFLOWS, ""),
         ("packing_batch", BATCHES, ""),
+        ("packing_share", SHARES, ""),
     ):
         if (value := getattr(config, name)) not in choices:
             hint = did_you_mean(value, choices) or more
@@ -391,7 +433,7 @@ def _check_choices(config: PackingConfig) -> None:
 
 
 def _check_numbers(config: PackingConfig) -> None:
-    for name in ("packing_length", "packing_buffer", "packing_min_len", *_CAPS):
+    for name in ("packing_length", "packing_buffer", "packing_min_len", "packing_share_min", *_CAPS):
         value = getattr(config, name)
         if value is not None and value <= 0:
             way_out = ", or leave it out for no cap" if name in _CAPS else ""
@@ -403,6 +445,7 @@ def _check_numbers(config: PackingConfig) -> None:
             raise ConfigError(f"{name} must be between 0 and 1, got {getattr(config, name)}")
     _check_padding(config)
     _check_kept_steps(config)
+    _check_shared(config)
     if config.packing_min_fill_ratio < LEAST_FILL_RATIO:
         # Not refused, because the default is above: somebody chose this value.
         _warn_of_low_fill(config.packing_min_fill_ratio)
@@ -419,6 +462,31 @@ def _check_padding(config: PackingConfig) -> None:
         raise ConfigError(
             f"packing_pad_to={multiple} would make sequences longer than packing_length ({length}), which is no "
             f"multiple of it; set packing_length to {' or '.join(fitting)}"
+        )
+
+
+def _check_shared(config: PackingConfig) -> None:
+    if config.packing_share_max < 2:
+        raise ConfigError(
+            f"packing_share_max must be at least 2, got {config.packing_share_max}; packing_share=none shares nothing"
+        )
+    if not config.shares_media:
+        for name in ("packing_share_max", "packing_share_min"):
+            if name in config.changed():
+                raise ConfigError(
+                    f"{name}={getattr(config, name)} has nothing to do under packing_share=none; set "
+                    "packing_share=media, or leave it out"
+                )
+        return
+    if config.packing_strategy == WINDOW:
+        raise ConfigError(
+            "packing_strategy=window cuts rows wherever a pack is full, and packing_share=media needs whole rows; give "
+            "another strategy, or packing_share=none"
+        )
+    if config.packing_mode == "buffer":
+        raise ConfigError(
+            "packing_share=media needs to know which rows begin with the same media before it packs them, and "
+            "packing_mode=buffer packs rows as they come; leave packing_mode out, or packing_share"
         )
 
 

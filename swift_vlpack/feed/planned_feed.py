@@ -138,8 +138,6 @@ class PlannedFeed(Feed):
             **self.config.objective(),
             **self.objective,
             "packing_balance": self.config.packing_balance,
-            # Only where it is not the default, so that states resume that were saved before there was the option.
-            **({"packing_batch": self.config.packing_batch} if self.kept_step is not None else {}),
         }
 
     def state(self) -> dict[str, Any]:
