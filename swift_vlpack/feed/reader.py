@@ -43,7 +43,9 @@ class PackReader(Dataset[PackedSamples]):
         return self._num_packs
 
     def __getstate__(self) -> dict[str, Any]:
-        unsized = self.dataset.with_sources([replace(source, sizes=None) for source in self.dataset.sources])
+        unsized = self.dataset.with_sources(
+            [replace(source, sizes=None, prefixes=None) for source in self.dataset.sources]
+        )
         return {**self.__dict__, "dataset": unsized, "_kept": {}}
 
     def __getitem__(self, address: PackAddress) -> PackedSamples:
