@@ -200,7 +200,7 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
 
 def recipe_of(rows: FusionCaptionDataset, config: PackingConfig, *, seed: int, num_ranks: int) -> Recipe:
     """Collect everything that the plans of a run follow from: sizes, cuts of rows, the mix, options, ranks."""
-    sizes, cut = [], []
+    sizes, cut, prefixes = [], [], []
     for source in rows.sources:
         assert source.sizes is not None, f"{source.name} was not measured"
         if config.packing_overflow != "keep" and source.sizes.cut is None:
@@ -210,7 +210,16 @@ def recipe_of(rows: FusionCaptionDataset, config: PackingConfig, *, seed: int, n
             )
         sizes.append(source.sizes.columns)
         cut.append(source.sizes.cut)
-    return Recipe(sizes=tuple(sizes), cut=tuple(cut), mix=rows.mix, config=config, seed=seed, num_ranks=num_ranks)
+        prefixes.append(source.prefixes)
+    return Recipe(
+        sizes=tuple(sizes),
+        cut=tuple(cut),
+        prefixes=tuple(prefixes) if config.shares_media else (),
+        mix=rows.mix,
+        config=config,
+        seed=seed,
+        num_ranks=num_ranks,
+    )
 
 
 def _checked_step(step: UnpackedStep | None, config: PackingConfig, rows: FusionCaptionDataset) -> UnpackedStep | None:
@@ -250,7 +259,8 @@ def address_of(plan: EpochPlan, number: int) -> PackAddress:
     """Return what a pack of a plan is made of: all that a worker needs to encode it."""
     positions = plan.packs[number]
     sizes = tuple(map(tuple, plan.sizes[:, positions].T.tolist()))
-    return PackAddress(plan.epoch, number % len(plan), tuple(Address(*at) for at in plan.samples(positions)), sizes)
+    samples = tuple(Address(*at) for at in plan.samples(positions))
+    return PackAddress(plan.epoch, number % len(plan), samples, sizes, plan.packs.shared_in(number))
 
 
 def names_of(rows: FusionCaptionDataset) -> NameOfRow:
@@ -260,7 +270,9 @@ def names_of(rows: FusionCaptionDataset) -> NameOfRow:
 
 # -- for workers that live on -----------------------------------------------------------------------------------------
 
-SAMPLE = np.dtype([("source", "<i4"), ("row", "<i8"), ("size", "<i4", (4,)), ("span", "<i4", (len(Span._fields),))])
+SAMPLE = np.dtype(
+    [("source", "<i4"), ("row", "<i8"), ("size", "<i4", (4,)), ("span", "<i4", (len(Span._fields),)), ("shared", "<i4")]
+)
 """One sample of a pack, as `PublishedPacks` writes it."""
 
 
@@ -295,6 +307,7 @@ class PublishedPacks:
         samples["size"] = plan.sizes[:, members].T
         if plan.spans is not None:
             samples["span"] = plan.spans[:, members].T
+        samples["shared"] = plan.packs.shared_of_members
         np.save(self._file(plan.epoch, "samples"), samples)
         np.save(self._file(plan.epoch, "offsets"), plan.packs.offsets)
         self._written.append(plan.epoch)
@@ -314,7 +327,9 @@ class PublishedPacks:
         spans = (Span(*span) if any(span) else None for span in inside["span"].tolist())
         where = zip(inside["source"].tolist(), inside["row"].tolist(), spans, strict=True)
         sizes = tuple(map(tuple, inside["size"].tolist()))
-        return PackAddress(epoch, number, tuple(Address(*one) for one in where), sizes)
+        return PackAddress(
+            epoch, number, tuple(Address(*one) for one in where), sizes, tuple(inside["shared"].tolist())
+        )
 
     def num_packs(self, epoch: int) -> int:
         """Return the packs of an epoch, in a worker."""

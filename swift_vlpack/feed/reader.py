@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, get_worker_info
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.feed.failures import counted_failure
 from swift_vlpack.feed.packs import packed_samples
+from swift_vlpack.feed.units import Unit, unit_of, why_apart, why_no_prefix, without_pixels
 from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.reasons import Reason
 from swift_vlpack.rows.fusion import FusionCaptionDataset
@@ -43,14 +44,21 @@ class PackReader(Dataset[PackedSamples]):
         return self._num_packs
 
     def __getstate__(self) -> dict[str, Any]:
-        unsized = self.dataset.with_sources([replace(source, sizes=None) for source in self.dataset.sources])
+        unsized = self.dataset.with_sources(
+            [replace(source, sizes=None, prefixes=None) for source in self.dataset.sources]
+        )
         return {**self.__dict__, "dataset": unsized, "_kept": {}}
 
     def __getitem__(self, address: PackAddress) -> PackedSamples:
         """Encode the samples of a pack. True lengths decide: a sample that has grown and no longer fits is left out."""
-        found: list[tuple[Encoded, bool]] = []
+        units: list[Unit] = []
         left_out: list[LeftOut] = []
-        for where, size, sample in zip(address.samples, address.sizes, self.encoded(address), strict=True):
+        shared = address.shared or (0,) * len(address.samples)
+        unit: Unit | None = None  # the one that is open, if samples share
+        encoded = self.encoded(address)
+        for at, (where, size, sample) in enumerate(zip(address.samples, address.sizes, encoded, strict=True)):
+            if not shared[at]:
+                unit = None
             if isinstance(sample, SampleError):
                 # Count a row once: all of its parts fail with it.
                 self._num_failed_in_a_row += where[:2] != self._failed_row
@@ -60,28 +68,48 @@ class PackReader(Dataset[PackedSamples]):
             self._num_failed_in_a_row = 0
             planned = RowSize(*size)
             self.dataset.correct(where, planned, sample)
-            found.append((sample, sample["length"] > planned.length))
-        kept, longer = self._fitting(found)
+            prefix = shared[at] or (shared[at + 1] if at + 1 < len(shared) else 0)
+            why = why_apart(sample, unit) if unit is not None else why_no_prefix(sample, prefix) if prefix else None
+            if unit is not None and why is None:
+                placed = unit
+                unit.samples.append(without_pixels(sample))
+            else:
+                placed = unit_of(sample, 0 if why else prefix)
+                units.append(placed)
+                unit = unit or (placed if placed.prefix else None)
+            if why is not None:
+                logger.warning("%s: shares no prefix after all, and is trained whole: %s", sample["sample_id"], why)
+            if sample["length"] > planned.length or (shared[at] and placed is not unit):
+                placed.takes_more.add(len(placed.samples) - 1)
+        kept, longer = self._fitting(units)
         return packed_samples(kept, address.epoch, address.number, self.config, left_out + longer)
 
-    def _fitting(self, found: list[tuple[Encoded, bool]]) -> tuple[list[Encoded], list[LeftOut]]:
+    def _fitting(self, units: list[Unit]) -> tuple[list[Encoded], list[LeftOut]]:
         """Choose the samples that fit into the pack. Returns them in their order, and the samples that are left out."""
-        keeps, left_out, num_tokens = [False] * len(found), [], 0
+        kept: list[list[int]] = [[] for _ in units]
+        left_out, num_tokens = [], 0
         # If rows are cut, a row that has grown beyond a pack must be cut too: the next run does it, with the new size.
         may_be_longer = self.config.packing_allow_single_long and not self.config.cuts_rows
         # Samples as long as planned come first: they fit by the plan, and samples that grew give way to them.
-        for at in sorted(range(len(found)), key=lambda at: found[at][1]):
-            sample, has_grown = found[at]
-            is_alone = not any(keeps) and (may_be_longer or not has_grown)
-            if is_alone or num_tokens + sample["length"] <= self.config.packing_length:
-                keeps[at] = True
-                num_tokens += sample["length"]
+        in_turn = [
+            (at in unit.takes_more, number, at) for number, unit in enumerate(units) for at in range(len(unit.samples))
+        ]
+        for takes_more, number, at in sorted(in_turn):
+            unit = units[number]
+            sample = unit.samples[at]
+            length = sample["length"] - (unit.prefix if kept[number] else 0)
+            is_alone = not any(kept) and (may_be_longer or not takes_more)
+            if is_alone or num_tokens + length <= self.config.packing_length:
+                kept[number].append(at)
+                num_tokens += length
                 continue
-            length, capacity = sample["length"], self.config.packing_length
+            capacity = self.config.packing_length
             said = f"{length} tokens do not fit beside the {num_tokens} of its pack (packing_length {capacity})"
             left_out.append(LeftOut(sample["sample_id"], Reason.LONGER_THAN_PLANNED.value, said))
             logger.warning("%s: left out: %s", sample["sample_id"], said)
-        return [sample for (sample, _), is_kept in zip(found, keeps, strict=True) if is_kept], left_out
+        return [
+            sample for unit, of_unit in zip(units, kept, strict=True) for sample in unit.in_pack(sorted(of_unit))
+        ], left_out
 
     def encoded(self, address: PackAddress) -> list[Encoded | SampleError]:
         """Encode the samples of a pack; a row that is cut is encoded once for all of its parts in the pack.

@@ -3,8 +3,8 @@ import random
 import pytest
 
 from swift_vlpack import Boundaries
-from swift_vlpack.plan.boundaries import ROOT
 from swift_vlpack.errors import BoundaryError
+from swift_vlpack.plan.boundaries import ROOT
 
 
 def test_everything_is_derived_from_the_lengths():
