@@ -27,6 +27,8 @@ from tests.family_models import FAMILIES, load, own_ids
 from tests.images import photo
 from tests.tiny import save_model
 
+pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")  # of ms-swift's InternVL
+
 TINY = {"Qwen2-VL": "qwen2_vl", "Qwen2.5-VL": "qwen2_5_vl", "Qwen3-VL": "qwen3_vl"}
 NAMES = [
     "Qwen2.5-VL",
