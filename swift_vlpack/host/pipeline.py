@@ -30,7 +30,7 @@ from swift_vlpack.feed.streamed_feed import StreamedFeed
 from swift_vlpack.host.args import deletes_failing_rows, packing_config, plans_ahead, unpacked_batch_size, unpacked_step
 from swift_vlpack.host.cached import compare_lengths, with_cached_validation
 from swift_vlpack.host.evaluation import evaluation_data, saved_validation_rows
-from swift_vlpack.host.headers import reading_urls
+from swift_vlpack.host.headers import branch_template, reading_urls
 from swift_vlpack.host.length_pass import with_all_lengths
 from swift_vlpack.host.objective import objective_of
 from swift_vlpack.host.plain_order import unpacked_rows
@@ -161,6 +161,7 @@ def fused(sources: list[RowSource], template: Any, args: Any, config: PackingCon
         strict=args.strict,
         shuffle=args.train_dataloader_shuffle,
         ratio_by=read_fusion_config(config.fusion_config).ratio_by if config.fusion_config else "rows",
+        pixel_free=branch_template,
     )
 
 

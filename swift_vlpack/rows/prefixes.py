@@ -302,7 +302,8 @@ def _are_equal(one: Any, other: Any) -> bool:
 def without_pixels(sample: Encoded) -> Encoded:
     """Return a sample without the tensors of its pixels: its grids and tokens stay."""
     return {
-        name: value
+        # A stand-in for an image processor may give arrays where the real one gives tensors.
+        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
         for name, value in sample.items()
         if name not in PIXELS and not (isinstance(value, torch.Tensor) and value.device.type == "meta")
     }

@@ -1,15 +1,23 @@
 """Which rows share a prefix, found before training, and by real templates."""
 
+import pickle
 import random
+from dataclasses import replace
 
 import pytest
+import torch
+from PIL import ImageFile
 
-from swift_vlpack.host import length_pass
+from swift_vlpack.config import PackingConfig
+from swift_vlpack.host import headers, length_pass
 from swift_vlpack.lengths import prefixes as pass_of_prefixes
 from swift_vlpack.lengths.prefixes import SharingLimits
 from swift_vlpack.rows.encoder import RowEncoder
+from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.prefixes import have_same_prefix
+from swift_vlpack.rows.samples import Address
 from swift_vlpack.rows.shared import Alone
+from swift_vlpack.rows.urls import Urls
 from tests.data_rows import image_row, text_row
 from tests.host.lengths.support import ARGS, FAMILY, dataset, source
 from tests.images import photo
@@ -52,3 +60,80 @@ def test_rows_of_one_image_share_the_tokens_through_it(template, tmp_path):
         assert all(rows[n]["images"] == rows[first]["images"] for n, _ in members)
         assert all(have_same_prefix(samples[first], samples[n], length) for n, _ in members)
         assert samples[first]["input_ids"][length - 1] == end
+
+
+# -- branches without pixels -------------------------------------------------------------------------------------------
+
+
+def fused_rows(template, sources):
+    return FusionCaptionDataset(
+        sources, headers.reading_urls(template, Urls()), pixel_free=headers.branch_template
+    )
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and one == other
+
+
+def assert_branches_equal_full_encodings(rows):
+    compared = 0
+    for index, key in enumerate(rows.sources[0].prefixes.key.tolist()):
+        if not key:
+            continue
+        full, branch = rows.encode(Address(0, index)), rows.encode_branch(Address(0, index))
+        assert branch is not None
+        assert {name for name in full if name not in branch} == {"pixel_values"}, "nothing else is missing"
+        assert all(same(full[name], branch[name]) for name in branch)
+        compared += 1
+    assert compared
+
+
+def decode_nothing(monkeypatch):
+    def load(self):
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", load)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_branches_have_all_but_their_pixels(family, tiny, tmp_path):
+    """SHARE-45"""
+    template = tiny(family).template
+    paths = [photo(tmp_path, "a", 320, 240), photo(tmp_path, "b", 100, 700)]
+    limited = [{**row, "chat_template_kwargs": {"max_pixels": 20000}} for row in questions(paths[:1])]
+    boxes = [
+        {
+            **text_row(f"<image>where is <ref-object> in it, {n}?", "at <bbox>"),
+            "images": paths[:1],
+            "objects": {"ref": ["the tree"], "bbox": [[10, 10, 50, 50 + n]]},
+        }
+        for n in range(2)
+    ]
+    both = [image_row(paths, f"question {n}") for n in range(2)]
+    rows = [*questions(paths), *both, *limited, *boxes]
+    (found,) = shared(template, [source(rows)], tmp_path / "cache")
+    assert found.prefixes.num_sharing == len(rows)
+    assert_branches_equal_full_encodings(fused_rows(template, [found]))
+
+
+def test_branches_decode_no_image_and_survive_pickling(template, tmp_path, monkeypatch):
+    """SHARE-45: spawned workers get the data set by pickle."""
+    rows = questions([photo(tmp_path, "a", 320, 240)])
+    (found,) = shared(template, [source(rows)], tmp_path / "cache")
+    model, template.model = template.model, None
+    try:
+        made = fused_rows(template, [found])
+        made.encode_for(PackingConfig(packing_length=2048))
+        unsized = made.with_sources([replace(one, sizes=None, prefixes=None) for one in made.sources])
+        again = pickle.loads(pickle.dumps(unsized))
+    finally:
+        template.model = model
+    full = made.encode(Address(0, 1))
+    decode_nothing(monkeypatch)
+    for one in (made, again):
+        branch = one.encode_branch(Address(0, 1))
+        assert all(same(full[name], branch[name]) for name in full if name != "pixel_values")
+    with pytest.raises(Exception, match="decoded"):
+        again.encode(Address(0, 1))
