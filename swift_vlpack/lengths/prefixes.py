@@ -33,6 +33,7 @@ from swift_vlpack.lengths.media_digests import identities
 from swift_vlpack.lengths.rows_work import Encoders
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.families import MediaTokens
+from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.prefixes import (
     FileState,
     Head,
@@ -112,6 +113,17 @@ def with_prefixes(
         for source in sources:
             log_sharing(source)
     return sources
+
+
+def sharing_rows(rows: FusionCaptionDataset, config: PackingConfig) -> FusionCaptionDataset:
+    """Find the prefixes of measured rows that no length pass has looked at: the rows of a trainer of one's own."""
+    if not config.shares_media or any(source.prefixes is not None for source in rows.sources):
+        return rows
+    given = [
+        SourceToShare(source, Encoders(by_header=None, in_full=encoder))
+        for source, encoder in zip(rows.sources, rows.encoders, strict=True)
+    ]
+    return rows.with_sources(with_prefixes(given, SharingLimits.of(config)))
 
 
 def log_sharing(source: RowSource) -> None:

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from PIL import ImageFile
+from swift.model import get_model_processor
+from swift.template import get_template
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.host import headers, length_pass
@@ -19,6 +21,7 @@ from swift_vlpack.rows.samples import Address
 from swift_vlpack.rows.shared import Alone
 from swift_vlpack.rows.urls import Urls
 from tests.data_rows import image_row, text_row
+from tests.family_models import FAMILIES, own_ids
 from tests.host.lengths.support import ARGS, FAMILY, dataset, source
 from tests.images import photo
 
@@ -137,3 +140,23 @@ def test_branches_decode_no_image_and_survive_pickling(template, tmp_path, monke
         assert all(same(full[name], branch[name]) for name in full if name != "pixel_values")
     with pytest.raises(Exception, match="decoded"):
         again.encode(Address(0, 1))
+
+
+@pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")  # of ms-swift's InternVL
+@pytest.mark.parametrize("name", ["GLM-4.1V", "InternVL (HF)"])
+def test_branches_of_other_families_have_all_but_their_pixels(name, tmp_path):
+    """SHARE-45"""
+    family = FAMILIES[name]
+    (tmp_path / "model").mkdir()
+    family.build(tmp_path / "model")
+    with own_ids(tmp_path / "model", family):
+        _, processor = get_model_processor(
+            str(tmp_path / "model"), model_type=family.model_type, torch_dtype=torch.float32, use_hf=True, load_model=False
+        )
+        template = get_template(processor, template_type=family.template, max_length=4096)
+        template.set_mode("train")
+        paths = [photo(tmp_path, "a", 320, 240), photo(tmp_path, "b", 100, 300)]
+        rows = [*questions(paths), *[image_row(paths, f"question {n}") for n in range(2)]]
+        (found,) = shared(template, [source(rows)], tmp_path / "cache")
+        assert found.prefixes.num_sharing == len(rows)
+        assert_branches_equal_full_encodings(fused_rows(template, [found]))
