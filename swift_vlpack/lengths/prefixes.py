@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -453,12 +453,12 @@ class _PrefixPass:
         for found in self._comm.results_of_all(of_this_rank):
             for at, one in found.items():
                 known[at] = one
-        bad = (Alone.DIFFERS, Alone.DRAWS)
-        found_bad: list[Alone] = [Alone.NOTHING_SHARED] * len(self._given)
+        failed = [Alone.NOTHING_SHARED] * len(self._given)
         for (source, *_), verdict in zip(wanted, known, strict=True):
-            if verdict is not None and verdict.cause in bad:
-                found_bad[source] = max(found_bad[source], verdict.cause, key=lambda one: one is Alone.DRAWS)
-        return found_bad
+            # Random numbers are the reason why rows differ, so they are named first.
+            if verdict is not None and verdict.cause in (Alone.DIFFERS, Alone.DRAWS) and failed[source] is not Alone.DRAWS:
+                failed[source] = verdict.cause
+        return failed
 
     def _pairs(
         self, rows: _Rows, of_groups: Sequence[NDArray[np.int64]], length: NDArray[np.int32], number: int
@@ -516,18 +516,23 @@ class _PrefixPass:
     def _causes(self, rows: _Rows, cause: NDArray[np.uint8], shares: NDArray[np.bool_]) -> NDArray[np.uint8]:
         """Return why rows share nothing although another row has one of their media."""
         is_medium = [medium_of(name) is not None for name in rows.names]
-        num_rows = np.zeros(len(rows.names), np.int64)
-        of_all: dict[tuple[int, ...], int] = {}
-        for of_row in rows.media:
-            if of_row:
-                num_rows[list({*of_row})] += 1
-                of_all[of_row] = of_all.get(of_row, 0) + 1
+        has_length, usable = self._lengths() > 0, self._usable(rows)
+        in_rows, in_usable = Counter[int](), Counter[int]()
+        of_media = Counter[tuple[int, ...]]()
+        for of_row, is_read, is_usable in zip(rows.media, has_length.tolist(), usable.tolist(), strict=True):
+            media = {one for one in of_row if is_medium[one]} if is_read else ()
+            in_rows.update(media)
+            if is_usable:
+                in_usable.update(media)
+                of_media[of_row] += 1
         found = np.zeros(len(rows), np.uint8)
-        for row in np.flatnonzero(~shares).tolist():
+        for row in np.flatnonzero(~shares & has_length).tolist():
             of_row = rows.media[row]
-            if any(is_medium[one] and num_rows[one] > 1 for one in of_row):
-                same_media = Alone.OTHER_TOKENS if of_all[of_row] > 1 else Alone.OTHER_MEDIA
-                found[row] = cause[row] or same_media
+            media = {one for one in of_row if is_medium[one]}
+            if cause[row]:
+                found[row] = cause[row] if any(in_rows[one] > 1 for one in media) else 0
+            elif usable[row] and any(in_usable[one] > 1 for one in media):
+                found[row] = Alone.OTHER_TOKENS if of_media[of_row] > 1 else Alone.OTHER_MEDIA
         return found
 
     def _results(self, work: Any, tasks: deque[Any], amount: int, of_a_process: int) -> Iterator[Any]:
