@@ -31,6 +31,7 @@ from swift_vlpack.plan.epoch import EpochPlan, NameOfRow, Recipe, plan_epoch, sa
 from swift_vlpack.plan.packs import Plan
 from swift_vlpack.plan.parts import Span
 from swift_vlpack.plan.same_steps import UnpackedRows, UnpackedStep
+from swift_vlpack.plan.units import Prefixes
 from swift_vlpack.rows.encoder import Template
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.samples import Address, Encoded, PackAddress, PackedSamples, SampleError
@@ -212,7 +213,8 @@ def recipe_of(rows: FusionCaptionDataset, config: PackingConfig, *, seed: int, n
             )
         sizes.append(source.sizes.columns)
         cut.append(source.sizes.cut)
-        prefixes.append(source.prefixes)
+        shared = source.prefixes
+        prefixes.append(None if shared is None else Prefixes(shared.key, shared.length))
     return Recipe(
         sizes=tuple(sizes),
         cut=tuple(cut),

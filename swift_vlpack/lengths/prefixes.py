@@ -31,6 +31,7 @@ from swift_vlpack.lengths.length_file import KEY, KEYED_SIZE, Keys, LengthFile, 
 from swift_vlpack.lengths.measure import Progress
 from swift_vlpack.lengths.media_digests import identities
 from swift_vlpack.lengths.rows_work import Encoders
+from swift_vlpack.plan.units import NO_KEY
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.families import MediaTokens
 from swift_vlpack.rows.fusion import FusionCaptionDataset
@@ -48,7 +49,7 @@ from swift_vlpack.rows.prefixes import (
 )
 from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.samples import SampleError
-from swift_vlpack.rows.shared import NO_KEY, Alone, SharedPrefixes, counted_causes
+from swift_vlpack.rows.shared import Alone, SharedPrefixes, counted_causes
 from swift_vlpack.rows.source import RowSource, rows_at
 from swift_vlpack.words import counted
 
@@ -456,7 +457,11 @@ class _PrefixPass:
         failed = [Alone.NOTHING_SHARED] * len(self._given)
         for (source, *_), verdict in zip(wanted, known, strict=True):
             # Random numbers are the reason why rows differ, so they are named first.
-            if verdict is not None and verdict.cause in (Alone.DIFFERS, Alone.DRAWS) and failed[source] is not Alone.DRAWS:
+            if (
+                verdict is not None
+                and verdict.cause in (Alone.DIFFERS, Alone.DRAWS)
+                and failed[source] is not Alone.DRAWS
+            ):
                 failed[source] = verdict.cause
         return failed
 
@@ -487,7 +492,9 @@ class _PrefixPass:
             # A stream of its own for each row, as rows of different packs have in training.
             with RandomStream("prefix", source, index) as stream:
                 try:
-                    samples.append(given.encoders.in_full.sample(given.source.row(index), given.source.sample_id(index)))
+                    samples.append(
+                        given.encoders.in_full.sample(given.source.row(index), given.source.sample_id(index))
+                    )
                 except SampleError:
                     return Alone.CANNOT_BE_ENCODED
             if stream.has_drawn:
@@ -547,4 +554,3 @@ def _groups(keys: Keys, usable: NDArray[np.bool_]) -> list[NDArray[np.int64]]:
     starts = np.flatnonzero(np.diff(keys["high"][order], prepend=keys["high"][order[:1]] + np.uint64(1)))
     groups = [group for group in np.split(order, starts[1:]) if len(group) > 1]
     return sorted(groups, key=lambda group: int(group[0]))
-

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-NO_KEY = 0
-"""The key of a row that shares with none."""
+from swift_vlpack.plan.units import NO_KEY
 
 
 class Alone(IntEnum):

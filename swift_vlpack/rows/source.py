@@ -35,7 +35,6 @@ from numpy.typing import NDArray
 
 from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.plan.parts import Part
-from swift_vlpack.plan.units import Prefixes
 from swift_vlpack.rows.samples import SampleId
 from swift_vlpack.rows.shared import SharedPrefixes
 from swift_vlpack.rows.sizes import LengthIndex, RowSize
@@ -70,8 +69,6 @@ class RowSource:
     """True if rows are numbered as in the file; False if only by their place among the loaded rows."""
     sizes: LengthIndex | None = None
     """Size of each row; None until a length pass has run."""
-    prefixes: Prefixes | None = None
-    """The prefixes that rows share; None unless `packing_share` asks for them."""
     remember_size: Callable[[Row, RowSize, float, Sequence[Part]], None] | None = None
     """Save the true size, aspect and parts of a row for the next run; None if no cache of lengths is in use."""
     num_lost: int | None = 0
