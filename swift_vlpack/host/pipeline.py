@@ -42,6 +42,7 @@ from swift_vlpack.lengths.prefixes import SharingLimits
 from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.plan.report import length_warning, long_sequence_warning
 from swift_vlpack.rows.encoder import RowEncoder
+from swift_vlpack.rows.families import refuse_sharing
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.fusion_config import read_fusion_config
 from swift_vlpack.rows.randomness import RandomStream
@@ -83,6 +84,8 @@ def build_feed(args: Any, template: Any, config: PackingConfig) -> tuple[Feed, A
     Returns the validation rows too, because ms-swift's loader draws them from the same rows. The kind of feed is chosen
     here and nowhere else; code that has the feed asks the feed.
     """
+    if config.shares_media:
+        refuse_sharing(template.config)
     if plans_ahead(args):
         sources, val_rows = _same_sources(args, config)
         return planned_feed(measured_rows(sources, template, args, config), template, args, config), val_rows

@@ -33,7 +33,7 @@ from swift_vlpack.lengths.media_digests import identities
 from swift_vlpack.lengths.rows_work import Encoders
 from swift_vlpack.plan.units import NO_KEY
 from swift_vlpack.rows.encoder import RowEncoder
-from swift_vlpack.rows.families import MediaTokens
+from swift_vlpack.rows.families import MediaTokens, refuse_sharing
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.prefixes import (
     FileState,
@@ -120,6 +120,7 @@ def sharing_rows(rows: FusionCaptionDataset, config: PackingConfig) -> FusionCap
     """Find the prefixes of measured rows that no length pass has looked at: the rows of a trainer of one's own."""
     if not config.shares_media or any(source.prefixes is not None for source in rows.sources):
         return rows
+    refuse_sharing(getattr(rows.template, "config", None))
     given = [
         SourceToShare(source, Encoders(by_header=None, in_full=encoder))
         for source, encoder in zip(rows.sources, rows.encoders, strict=True)
@@ -437,7 +438,7 @@ class _PrefixPass:
     def _checked(
         self, rows: _Rows, keys: Keys, of_groups: Sequence[NDArray[np.int64]], length: NDArray[np.int32]
     ) -> list[Alone]:
-        """Encode two rows of some groups of each source in full. Returns why a source's rows share nothing after all."""
+        """Encode two rows of some groups of each source in full. Returns why rows of a source share nothing."""
         pairs = [pair for number in range(len(self._given)) for pair in self._pairs(rows, of_groups, length, number)]
         wanted = [(source, self._check_key(rows, keys, one, other), one, other) for source, one, other in pairs]
         known = self._comm.results_of_all(lambda: [self._files[source].get(key) for source, key, *_ in wanted])[0]
@@ -499,7 +500,7 @@ class _PrefixPass:
                     return Alone.CANNOT_BE_ENCODED
             if stream.has_drawn:
                 return Alone.DRAWS
-        return Alone.NOTHING_SHARED if have_same_prefix(*samples, length) else Alone.DIFFERS
+        return Alone.NOTHING_SHARED if have_same_prefix(samples[0], samples[1], length) else Alone.DIFFERS
 
     # -- the result
 
@@ -510,7 +511,7 @@ class _PrefixPass:
         shares = self._usable(rows) & (length > 0) & (lengths > length)
         key = np.where(shares, np.maximum(keys["high"], 1), NO_KEY).astype(np.uint64)
         # Rows that stay without a partner share nothing.
-        found, where, numbers = np.unique(key, return_inverse=True, return_counts=True)
+        _, where, numbers = np.unique(key, return_inverse=True, return_counts=True)
         shares &= numbers[where] > 1
         key[~shares] = NO_KEY
         length = np.where(shares, length, 0).astype(np.int32)

@@ -48,7 +48,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
     packing data sets turn into a counted reason.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what it reads, then how it is drawn and encoded
         self,
         sources: Sequence[RowSource],
         template: Template,

@@ -90,7 +90,12 @@ class HeadReader:
         listed = {kind: _listed(row.get(column)) for column, kind in _KINDS.items()}
         texts = [_text_of(message, listed) for message in messages]
         num_before = next((at for at, one in enumerate(messages) if one["role"] in _ANSWERS), len(messages))
-        settings = (self._max_pixels, system, row.get("tools") or None, _given(row.get("chat_template_kwargs")))
+        settings: tuple[Any, ...] = (
+            self._max_pixels,
+            system,
+            row.get("tools") or None,
+            _given(row.get("chat_template_kwargs")),
+        )
         kinds = [kind for kind, values in listed.items() if values]
         if not kinds:
             return self._of_text(texts, num_before, messages, settings)
@@ -104,8 +109,12 @@ class HeadReader:
             texts[0] = _TAGS[kind] * missing + texts[0]  # as ms-swift does
         if not num_before or any(_TAGS[kind] in text for text in texts[num_before:] for kind in kinds):
             return Head(media=self._media(listed), cause=Alone.AFTER_ANSWER)
-        last, end = max((at, text.rfind(_TAGS[kind]) + len(_TAGS[kind]))
-                        for at, text in enumerate(texts[:num_before]) for kind in kinds if _TAGS[kind] in text)  # fmt: skip
+        last, end = max(
+            (at, text.rfind(_TAGS[kind]) + len(_TAGS[kind]))
+            for at, text in enumerate(texts[:num_before])
+            for kind in kinds
+            if _TAGS[kind] in text
+        )
         before = [(one["role"], text, one.get("loss")) for one, text in zip(messages[:last], texts, strict=False)]
         text, message = texts[last], messages[last]
         # If no text follows the medium, the first trained token may follow it, so these rows have keys of their own.

@@ -70,7 +70,7 @@ _CAUSES = {
         "a template of your own may read a column that decides them; packing_share=none leaves rows as they are",
     ),
     Alone.TAGS: (
-        "have more tags than media, or <img> tags",
+        "have more tags than media",
         "write one <image>, <video> or <audio> for each medium",
     ),
     Alone.TOO_LONG: ("have as many tokens as a pack, or more", "raise packing_length"),
