@@ -34,8 +34,8 @@ NO_OPTIONS = (RESUME_DATA, RESUME_FILES, RECORD_PACKS)
 MODES = ("auto", "plan", "buffer")
 ATTENTIONS = ("auto", "segments", "grouped", "varlen", "flex")
 LOSSES = ("token", "sample", "sqrt")
-SAMPLES = "samples"
-BATCHES = ("packs", SAMPLES)
+PACKS, SAMPLES = "packs", "samples"
+BATCHES = (PACKS, SAMPLES)
 OVERFLOWS = ("keep", "split", "truncate", "drop")
 PAD_TO_LENGTH = "length"
 LEAST_FILL_RATIO = 0.6
@@ -79,7 +79,7 @@ class PackingConfig:
     )
     # `exact` is within hundredths of a per cent of the bound from 256 on (docs/strategies.md); the others gain by more.
     packing_batch: str = _option(
-        "packs",
+        PACKS,
         "what a batch counts: packs, so that a step trains more samples than un-packed; or samples, so that every "
         "optimizer step trains exactly the samples that it trains un-packed, packed within the step",
         BATCHES,
