@@ -165,8 +165,7 @@ class _StepPacker:
         self._lengths, self._costs, self._num_ranks = lengths, costs, num_ranks
         self._is_alone = must_be_alone(lengths, images, patches, config)
         self._uses = np.stack(use_of_caps(nothing + 1, images, patches, config), axis=1) if config.has_caps else None
-        caps = (config.packing_max_samples, config.packing_max_images, config.packing_max_patches)
-        self._limits = tuple(cap for cap in caps if cap is not None)
+        self._limits = tuple(config.caps.values())
         self._config = config
         self._strategy = strategy_named(config.packing_strategy)
 
