@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from swift_vlpack.config import SAMPLES, PackingConfig
+from swift_vlpack.config import MEDIA, SAMPLES, PackingConfig
 from swift_vlpack.errors import ConfigError, DataError, PlanError, StateMismatch
 from swift_vlpack.feed.epochs import Epochs, Extent
 from swift_vlpack.feed.packs import Packs
@@ -67,7 +67,7 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         `step` and `unpacked` say the same of a run of ms-swift, whose un-packed batches are known.
         """
         super().__init__(dataset, template, config, seed=seed, num_ranks=num_ranks)
-        if not isinstance(self.dataset, FusionCaptionDataset):
+        if not self.sources:
             raise DataError("data without a length cannot be planned; use PackingDataset, which packs it as it comes")
         self.dataset.measure()
         self.dataset = sharing_rows(self.dataset, self.config)
@@ -218,7 +218,7 @@ def recipe_of(rows: FusionCaptionDataset, config: PackingConfig, *, seed: int, n
     return Recipe(
         sizes=tuple(sizes),
         cut=tuple(cut),
-        prefixes=tuple(prefixes) if config.shares_media else (),
+        prefixes=tuple(prefixes) if config.packing_share == MEDIA else (),
         mix=rows.mix,
         config=config,
         seed=seed,
