@@ -201,7 +201,8 @@ def to_bytes(sources: Sequence[SavedSource]) -> bytes:
         if source.sizes.cut is not None:
             arrays |= {f"{name}{number}": array.astype("<i8") for name, array in _cut_arrays(source.sizes.cut)}
         if source.prefixes is not None:
-            columns = zip(_PREFIXES.items(), (source.prefixes.key, source.prefixes.length), strict=True)
+            of_rows: tuple[NDArray[Any], ...] = source.prefixes.key, source.prefixes.length
+            columns = zip(_PREFIXES.items(), of_rows, strict=True)
             arrays |= {f"{name}{number}": array.astype(kind) for (name, kind), array in columns}
     file = io.BytesIO()
     np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
