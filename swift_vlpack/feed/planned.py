@@ -25,11 +25,13 @@ from swift_vlpack.errors import ConfigError, DataError, PlanError, StateMismatch
 from swift_vlpack.feed.epochs import Epochs, Extent
 from swift_vlpack.feed.packs import Packs
 from swift_vlpack.feed.reader import PackReader
+from swift_vlpack.lengths.prefixes import sharing_rows
 from swift_vlpack.plan.cuts import Cut
 from swift_vlpack.plan.epoch import EpochPlan, NameOfRow, Recipe, plan_epoch, saved_digest
 from swift_vlpack.plan.packs import Plan
 from swift_vlpack.plan.parts import Span
 from swift_vlpack.plan.same_steps import UnpackedRows, UnpackedStep
+from swift_vlpack.plan.units import Prefixes
 from swift_vlpack.rows.encoder import Template
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.samples import Address, Encoded, PackAddress, PackedSamples, SampleError
@@ -68,6 +70,7 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         if not isinstance(self.dataset, FusionCaptionDataset):
             raise DataError("data without a length cannot be planned; use PackingDataset, which packs it as it comes")
         self.dataset.measure()
+        self.dataset = sharing_rows(self.dataset, self.config)
         if samples_per_step is not None:
             step = UnpackedStep(batch_size=samples_per_step, accumulation=1, num_ranks=1)
         self.step = _checked_step(step, self.config, self.dataset)
@@ -210,7 +213,8 @@ def recipe_of(rows: FusionCaptionDataset, config: PackingConfig, *, seed: int, n
             )
         sizes.append(source.sizes.columns)
         cut.append(source.sizes.cut)
-        prefixes.append(source.prefixes)
+        shared = source.prefixes
+        prefixes.append(None if shared is None else Prefixes(shared.key, shared.length))
     return Recipe(
         sizes=tuple(sizes),
         cut=tuple(cut),
