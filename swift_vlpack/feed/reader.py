@@ -19,7 +19,7 @@ from swift_vlpack.reasons import Reason
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.media import media
 from swift_vlpack.rows.randomness import RandomStream
-from swift_vlpack.rows.samples import Address, Encoded, LeftOut, PackAddress, PackedSamples, SampleError
+from swift_vlpack.rows.samples import Address, Encoded, LeftOut, PackAddress, PackedSamples, SampleError, SampleId
 from swift_vlpack.rows.sizes import RowSize
 from swift_vlpack.rows.source import Row
 
@@ -55,6 +55,7 @@ class PackReader(Dataset[PackedSamples]):
         left_out: list[LeftOut] = []
         shared = address.shared or (0,) * len(address.samples)
         unit: Unit | None = None  # the one that is open, if samples share
+        apart: set[SampleId] = set()
         encoded = self.encoded(address)
         for at, (where, size, sample) in enumerate(zip(address.samples, address.sizes, encoded, strict=True)):
             if not shared[at]:
@@ -78,11 +79,15 @@ class PackReader(Dataset[PackedSamples]):
                 units.append(placed)
                 unit = unit or (placed if placed.prefix else None)
             if why is not None:
+                apart.add(sample["sample_id"])
                 logger.warning("%s: shares no prefix after all, and is trained whole: %s", sample["sample_id"], why)
             if sample["length"] > planned.length or (shared[at] and placed is not unit):
                 placed.takes_more.add(len(placed.samples) - 1)
         kept, longer = self._fitting(units)
-        return packed_samples(kept, address.epoch, address.number, self.config, left_out + longer)
+        packed = packed_samples(kept, address.epoch, address.number, self.config, left_out + longer)
+        num_apart = sum(sample_id in apart for sample_id in packed.record.sample_ids)
+        packed.record = replace(packed.record, num_apart=num_apart)
+        return packed
 
     def _fitting(self, units: list[Unit]) -> tuple[list[Encoded], list[LeftOut]]:
         """Choose the samples that fit into the pack. Returns them in their order, and the samples that are left out."""
