@@ -25,6 +25,7 @@ from swift_vlpack.errors import ConfigError, DataError, PlanError, StateMismatch
 from swift_vlpack.feed.epochs import Epochs, Extent
 from swift_vlpack.feed.packs import Packs
 from swift_vlpack.feed.reader import PackReader
+from swift_vlpack.lengths.prefixes import sharing_rows
 from swift_vlpack.plan.cuts import Cut
 from swift_vlpack.plan.epoch import EpochPlan, NameOfRow, Recipe, plan_epoch, saved_digest
 from swift_vlpack.plan.packs import Plan
@@ -68,6 +69,7 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         if not isinstance(self.dataset, FusionCaptionDataset):
             raise DataError("data without a length cannot be planned; use PackingDataset, which packs it as it comes")
         self.dataset.measure()
+        self.dataset = sharing_rows(self.dataset, self.config)
         if samples_per_step is not None:
             step = UnpackedStep(batch_size=samples_per_step, accumulation=1, num_ranks=1)
         self.step = _checked_step(step, self.config, self.dataset)

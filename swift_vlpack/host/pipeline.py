@@ -30,7 +30,7 @@ from swift_vlpack.feed.streamed_feed import StreamedFeed
 from swift_vlpack.host.args import deletes_failing_rows, packing_config, plans_ahead, unpacked_batch_size, unpacked_step
 from swift_vlpack.host.cached import compare_lengths, with_cached_validation
 from swift_vlpack.host.evaluation import evaluation_data, saved_validation_rows
-from swift_vlpack.host.headers import reading_urls
+from swift_vlpack.host.headers import branch_template, reading_urls
 from swift_vlpack.host.length_pass import with_all_lengths
 from swift_vlpack.host.objective import objective_of
 from swift_vlpack.host.plain_order import unpacked_rows
@@ -38,6 +38,7 @@ from swift_vlpack.host.ranks import RanksOfRun, num_ranks_of_run, rank
 from swift_vlpack.host.same_on_ranks import check_same_files, check_same_validation
 from swift_vlpack.host.sources import load_sources, load_stream
 from swift_vlpack.host.use_attention import use_attention
+from swift_vlpack.lengths.prefixes import SharingLimits
 from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.plan.report import length_warning, long_sequence_warning
 from swift_vlpack.rows.encoder import RowEncoder
@@ -95,7 +96,9 @@ def build_feed(args: Any, template: Any, config: PackingConfig) -> tuple[Feed, A
 def measured_rows(sources: list[RowSource], template: Any, args: Any, config: PackingConfig) -> FusionCaptionDataset:
     """Measure the rows of the sources, because a plan is made of their lengths, and fuse them into one data set."""
     encoder = RowEncoder.of(template, config)  # for this config, because which tokens are targets is measured too
-    measured = with_all_lengths(sources, encoder, args, config.packing_cache_dir)
+    measured = with_all_lengths(
+        sources, encoder, args, config.packing_cache_dir, sharing=SharingLimits.of(config) if config.shares_media else None
+    )
     compare_lengths(measured, template, getattr(args, "external_plugins", None) or [])
     return fused(measured, template, args, config)
 
@@ -158,6 +161,7 @@ def fused(sources: list[RowSource], template: Any, args: Any, config: PackingCon
         strict=args.strict,
         shuffle=args.train_dataloader_shuffle,
         ratio_by=read_fusion_config(config.fusion_config).ratio_by if config.fusion_config else "rows",
+        pixel_free=branch_template,
     )
 
 
