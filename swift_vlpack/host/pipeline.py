@@ -97,7 +97,11 @@ def measured_rows(sources: list[RowSource], template: Any, args: Any, config: Pa
     """Measure the rows of the sources, because a plan is made of their lengths, and fuse them into one data set."""
     encoder = RowEncoder.of(template, config)  # for this config, because which tokens are targets is measured too
     measured = with_all_lengths(
-        sources, encoder, args, config.packing_cache_dir, sharing=SharingLimits.of(config) if config.shares_media else None
+        sources,
+        encoder,
+        args,
+        config.packing_cache_dir,
+        sharing=SharingLimits.of(config) if config.shares_media else None,
     )
     compare_lengths(measured, template, getattr(args, "external_plugins", None) or [])
     return fused(measured, template, args, config)

@@ -27,9 +27,7 @@ _SAMPLED, _WHOLE = "sampled", "whole"
 Known = dict[tuple[str, FileState, str], str]
 
 
-def identities(
-    files: Mapping[str, FileState], folder: Path | None = None, comm: Comm = ALONE
-) -> dict[str, str]:
+def identities(files: Mapping[str, FileState], folder: Path | None = None, comm: Comm = ALONE) -> dict[str, str]:
     """Return a digest of the bytes of each file that may equal another one; a file without a digest equals none.
 
     Every rank reads its share of the files, and all get the same result. `folder` is where digests are remembered.
@@ -41,7 +39,9 @@ def identities(
     sampled = _digests(by_size, files, _SAMPLED, known, saved, comm)
     like = _repeated({path: (files[path].size, digest) for path, digest in sampled.items()})
     # A small file was read whole already.
-    whole = _digests((path for path in like if files[path].size > 2 * _NUM_BYTES_SAMPLED), files, _WHOLE, known, saved, comm)
+    whole = _digests(
+        (path for path in like if files[path].size > 2 * _NUM_BYTES_SAMPLED), files, _WHOLE, known, saved, comm
+    )
     return {path: whole.get(path, sampled[path]) for path in like if path in whole or _is_small(files[path])}
 
 

@@ -456,7 +456,11 @@ class _PrefixPass:
         failed = [Alone.NOTHING_SHARED] * len(self._given)
         for (source, *_), verdict in zip(wanted, known, strict=True):
             # Random numbers are the reason why rows differ, so they are named first.
-            if verdict is not None and verdict.cause in (Alone.DIFFERS, Alone.DRAWS) and failed[source] is not Alone.DRAWS:
+            if (
+                verdict is not None
+                and verdict.cause in (Alone.DIFFERS, Alone.DRAWS)
+                and failed[source] is not Alone.DRAWS
+            ):
                 failed[source] = verdict.cause
         return failed
 
@@ -487,7 +491,9 @@ class _PrefixPass:
             # A stream of its own for each row, as rows of different packs have in training.
             with RandomStream("prefix", source, index) as stream:
                 try:
-                    samples.append(given.encoders.in_full.sample(given.source.row(index), given.source.sample_id(index)))
+                    samples.append(
+                        given.encoders.in_full.sample(given.source.row(index), given.source.sample_id(index))
+                    )
                 except SampleError:
                     return Alone.CANNOT_BE_ENCODED
             if stream.has_drawn:
@@ -547,4 +553,3 @@ def _groups(keys: Keys, usable: NDArray[np.bool_]) -> list[NDArray[np.int64]]:
     starts = np.flatnonzero(np.diff(keys["high"][order], prepend=keys["high"][order[:1]] + np.uint64(1)))
     groups = [group for group in np.split(order, starts[1:]) if len(group) > 1]
     return sorted(groups, key=lambda group: int(group[0]))
-

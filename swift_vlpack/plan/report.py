@@ -98,9 +98,9 @@ def share_lines(share: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     lines = [("shared", f"{units}, {counted(share['num_alone'], 'row')} alone: {', '.join(saved)}")]
     if rows := share["rows_per_prefix"]:
-        at_most = f"at most {share['packing_share_max']} in a unit (packing_share_max)"
-        of = counted(rows["num_prefixes"], "beginning", "beginnings")
-        lines.append(("", f"rows of one beginning: median {rows['median']}, p95 {rows['p95']}, {of}; {at_most}"))
+        of = f"of {counted(rows['num_prefixes'], 'prefix', 'prefixes')} that rows share"
+        at_most = f"at most {share['packing_share_max']} rows a unit (packing_share_max)"
+        lines.append(("", f"rows an image: median {rows['median']}, p95 {rows['p95']}, {of}; {at_most}"))
     if (anywhere := share.get("num_tokens_anywhere")) is not None:
         lines.append(
             (
@@ -114,8 +114,8 @@ def share_lines(share: Mapping[str, Any]) -> list[tuple[str, str]]:
         nothing = f"PACKING_SHARE=MEDIA SAVES NOTHING: no two rows{of_step} begin with the same tokens and media"
         lines.append(("", nothing))
     for cause, alone in share["alone"].items():
-        text = f"{alone['num_rows']} rows that {cause} (such as {alone['example']}); {alone['way_out']}"
-        lines.append(("alone", text))
+        of = f"{counted(alone['num_rows'], 'row')}, as rows {cause}"
+        lines.append(("alone", f"{of} (such as {alone['example']}): {alone['way_out']}"))
     return lines
 
 

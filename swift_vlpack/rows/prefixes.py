@@ -115,9 +115,7 @@ class HeadReader:
             settings += (repr(objects),)
         return Head(_digest((settings, bool(objects), before, of_last)), self._media(listed))
 
-    def _of_text(
-        self, texts: list[str], num_before: int, messages: Sequence[Any], settings: tuple[Any, ...]
-    ) -> Head:
+    def _of_text(self, texts: list[str], num_before: int, messages: Sequence[Any], settings: tuple[Any, ...]) -> Head:
         """Return the head of a row without media: all that decides its system turn."""
         # ms-swift takes an image from `<img>` if its file exists.
         if any("<img>" in text for text in texts) or not num_before or messages[0]["role"] != "user":
@@ -134,7 +132,9 @@ class HeadReader:
         further = ""
         if isinstance(value, Mapping):
             # Such as limits of its pixels.
-            more = {name: one for name, one in value.items() if name not in ("bytes", "path", "url") and one is not None}
+            more = {
+                name: one for name, one in value.items() if name not in ("bytes", "path", "url") and one is not None
+            }
             further, value = repr(more) if more else "", content_of(value)
         if isinstance(value, str):
             known = self._names.get(value)
