@@ -95,9 +95,18 @@ def make_packing(template: Template, rows: FusionCaptionDataset | StreamedRows, 
 
 
 def packed_samples(
-    samples: Sequence[Encoded], epoch: int, number: int, config: PackingConfig, left_out: Sequence[LeftOut]
+    samples: Sequence[Encoded],
+    epoch: int,
+    number: int,
+    config: PackingConfig,
+    left_out: Sequence[LeftOut],
+    *,
+    num_apart: int = 0,
 ) -> PackedSamples:
-    """Make a pack of samples, with the record by which the trainer and the counters know what is in it."""
+    """Make a pack of samples, with the record by which the trainer and the counters know what is in it.
+
+    `num_apart` of the samples were to share a prefix, and do not.
+    """
     sizes = [size_of(sample) for sample in samples]
     shared = tuple(int(sample.get(SHARED, 0)) for sample in samples)
     record = PackRecord(
@@ -110,5 +119,6 @@ def packed_samples(
         left_out=tuple(left_out),
         sequence_multiple=config.sequence_multiple,
         shared=shared if any(shared) else (),
+        num_apart=num_apart,
     )
     return PackedSamples(samples, record)

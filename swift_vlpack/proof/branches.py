@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from swift_vlpack.feed.collate import UNUSED_COLUMNS
-from swift_vlpack.feed.units import SHARED, Unit, unit_of, why_apart, why_no_prefix, without_pixels
+from swift_vlpack.feed.units import SHARED, Unit, unit_of, why_apart, why_no_prefix
 from swift_vlpack.plan.boundaries import Boundaries
+from swift_vlpack.rows.prefixes import without_pixels
 from swift_vlpack.rows.samples import Encoded
 
 PREFIX = "prefix_of_proof"
