@@ -24,7 +24,7 @@ import torch
 
 from swift_vlpack.rows.contents import NO_LABEL, PER_TOKEN, media_spans
 from swift_vlpack.rows.families import PIXELS, MediaTokens
-from swift_vlpack.rows.media import content_of, is_name, real_file
+from swift_vlpack.rows.media import is_name, real_file
 from swift_vlpack.rows.samples import Encoded
 from swift_vlpack.rows.shared import Alone
 
@@ -34,6 +34,8 @@ _ANSWERS = ("assistant", "tool_call")
 """Roles whose messages are trained."""
 _OBJECT_TAGS = ("<bbox>", "<ref-object>")
 _NUM_VALUES_REMEMBERED = 100_000
+_OF_FILE = {"bytes", "path", "url"}
+"""Of an entry that is a mapping, the keys that name its content; the first that is set counts."""
 _OPEN, _CLOSE = "[", "]"
 _NUM_SHORT = 256  # a text that is longer is not worth remembering as a name
 
@@ -74,6 +76,11 @@ class HeadReader:
         self._max_pixels = max_pixels
         self._system = system
         self._names: dict[str, str] = {}
+
+    def take_files(self) -> dict[str, FileState]:
+        """Return the states of the files that were named since the last call; each file comes once."""
+        files, self.files = self.files, {}
+        return files
 
     def head(self, row: Mapping[str, Any]) -> Head:
         """Return the head of a row, whose system prompt may still be missing."""
@@ -140,11 +147,10 @@ class HeadReader:
             return [_OPEN + kind, *(name for one in value for name in self._name(kind, one)), _CLOSE]
         further = ""
         if isinstance(value, Mapping):
-            # Such as limits of its pixels.
-            more = {
-                name: one for name, one in value.items() if name not in ("bytes", "path", "url") and one is not None
-            }
-            further, value = repr(more) if more else "", content_of(value)
+            if not value.keys() <= _OF_FILE:  # such as limits of its pixels
+                more = {name: one for name, one in value.items() if name not in _OF_FILE and one is not None}
+                further = repr(more) if more else ""
+            value = value.get("bytes") or value.get("path") or value.get("url")
         if isinstance(value, str):
             known = self._names.get(value)
             if known is None:
