@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from swift_vlpack.rows.contents import NO_LABEL, PER_TOKEN, media_spans
+from swift_vlpack.rows.contents import NO_LABEL, OF_MEDIA, media_spans
 from swift_vlpack.rows.families import PIXELS, MediaTokens
 from swift_vlpack.rows.media import is_name, real_file
 from swift_vlpack.rows.samples import Encoded
@@ -114,7 +114,9 @@ class HeadReader:
             if missing < 0:
                 return Head(media=self._media(listed), cause=Alone.TAGS)
             texts[0] = _TAGS[kind] * missing + texts[0]  # as ms-swift does
-        if not num_before or any(_TAGS[kind] in text for text in texts[num_before:] for kind in kinds):
+        if not num_before:  # a document, as for `swift pt`
+            return Head(media=self._media(listed), cause=Alone.NO_TOKEN_BETWEEN)
+        if any(_TAGS[kind] in text for text in texts[num_before:] for kind in kinds):
             return Head(media=self._media(listed), cause=Alone.AFTER_ANSWER)
         last, end = max(
             (at, text.rfind(_TAGS[kind]) + len(_TAGS[kind]))
@@ -293,15 +295,7 @@ def have_same_prefix(one: Encoded, other: Encoded, length: int) -> bool:
     """Tell whether two samples have the same first tokens, and the same pixels and grids."""
     if [int(token) for token in one["input_ids"][:length]] != [int(token) for token in other["input_ids"][:length]]:
         return False
-    return all(_are_equal(one.get(name), other.get(name)) for name in _of_media(one, other))
-
-
-def _of_media(*samples: Encoded) -> set[str]:
-    names = {name for sample in samples for name, value in sample.items() if value is not None}
-    return {name for name in names - {*PER_TOKEN} if name not in _OF_ROW}
-
-
-_OF_ROW = ("length", "lengths", "channel", "source", "sample_id", "contents", "_extra_kwargs", "position_ids")
+    return all(_are_equal(one.get(name), other.get(name)) for name in OF_MEDIA)
 
 
 def _are_equal(one: Any, other: Any) -> bool:

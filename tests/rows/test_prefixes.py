@@ -98,6 +98,10 @@ ALONE = {
         Alone.AFTER_ANSWER,
     ),
     "image in an answer": ({**text_row("draw", "<image>"), "images": [URL]}, Alone.AFTER_ANSWER),
+    "document": (
+        {"messages": [{"role": "assistant", "content": "<image>a house"}], "images": [URL]},
+        Alone.NO_TOKEN_BETWEEN,
+    ),
     "more tags": (asked("<image><image>what?"), Alone.TAGS),
     "tag in the system": (
         {"messages": [{"role": "system", "content": "<image>"}, *asked("x")["messages"]], "images": [URL]},
