@@ -198,7 +198,7 @@ def test_chunks_count_from_the_start_of_the_row(chunk):
 @pytest.mark.parametrize("use_vmap", [False, True])
 def test_image_blocks_and_padding_are_looked_up_in_the_row(use_vmap):
     """SHARE-21: an image in the prefix, and one in a branch, with a window."""
-    rows = Rows(((12, (8, 9, 3)), (0, (10,))))
+    rows = Rows(((12, (8, 8, 4)), (0, (10,))))
     blocks = torch.full((1, 42), -1)
     blocks[0, 2:7], blocks[0, 13:17], blocks[0, 22:25], blocks[0, 33:36] = 0, 1, 2, 3
     padding = torch.ones(1, 42, dtype=torch.bool)
