@@ -20,16 +20,18 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from swift_vlpack.config import SAMPLES, PackingConfig
+from swift_vlpack.config import MEDIA, SAMPLES, PackingConfig
 from swift_vlpack.errors import ConfigError, DataError, PlanError, StateMismatch
 from swift_vlpack.feed.epochs import Epochs, Extent
 from swift_vlpack.feed.packs import Packs
 from swift_vlpack.feed.reader import PackReader
+from swift_vlpack.lengths.prefixes import sharing_rows
 from swift_vlpack.plan.cuts import Cut
 from swift_vlpack.plan.epoch import EpochPlan, NameOfRow, Recipe, plan_epoch, saved_digest
 from swift_vlpack.plan.packs import Plan
 from swift_vlpack.plan.parts import Span
 from swift_vlpack.plan.same_steps import UnpackedRows, UnpackedStep
+from swift_vlpack.plan.units import Prefixes
 from swift_vlpack.rows.encoder import Template
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.samples import Address, Encoded, PackAddress, PackedSamples, SampleError
@@ -65,9 +67,10 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         `step` and `unpacked` say the same of a run of ms-swift, whose un-packed batches are known.
         """
         super().__init__(dataset, template, config, seed=seed, num_ranks=num_ranks)
-        if not isinstance(self.dataset, FusionCaptionDataset):
+        if not self.sources:
             raise DataError("data without a length cannot be planned; use PackingDataset, which packs it as it comes")
         self.dataset.measure()
+        self.dataset = sharing_rows(self.dataset, self.config)
         if samples_per_step is not None:
             step = UnpackedStep(batch_size=samples_per_step, accumulation=1, num_ranks=1)
         self.step = _checked_step(step, self.config, self.dataset)
@@ -210,11 +213,12 @@ def recipe_of(rows: FusionCaptionDataset, config: PackingConfig, *, seed: int, n
             )
         sizes.append(source.sizes.columns)
         cut.append(source.sizes.cut)
-        prefixes.append(source.prefixes)
+        shared = source.prefixes
+        prefixes.append(None if shared is None else Prefixes(shared.key, shared.length))
     return Recipe(
         sizes=tuple(sizes),
         cut=tuple(cut),
-        prefixes=tuple(prefixes) if config.shares_media else (),
+        prefixes=tuple(prefixes) if config.packing_share == MEDIA else (),
         mix=rows.mix,
         config=config,
         seed=seed,

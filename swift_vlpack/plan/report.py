@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.config import PAD_TO_LENGTH, PackingConfig
+from swift_vlpack.plan.boundaries import Boundaries
 from swift_vlpack.plan.packs import Plan
 from swift_vlpack.words import counted
 
@@ -167,6 +168,23 @@ def long_sequence_warning(num_tokens_per_pack: NDArray[Any], config: PackingConf
         f"({config.packing_length}) and alone in a sequence of twice as many tokens, or the next multiple: another "
         "shape. Raise packing_length, or leave such samples out by packing_allow_single_long=false"
     )
+
+
+def typical_boundaries(packs: Plan | None, capacity: int) -> Boundaries:
+    """Return the boundaries of a sequence like those of a run: a pack in which samples share, or typical lengths.
+
+    Attention is tried and timed on it, so where samples share it has to have prefixes and branches.
+    """
+    if packs is None:
+        return Boundaries(typical_lengths((), capacity))
+    shared = np.broadcast_to(packs.shared_of_members, len(packs.members))
+    if not shared.any():
+        return Boundaries(typical_lengths(packs.lengths, capacity))
+    # The pack in the middle by how much its samples share.
+    in_packs = np.add.reduceat(np.append(shared, 0), packs.offsets[:-1]) * (packs.num_samples_per_pack > 0)
+    sharing = np.flatnonzero(in_packs)
+    number = int(sharing[np.argsort(in_packs[sharing], kind="stable")[len(sharing) // 2]])
+    return Boundaries.of_samples(packs.lengths[packs[number]].tolist(), packs.shared_in(number))
 
 
 def typical_lengths(lengths: Sequence[int] | NDArray[np.integer], capacity: int) -> tuple[int, ...]:

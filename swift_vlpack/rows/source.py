@@ -35,8 +35,8 @@ from numpy.typing import NDArray
 
 from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.plan.parts import Part
-from swift_vlpack.plan.units import Prefixes
 from swift_vlpack.rows.samples import SampleId
+from swift_vlpack.rows.shared import SharedPrefixes
 from swift_vlpack.rows.sizes import LengthIndex, RowSize
 from swift_vlpack.words import counted
 
@@ -69,8 +69,6 @@ class RowSource:
     """True if rows are numbered as in the file; False if only by their place among the loaded rows."""
     sizes: LengthIndex | None = None
     """Size of each row; None until a length pass has run."""
-    prefixes: Prefixes | None = None
-    """The prefixes that rows share; None unless `packing_share` asks for them."""
     remember_size: Callable[[Row, RowSize, float, Sequence[Part]], None] | None = None
     """Save the true size, aspect and parts of a row for the next run; None if no cache of lengths is in use."""
     num_lost: int | None = 0
@@ -81,6 +79,8 @@ class RowSource:
     """The lengths that a cached data set has for its rows; they are compared, and not planned by."""
     origin: str | None = None
     """Full path of the local file or folder, or the name on the hub; None for rows that a program made."""
+    prefixes: SharedPrefixes | None = None
+    """The beginnings that rows share; None unless `packing_share=media`."""
     places: NDArray[np.int64] | None = None
     """The place of each row among the rows of all sources, in the order in which an un-packed run would have them."""
 
@@ -89,6 +89,8 @@ class RowSource:
             raise ConfigError(f"source {self.name!r}: sample_limit must be at least 1, got {self.sample_limit}")
         if self.sizes is not None and len(self.sizes) != len(self.rows):
             raise DataError(f"source {self.name!r}: {len(self.sizes)} lengths for {len(self.rows)} rows")
+        if self.prefixes is not None and len(self.prefixes) != len(self.rows):
+            raise DataError(f"source {self.name!r}: {len(self.prefixes)} prefixes for {len(self.rows)} rows")
 
     def __repr__(self) -> str:
         limit = "" if self.sample_limit is None else f", at most {self.sample_limit} of them"
