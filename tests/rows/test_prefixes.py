@@ -217,6 +217,7 @@ def test_family_that_is_not_known_to_divide_shares_nothing():
 
 def test_system_turn_ends_where_conversations_differ():
     """SHARE-43"""
+
     def talk(*ids, target=2):
         return {"input_ids": list(ids), "labels": [NO_LABEL] * (len(ids) - target) + list(ids[-target:])}
 

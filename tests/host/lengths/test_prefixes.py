@@ -250,9 +250,7 @@ def test_ranks_agree_with_one_rank(num_ranks, template, tmp_path, monkeypatch):
 
 
 def fused_rows(template, sources):
-    return FusionCaptionDataset(
-        sources, headers.reading_urls(template, Urls()), pixel_free=headers.branch_template
-    )
+    return FusionCaptionDataset(sources, headers.reading_urls(template, Urls()), pixel_free=headers.branch_template)
 
 
 def same(one, other):
@@ -332,7 +330,11 @@ def test_branches_of_other_families_have_all_but_their_pixels(name, tmp_path):
     family.build(tmp_path / "model")
     with own_ids(tmp_path / "model", family):
         _, processor = get_model_processor(
-            str(tmp_path / "model"), model_type=family.model_type, torch_dtype=torch.float32, use_hf=True, load_model=False
+            str(tmp_path / "model"),
+            model_type=family.model_type,
+            torch_dtype=torch.float32,
+            use_hf=True,
+            load_model=False,
         )
         template = get_template(processor, template_type=family.template, max_length=4096)
         template.set_mode("train")
