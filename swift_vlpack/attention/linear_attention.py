@@ -15,9 +15,8 @@ import torch
 
 from swift_vlpack.attention.packed_sequence import Bounds, Groups, boundaries_of, groups_of, layer_name
 from swift_vlpack.errors import AttentionError
-from swift_vlpack.rows.families import RESTARTED, text_config_of
+from swift_vlpack.rows.families import KEEPS_STATE, RESTARTED, text_config_of
 
-_KEEPS_STATE = ("linear", "conv", "mamba", "recurrent", "hybrid")
 _handles: WeakKeyDictionary[torch.nn.Module, list[Any]] = WeakKeyDictionary()
 
 
@@ -52,7 +51,7 @@ def _refuse_branches(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) 
 def _refuse_unknown_state(model: Any) -> None:
     config = text_config_of(model.config)
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    keeping = sorted({kind for kind in kinds or () if any(word in str(kind) for word in _KEEPS_STATE)})
+    keeping = sorted({kind for kind in kinds or () if any(word in str(kind) for word in KEEPS_STATE)})
     if kinds is None and any(getattr(module, "_is_stateful", False) for module in model.modules()):
         keeping = [config.model_type]  # such a model has layers of one kind
     if keeping:

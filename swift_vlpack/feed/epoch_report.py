@@ -14,12 +14,12 @@ from swift_vlpack.plan.epoch import EpochPlan, num_shared_anywhere, prefixes_in
 from swift_vlpack.plan.report import StepSize, plan_report, sharing_report, step_size
 from swift_vlpack.plan.resume_schedule import num_steps
 from swift_vlpack.plan.same_steps import kept_steps
-from swift_vlpack.plan.units import ALONE
+from swift_vlpack.plan.units import NO_KEY
 from swift_vlpack.reasons import warning_of_left_out
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.left_out import as_json, deleted_by_loader
 from swift_vlpack.rows.samples import Address, LeftOut
-from swift_vlpack.rows.source import RowSource
+from swift_vlpack.rows.source import RowSource, prefixes_of
 from swift_vlpack.runlog.account import account_json
 from swift_vlpack.runlog.counts import Counts
 
@@ -102,10 +102,10 @@ def data_report(epoch: EpochPlan, dataset: FusionCaptionDataset, merge_size: int
 
 def _share_of_rows(epoch: EpochPlan, dataset: FusionCaptionDataset) -> dict[str, Any]:
     """Count what rows of an epoch share, how many rows have each beginning, and why rows stay alone."""
-    config, prefixes = epoch.packs.config, [source.prefixes for source in dataset.sources]
+    config, prefixes = epoch.packs.config, prefixes_of(dataset.sources)
     report = sharing_report(epoch.packs)
     key = prefixes_in(epoch, prefixes, config).key
-    rows = np.unique(key[key != ALONE], return_counts=True)[1]
+    rows = np.unique(key[key != NO_KEY], return_counts=True)[1]
     if epoch.step is not None:
         report["num_tokens_anywhere"] = report["num_tokens_alone"] - num_shared_anywhere(epoch, prefixes, config)
     return {

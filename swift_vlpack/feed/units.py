@@ -17,7 +17,8 @@ import torch
 
 from swift_vlpack.rows.contents import NO_LABEL, OF_MEDIA
 from swift_vlpack.rows.families import PIXELS
-from swift_vlpack.rows.samples import Encoded
+from swift_vlpack.rows.prefixes import without_pixels
+from swift_vlpack.rows.samples import Encoded, SampleId
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +54,45 @@ def unit_of(first: Encoded, prefix: int) -> Unit:
     return Unit([without_pixels(first)], prefix, pixels)
 
 
-def without_pixels(sample: Encoded) -> Encoded:
-    """Return a sample without its pixels; grids stay, because positions follow from them."""
-    return {name: value for name, value in sample.items() if name not in PIXELS}
+class UnitsOfPack:
+    """Collects the encoded samples of a pack, in order, into units."""
+
+    def __init__(self) -> None:
+        self.units: list[Unit] = []
+        self.open: Unit | None = None
+        """The unit that the next sample may join."""
+        self.apart: set[SampleId] = set()
+        """The samples that were to share a prefix, and do not."""
+
+    def close(self) -> None:
+        """Let the next sample begin another unit."""
+        self.open = None
+
+    def why_not(self, sample: Encoded) -> str | None:
+        """Say why a sample cannot join the open unit; None if it can."""
+        return "no other sample has its pixels" if self.open is None else why_apart(sample, self.open)
+
+    def add(self, sample: Encoded, prefix: int) -> Unit:
+        """Put a sample into the open unit, or into one of its own, which opens if it can have a prefix."""
+        if not prefix:
+            why = None
+        else:
+            why = why_no_prefix(sample, prefix) if self.open is None else why_apart(sample, self.open)
+        if why is not None:
+            self.apart.add(sample["sample_id"])
+            logger.warning("%s: shares no prefix after all, and is trained whole: %s", sample["sample_id"], why)
+        elif self.open is not None:
+            self.open.samples.append(without_pixels(sample))
+            return self.open
+        unit = unit_of(sample, 0 if why else prefix)
+        self.units.append(unit)
+        self.open = self.open or (unit if unit.prefix else None)
+        return unit
+
+
+def has_pixels(sample: Encoded) -> bool:
+    """Return whether a sample brings pixels."""
+    return any(sample.get(name) is not None for name in PIXELS)
 
 
 def why_apart(sample: Encoded, unit: Unit) -> str | None:
@@ -72,10 +109,10 @@ def why_apart(sample: Encoded, unit: Unit) -> str | None:
         one, other = first.get(name), sample.get(name)
         if one is not None and other is not None and not _is_same(_start_of(one, prefix), _start_of(other, prefix)):
             return f"other {name}"
-    has_pixels = any(sample.get(name) is not None for name in PIXELS)
+    brings_pixels = has_pixels(sample)
     for name in sorted(OF_MEDIA):
         one, other = unit.pixels.get(name) if name in PIXELS else first.get(name), sample.get(name)
-        if (has_pixels or name not in PIXELS) and not _is_same(one, other):
+        if (brings_pixels or name not in PIXELS) and not _is_same(one, other):
             return f"other {name}"
     return None
 

@@ -27,7 +27,14 @@ from swift_vlpack.feed.planned import PlannedPackingDataset
 from swift_vlpack.feed.planned_feed import PlannedFeed
 from swift_vlpack.feed.streamed import StreamedPackingDataset
 from swift_vlpack.feed.streamed_feed import StreamedFeed
-from swift_vlpack.host.args import deletes_failing_rows, packing_config, plans_ahead, unpacked_batch_size, unpacked_step
+from swift_vlpack.host.args import (
+    data_seed,
+    deletes_failing_rows,
+    packing_config,
+    plans_ahead,
+    unpacked_batch_size,
+    unpacked_step,
+)
 from swift_vlpack.host.cached import compare_lengths, with_cached_validation
 from swift_vlpack.host.evaluation import evaluation_data, saved_validation_rows
 from swift_vlpack.host.headers import branch_template, reading_urls
@@ -42,6 +49,7 @@ from swift_vlpack.lengths.prefixes import SharingLimits
 from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.plan.report import length_warning, long_sequence_warning
 from swift_vlpack.rows.encoder import RowEncoder
+from swift_vlpack.rows.families import refuse_sharing
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.fusion_config import read_fusion_config
 from swift_vlpack.rows.randomness import RandomStream
@@ -83,6 +91,8 @@ def build_feed(args: Any, template: Any, config: PackingConfig) -> tuple[Feed, A
     Returns the validation rows too, because ms-swift's loader draws them from the same rows. The kind of feed is chosen
     here and nowhere else; code that has the feed asks the feed.
     """
+    if config.shares_media:
+        refuse_sharing(template.config)
     if plans_ahead(args):
         sources, val_rows = _same_sources(args, config)
         return planned_feed(measured_rows(sources, template, args, config), template, args, config), val_rows
@@ -188,11 +198,6 @@ def _warn_of_length(args: Any, config: PackingConfig, lengths: NDArray[np.int64]
 def urls_in_training() -> Urls:
     """Read URLs with two tries a row, and try a failed one again later: a server may come back while the run lasts."""
     return Urls(seconds_remembered=_SECONDS_WITHOUT_URL, num_tries=2)
-
-
-def data_seed(args: Any) -> int:
-    """Return the seed of draws and orders: `--data_seed`, or `--seed` if that was not given."""
-    return int(args.data_seed if args.data_seed is not None else args.seed)
 
 
 def _show(pipeline: Any, feed: Feed) -> None:

@@ -31,9 +31,11 @@ from swift_vlpack.lengths.length_file import KEY, KEYED_SIZE, Keys, LengthFile, 
 from swift_vlpack.lengths.measure import Progress
 from swift_vlpack.lengths.media_digests import identities
 from swift_vlpack.lengths.rows_work import Encoders
+from swift_vlpack.plan.units import NO_KEY
 from swift_vlpack.rows.encoder import RowEncoder
-from swift_vlpack.rows.families import MediaTokens
+from swift_vlpack.rows.families import MediaTokens, refuse_sharing
 from swift_vlpack.rows.fusion import FusionCaptionDataset
+from swift_vlpack.rows.media import image_urls
 from swift_vlpack.rows.prefixes import (
     FileState,
     Head,
@@ -48,7 +50,7 @@ from swift_vlpack.rows.prefixes import (
 )
 from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.samples import SampleError
-from swift_vlpack.rows.shared import NO_KEY, Alone, SharedPrefixes, counted_causes
+from swift_vlpack.rows.shared import Alone, SharedPrefixes, counted_causes
 from swift_vlpack.rows.source import RowSource, rows_at
 from swift_vlpack.words import counted
 
@@ -119,6 +121,7 @@ def sharing_rows(rows: FusionCaptionDataset, config: PackingConfig) -> FusionCap
     """Find the prefixes of measured rows that no length pass has looked at: the rows of a trainer of one's own."""
     if not config.shares_media or any(source.prefixes is not None for source in rows.sources):
         return rows
+    refuse_sharing(getattr(rows.template, "config", None))
     given = [
         SourceToShare(source, Encoders(by_header=None, in_full=encoder))
         for source, encoder in zip(rows.sources, rows.encoders, strict=True)
@@ -172,10 +175,11 @@ class _HeadTask(NamedTuple):
 class _HeadWork:
     def __init__(self, sources: Sequence[RowSource]) -> None:
         self._sources = sources
+        # One a source, because rows of several tasks may name the same file.
+        self._readers = [HeadReader(source.max_pixels, source.system) for source in sources]
 
     def __call__(self, task: _HeadTask) -> _Heads:
-        source = self._sources[task.source]
-        reader = HeadReader(source.max_pixels, source.system)
+        source, reader = self._sources[task.source], self._readers[task.source]
         return _heads(task.indices, [reader.head(row) for row in rows_at(source.rows, task.indices.tolist())], reader)
 
 
@@ -190,7 +194,7 @@ def _heads(indices: NDArray[np.int64], heads: Sequence[Head], reader: HeadReader
         np.array([len(head.media) for head in heads], np.int64),
         np.array(places, np.int64),
         list(names),
-        dict(reader.files),
+        reader.take_files(),
     )
 
 
@@ -267,7 +271,16 @@ class _GroupWork:
         return [MediaTokens.of(one.encoders.in_full.template) for one in self._given]
 
     def __call__(self, task: _GroupTask) -> list[Prefix]:
+        self._fetch(task)
         return [self._prefix(*place) for place in task.places]
+
+    def _fetch(self, task: _GroupTask) -> None:
+        """Fetch the images that rows name by URL, side by side."""
+        for number, one in enumerate(self._given):
+            if (urls := one.encoders.urls) is not None:
+                rows = (one.source.row(index) for source, index, _ in task.places if source == number)
+                urls.forget()
+                urls.read((url for row in rows for url in image_urls(row)), whole=one.encoder is one.encoders.in_full)
 
     def _prefix(self, source: int, index: int, has_media: bool) -> Prefix:
         one = self._given[source]
@@ -282,7 +295,9 @@ class _GroupWork:
                 sample = one.encoders.in_full.sample(row, sample_id)
         except SampleError:
             return Prefix(0, Alone.CANNOT_BE_ENCODED)
-        return prefix_of(sample, self._tokens[source])
+        prefix = prefix_of(sample, self._tokens[source])
+        # A text model leaves the media of a row alone.
+        return prefix if prefix.length or prefix.cause else Prefix(0, Alone.FAMILY_UNKNOWN)
 
 
 class _PrefixFile:
@@ -436,7 +451,7 @@ class _PrefixPass:
     def _checked(
         self, rows: _Rows, keys: Keys, of_groups: Sequence[NDArray[np.int64]], length: NDArray[np.int32]
     ) -> list[Alone]:
-        """Encode two rows of some groups of each source in full. Returns why a source's rows share nothing after all."""
+        """Encode two rows of some groups of each source in full. Returns why rows of a source share nothing."""
         pairs = [pair for number in range(len(self._given)) for pair in self._pairs(rows, of_groups, length, number)]
         wanted = [(source, self._check_key(rows, keys, one, other), one, other) for source, one, other in pairs]
         known = self._comm.results_of_all(lambda: [self._files[source].get(key) for source, key, *_ in wanted])[0]
@@ -498,7 +513,7 @@ class _PrefixPass:
                     return Alone.CANNOT_BE_ENCODED
             if stream.has_drawn:
                 return Alone.DRAWS
-        return Alone.NOTHING_SHARED if have_same_prefix(*samples, length) else Alone.DIFFERS
+        return Alone.NOTHING_SHARED if have_same_prefix(samples[0], samples[1], length) else Alone.DIFFERS
 
     # -- the result
 
@@ -509,7 +524,7 @@ class _PrefixPass:
         shares = self._usable(rows) & (length > 0) & (lengths > length)
         key = np.where(shares, np.maximum(keys["high"], 1), NO_KEY).astype(np.uint64)
         # Rows that stay without a partner share nothing.
-        found, where, numbers = np.unique(key, return_inverse=True, return_counts=True)
+        _, where, numbers = np.unique(key, return_inverse=True, return_counts=True)
         shares &= numbers[where] > 1
         key[~shares] = NO_KEY
         length = np.where(shares, length, 0).astype(np.int32)

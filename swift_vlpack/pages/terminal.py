@@ -95,11 +95,11 @@ def pack_parts(pack: PackShown, width: int) -> Iterator[RenderableType]:
         "dim",
     )
     at = 0
-    for one in pack.segments:
-        if isinstance(one, SharedPrefix):
-            yield from _prefix_parts(one, width)
+    for segment in pack.segments:
+        if isinstance(segment, SharedPrefix):
+            yield from _prefix_parts(segment, width)
             continue
-        yield from member_parts(one, width, letter(at), _colour(at))
+        yield from member_parts(segment, width, letter(at), _colour(at))
         at += 1
     yield Text()
 

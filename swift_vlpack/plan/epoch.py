@@ -35,7 +35,7 @@ from swift_vlpack.plan.planner import plan
 from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.plan.resume_schedule import num_steps
 from swift_vlpack.plan.same_steps import IN_NO_STEP, UnpackedRows, UnpackedStep, pack_steps
-from swift_vlpack.plan.units import ALONE, Prefixes, Units, sizes_in_units, stand_together
+from swift_vlpack.plan.units import NO_KEY, Prefixes, Units, sizes_in_units, stand_together
 from swift_vlpack.plan.windows import can_be_in_windows, end_to_end
 
 LENGTH, IMAGES, PATCHES, SUPERVISED = range(4)
@@ -392,8 +392,9 @@ def _unpacked_order(
 ) -> tuple[Schedule, NDArray[np.int32]]:
     """Return the rows of an epoch in the order of un-packed batches, then those that it leaves out of the epoch."""
     lengths = _sizes_at(rows, recipe.sizes)[LENGTH]
-    drawn_from = np.flatnonzero(lengths) if rows.deletes_failing else np.arange(len(lengths))
-    order, batch = rows.batches(epoch, lengths[drawn_from], step)
+    drawn_from = np.flatnonzero((lengths > 0) | ~rows.is_deleted_if_failing)
+    grouped_by = np.where(rows.lengths_of_cache > 0, rows.lengths_of_cache, lengths)
+    order, batch = rows.batches(epoch, grouped_by[drawn_from], step)
     is_drawn = np.zeros(len(lengths), dtype=bool)
     is_drawn[drawn_from[order]] = True
     everything = np.concatenate((drawn_from[order], np.flatnonzero(~is_drawn)))
@@ -463,15 +464,15 @@ def prefixes_in(drawn: DrawnEpoch, prefixes: Sequence[Prefixes | None], config: 
     is_alone = must_be_alone(sizes[LENGTH], sizes[IMAGES], sizes[PATCHES], config) | (sizes[LENGTH] == 0)
     if drawn.spans is not None:
         is_alone |= drawn.spans.any(axis=0)
-    key[is_alone] = ALONE
+    key[is_alone] = NO_KEY
     return Prefixes(key, prefix)
 
 
 def num_shared_anywhere(drawn: DrawnEpoch, prefixes: Sequence[Prefixes | None], config: PackingConfig) -> int:
     """Count the tokens that units save if they form anywhere in the epoch, whatever steps keep their samples."""
     key, prefix = prefixes_in(drawn, prefixes, config)
-    limits = {"capacity": config.packing_length, "most": config.packing_share_max}
-    return int(stand_together(key, prefix, drawn.lengths, **limits).shared.sum())
+    capacity, most = config.packing_length, config.packing_share_max
+    return int(stand_together(key, prefix, drawn.lengths, capacity=capacity, most=most).shared.sum())
 
 
 def _in_units(drawn: DrawnEpoch, recipe: Recipe) -> DrawnEpoch:
@@ -502,7 +503,7 @@ def _in_units(drawn: DrawnEpoch, recipe: Recipe) -> DrawnEpoch:
 def _keys_in_steps(key: NDArray[np.uint64], step: NDArray[Any]) -> NDArray[Any]:
     """Return other keys for the samples of each step, so that only samples of one step share."""
     _, numbers = np.unique(np.stack([key, step.astype(np.int64).view(np.uint64)]), axis=1, return_inverse=True)
-    in_steps: NDArray[Any] = np.where((key == ALONE) | (step < 0), ALONE, numbers.ravel() + 1)
+    in_steps: NDArray[Any] = np.where((key == NO_KEY) | (step < 0), NO_KEY, numbers.ravel() + 1)
     return in_steps
 
 

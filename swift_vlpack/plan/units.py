@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-ALONE = 0
+NO_KEY = 0
 """The key of a sample that shares with no other."""
 
 
@@ -32,7 +32,7 @@ class Prefixes(NamedTuple):
     """The prefixes of the rows of a source."""
 
     key: NDArray[np.uint64]
-    """Rows of one key begin with the same tokens and media; `ALONE` for rows that share with no other."""
+    """Rows of one key begin with the same tokens and media; `NO_KEY` for rows that share with no other."""
     length: NDArray[np.int32]
     """The tokens of the prefix; 0 for rows that share with no other."""
 
@@ -63,7 +63,7 @@ def stand_together(
     """
     num = len(key)
     row = np.arange(num) if row is None else row
-    can_share = np.flatnonzero((key != ALONE) & (lengths > prefix))
+    can_share = np.flatnonzero((key != NO_KEY) & (lengths > prefix))
     can_share = can_share[np.argsort(key[can_share], kind="stable")]
     begins_unit = _first_of_units(key[can_share], prefix[can_share], lengths[can_share], capacity, most)
     unit = np.arange(num)  # by sample, the number of the sample whose place its unit takes

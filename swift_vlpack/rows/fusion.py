@@ -48,7 +48,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
     packing data sets turn into a counted reason.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what it reads, then how it is drawn and encoded
         self,
         sources: Sequence[RowSource],
         template: Template,
@@ -152,6 +152,14 @@ class FusionCaptionDataset(Dataset[Encoded]):
         if isinstance(row, SampleError):
             return row.of_part(address.span.number)
         return sample_or_error(self._part, address, row)
+
+    def has_shards_for(self, num_shares: int) -> bool:
+        """Tell whether no row is read by two shares: always, because rows are found by their numbers."""
+        return True
+
+    def why_not_again(self, sample_ids: Collection[SampleId]) -> str | None:
+        """Say why samples cannot be encoded a second time: never, as rows are found by their numbers."""
+        return None
 
     def numbers_in(self, share: Share, epoch: int, sample_ids: Collection[SampleId]) -> set[int]:
         """Find rows in a share of an epoch by their ids. Returns their numbers there, for `samples(held=...)`."""

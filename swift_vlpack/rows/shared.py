@@ -13,8 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-NO_KEY = 0
-"""The key of a row that shares with none."""
+from swift_vlpack.plan.units import NO_KEY, Prefixes
 
 
 class Alone(IntEnum):
@@ -71,7 +70,7 @@ _CAUSES = {
         "a template of your own may read a column that decides them; packing_share=none leaves rows as they are",
     ),
     Alone.TAGS: (
-        "have more tags than media, or <img> tags",
+        "have more tags than media",
         "write one <image>, <video> or <audio> for each medium",
     ),
     Alone.TOO_LONG: ("have as many tokens as a pack, or more", "raise packing_length"),
@@ -106,6 +105,11 @@ class SharedPrefixes:
     def none(cls, num_rows: int) -> SharedPrefixes:
         """Make those of rows that share nothing."""
         return cls(np.zeros(num_rows, np.uint64), np.zeros(num_rows, np.int32))
+
+    @property
+    def of_rows(self) -> Prefixes:
+        """Return what a plan needs to know of them."""
+        return Prefixes(self.key, self.length)
 
     @property
     def num_sharing(self) -> int:

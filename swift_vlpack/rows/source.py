@@ -70,8 +70,6 @@ class RowSource:
     """True if rows are numbered as in the file; False if only by their place among the loaded rows."""
     sizes: LengthIndex | None = None
     """Size of each row; None until a length pass has run."""
-    prefixes: Prefixes | None = None
-    """The prefixes that rows share; None unless `packing_share` asks for them."""
     remember_size: Callable[[Row, RowSize, float, Sequence[Part]], None] | None = None
     """Save the true size, aspect and parts of a row for the next run; None if no cache of lengths is in use."""
     num_lost: int | None = 0
@@ -146,6 +144,11 @@ def rows_in_turn(rows: Any, indices: list[int]) -> Iterator[Row]:
     """Yield rows by index. A few are read at a time, because rows may hold images."""
     for start in range(0, len(indices), _NUM_ROWS_OF_READ):
         yield from rows_at(rows, indices[start : start + _NUM_ROWS_OF_READ])
+
+
+def prefixes_of(sources: Sequence[RowSource]) -> tuple[Prefixes | None, ...]:
+    """Return the prefixes that rows share, by source, as a plan takes them."""
+    return tuple(None if source.prefixes is None else source.prefixes.of_rows for source in sources)
 
 
 # -- compare rows by their content ------------------------------------------------------------------------------------

@@ -6,9 +6,11 @@ import random
 import pytest
 from PIL import Image
 
-from swift_vlpack.lengths.media_digests import FILE_NAME, identities
+from swift_vlpack.errors import ConfigError
+from swift_vlpack.lengths.cache_folder import MEDIA_DIGESTS
+from swift_vlpack.lengths.media_digests import identities
 from swift_vlpack.rows.contents import NO_LABEL
-from swift_vlpack.rows.families import MediaTokens
+from swift_vlpack.rows.families import MediaTokens, refuse_sharing, text_config_of
 from swift_vlpack.rows.prefixes import HeadReader, Prefix, path_of, prefix_of, prefix_of_system
 from swift_vlpack.rows.shared import Alone
 from tests.data_rows import image_row, text_row
@@ -96,6 +98,10 @@ ALONE = {
         Alone.AFTER_ANSWER,
     ),
     "image in an answer": ({**text_row("draw", "<image>"), "images": [URL]}, Alone.AFTER_ANSWER),
+    "document": (
+        {"messages": [{"role": "assistant", "content": "<image>a house"}], "images": [URL]},
+        Alone.NO_TOKEN_BETWEEN,
+    ),
     "more tags": (asked("<image><image>what?"), Alone.TAGS),
     "tag in the system": (
         {"messages": [{"role": "system", "content": "<image>"}, *asked("x")["messages"]], "images": [URL]},
@@ -154,7 +160,7 @@ def test_files_with_the_same_bytes_are_one_image(tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.open", lambda *args, **options: pytest.fail(f"opened {args}"))
     assert str(tmp_path / "alone.jpg") not in found
     assert identities(reader.files, tmp_path) == found, "remembered"
-    assert (tmp_path / FILE_NAME).exists()
+    assert (tmp_path / MEDIA_DIGESTS).exists()
 
 
 def test_content_in_the_row_counts_by_its_bytes():
@@ -173,6 +179,45 @@ def test_video_of_frames_is_all_of_its_frames():
     frames = {**text_row("<video>what?"), "videos": [[URL, OTHER_URL]]}
     assert head(frames) == head({**text_row("<video>who?"), "videos": [[URL, OTHER_URL]]})
     assert head(frames) != head({**text_row("<video><video>who?"), "videos": [URL, OTHER_URL]})
+
+
+# -- models ----------------------------------------------------------------------------------------------------------
+
+
+def config_of(kind, **text):
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    made = CONFIG_MAPPING[kind]()
+    for name, value in text.items():
+        setattr(text_config_of(made), name, value)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("paligemma", "prefix-LM mask"),
+        ("instructblip", "its vision tower reads the question"),
+        ("blip-2", "its vision tower reads the question"),
+        ("mllama", "cross-attention"),
+        ("qwen3_5", "its layers of the kind linear_attention keep a state"),
+        ("qwen3_next", "keep a state along the sequence"),
+        ("lfm2", "keep a state along the sequence"),
+        ("rwkv", "keep a state along the sequence"),
+    ],
+)
+def test_models_whose_rows_cannot_share_are_refused_by_name(kind, why):
+    """SHARE-49"""
+    with pytest.raises(ConfigError, match=f"the model {kind}: .*{why}"):
+        refuse_sharing(config_of(kind))
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "glm4v", "gemma3", "llama"])
+def test_other_models_are_not_refused(kind):
+    """SHARE-49"""
+    refuse_sharing(config_of(kind))
+    with pytest.raises(ConfigError, match=r"capacity_factor=1\.25"):
+        refuse_sharing(config_of(kind, capacity_factor=1.25))
 
 
 # -- encoded rows -----------------------------------------------------------------------------------------------------

@@ -14,12 +14,12 @@ from swift_vlpack.errors import BoundaryError
 from swift_vlpack.feed.collate import Collator
 from swift_vlpack.feed.dataset import PackingDataset
 from swift_vlpack.feed.units import SHARED
-from swift_vlpack.plan.units import Prefixes
 from swift_vlpack.rows.contents import NO_LABEL, media_spans
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.families import PIXELS, MediaTokens
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.samples import SampleId
+from swift_vlpack.rows.shared import SharedPrefixes
 from swift_vlpack.rows.source import RowSource
 from tests.conftest import load_tiny
 from tests.data_rows import image_row, sentence, text_row
@@ -90,7 +90,7 @@ def fused(rows, image_of_row, template):
     for number, sample in enumerate(encoded(rows, template)):
         if image_of_row[number]:
             length[number] = media_spans(sample, tokens)[-1].stop
-    source = RowSource(name="vqa", rows=rows, prefixes=Prefixes(image_of_row.astype(np.uint64), length))
+    source = RowSource(name="vqa", rows=rows, prefixes=SharedPrefixes(image_of_row.astype(np.uint64), length))
     return FusionCaptionDataset([source], template, shuffle=False)
 
 
