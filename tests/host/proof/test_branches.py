@@ -39,7 +39,9 @@ def units(tmp_path):
             samples = [encoder.sample(row, SampleId(f"image{number}", at), strict=True) for at, row in enumerate(rows)]
             prefix = media_spans(samples[0], tokens)[-1].stop
             made += [as_planned(samples, (0, prefix, prefix))]
-            text = encoder.sample(text_row(QUESTIONS[number], "nothing is known"), SampleId("text", number), strict=True)
+            text = encoder.sample(
+                text_row(QUESTIONS[number], "nothing is known"), SampleId("text", number), strict=True
+            )
             made += [[text]]
         return [sample for unit in made for sample in unit]
 
@@ -74,7 +76,7 @@ def test_proof_of_text_units_holds(make):
 
 
 def test_prefixes_and_branches_are_changed_and_seen_to_move(proof_model, units):
-    """SHARE-61: tokens and image of a prefix move every branch; what must move is asked of the branch, not the prefix."""
+    """SHARE-61: tokens and image of a prefix move every branch, and that is asked of the tokens after the prefix."""
     right = proof_model(QWEN)
     of = measure_pack(right, with_twins(units(right.batches.template)))
     assert sorted(of.of_prefix.own) == [0, 1, 2, 4, 5, 6, *range(8, 14)]
