@@ -13,6 +13,15 @@ True
 Without boundaries (padded evaluation, generation, vision towers) it is transformers' own attention. Cost grows with the
 sum of the squared lengths, not with the square of the sum. The way of a call: `packed_sequence` (boundaries, mask and
 arguments of one call) -> `kernels` (how it is computed; `choose_kernel` takes the fastest that is right).
+
+Rows can share a prefix (`plan.boundaries`). Then each of its branches sees the prefix and itself, and gets what the row
+would get alone:
+
+>>> ends = torch.tensor([[0, 3, 4, 5], [-1, -1, 0, 0]])  # a prefix of three, two branches of one
+>>> shared, _ = segmented_attention(layer, query, key, value, None, cu_seq_lens_q=ends)
+>>> row = [one[:, :, [0, 1, 2, 4]] for one in (query, key, value)]  # the prefix and the second branch
+>>> torch.allclose(shared[:, 4], segmented_attention(layer, *row, None)[0][:, 3], atol=1e-6)
+True
 """
 
 from __future__ import annotations

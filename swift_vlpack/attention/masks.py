@@ -297,20 +297,18 @@ class _FunctionOfSample:
     def _of_unknown_kind(self, function: MaskFunction) -> MaskFunction:
         """Accept a function that gives the same wherever the sample lies. Raises `AttentionError` for any other.
 
-        A row of two ranges is tried where its branch lies and where its prefix lies, in one piece both times: a
-        function of distances gives the same there, one that looks tokens up does not.
+        A branch is tried as the end of a row in one piece: a function of distances is right there, too.
         """
-        segment, alone = self.segment, self.matrix(function)
-        starts = {segment.start - segment.num_prefix, *([segment.prefix_start] if segment.num_prefix else [])}
-        for start in starts:
-            moved = masking_utils.add_offsets_to_mask_function(function, start, start)
-            if not torch.equal(self.matrix(moved), alone):
-                name = getattr(function, "__qualname__", type(function).__name__)
-                raise AttentionError(
-                    f"the model's mask has a part {name} that depends on where in the sequence a sample lies (tokens "
-                    f"{segment.start} to {segment.end}), and packing does not know what the sample would have alone; "
-                    "train without packing, or report the model"
-                )
+        segment = self.segment
+        start = segment.start - segment.num_prefix
+        moved = masking_utils.add_offsets_to_mask_function(function, start, start)
+        if not torch.equal(self.matrix(moved), self.matrix(function)):
+            name = getattr(function, "__qualname__", type(function).__name__)
+            raise AttentionError(
+                f"the model's mask has a part {name} that depends on where in the sequence a sample lies (tokens "
+                f"{segment.start} to {segment.end}), and packing does not know what the sample would have alone; train "
+                "without packing, or report the model"
+            )
         return function
 
 

@@ -32,7 +32,7 @@ class Packs:
     def __init__(
         self, dataset: Any, template: Template, config: PackingConfig, *, seed: int = 0, num_ranks: int = 1
     ) -> None:
-        self.dataset: Any = rows_of(dataset, template)
+        self.dataset: Any = rows_of(dataset, template, seed)
         """The rows: a `FusionCaptionDataset` or `StreamedRows`."""
         make_packing(template, self.dataset, config)
         self.template = template
@@ -67,8 +67,11 @@ class Packs:
         raise NotImplementedError
 
 
-def rows_of(dataset: Any, template: Template) -> FusionCaptionDataset | StreamedRows:
-    """Return rows in one of the two forms that packs are made of; a plain list becomes a single source."""
+def rows_of(dataset: Any, template: Template, seed: int) -> FusionCaptionDataset | StreamedRows:
+    """Return rows in one of the two forms that packs are made of; a plain list becomes a single source.
+
+    `seed` is that of a stream which is made here. Rows that have a form already have a seed, too.
+    """
     if isinstance(dataset, (str, bytes, PathLike)):  # iterating a name would take its letters for rows
         raise DataError(
             f"PackingDataset takes rows, not the name of a file; read {str(dataset)!r} first: "
@@ -78,7 +81,7 @@ def rows_of(dataset: Any, template: Template) -> FusionCaptionDataset | Streamed
         return dataset
     if hasattr(dataset, "__len__"):
         return FusionCaptionDataset([RowSource(name="data", rows=dataset)], template)
-    return StreamedRows(dataset, template)
+    return StreamedRows(dataset, template, seed=seed)
 
 
 def make_packing(template: Template, rows: FusionCaptionDataset | StreamedRows, config: PackingConfig) -> None:
@@ -92,9 +95,18 @@ def make_packing(template: Template, rows: FusionCaptionDataset | StreamedRows, 
 
 
 def packed_samples(
-    samples: Sequence[Encoded], epoch: int, number: int, config: PackingConfig, left_out: Sequence[LeftOut]
+    samples: Sequence[Encoded],
+    epoch: int,
+    number: int,
+    config: PackingConfig,
+    left_out: Sequence[LeftOut],
+    *,
+    num_apart: int = 0,
 ) -> PackedSamples:
-    """Make a pack of samples, with the record by which the trainer and the counters know what is in it."""
+    """Make a pack of samples, with the record by which the trainer and the counters know what is in it.
+
+    `num_apart` of the samples were to share a prefix, and do not.
+    """
     sizes = [size_of(sample) for sample in samples]
     shared = tuple(int(sample.get(SHARED, 0)) for sample in samples)
     record = PackRecord(
@@ -107,5 +119,6 @@ def packed_samples(
         left_out=tuple(left_out),
         sequence_multiple=config.sequence_multiple,
         shared=shared if any(shared) else (),
+        num_apart=num_apart,
     )
     return PackedSamples(samples, record)

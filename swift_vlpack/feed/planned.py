@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from swift_vlpack.config import SAMPLES, PackingConfig
+from swift_vlpack.config import MEDIA, SAMPLES, PackingConfig
 from swift_vlpack.errors import ConfigError, DataError, PlanError, StateMismatch
 from swift_vlpack.feed.epochs import Epochs, Extent
 from swift_vlpack.feed.packs import Packs
@@ -31,11 +31,10 @@ from swift_vlpack.plan.epoch import EpochPlan, NameOfRow, Recipe, plan_epoch, sa
 from swift_vlpack.plan.packs import Plan
 from swift_vlpack.plan.parts import Span
 from swift_vlpack.plan.same_steps import UnpackedRows, UnpackedStep
-from swift_vlpack.plan.units import Prefixes
 from swift_vlpack.rows.encoder import Template
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.samples import Address, Encoded, PackAddress, PackedSamples, SampleError
-from swift_vlpack.rows.source import RowSource
+from swift_vlpack.rows.source import RowSource, prefixes_of
 from swift_vlpack.words import counted
 
 MOST_FAILURES_OF_PREVIEW = 16
@@ -67,7 +66,7 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         `step` and `unpacked` say the same of a run of ms-swift, whose un-packed batches are known.
         """
         super().__init__(dataset, template, config, seed=seed, num_ranks=num_ranks)
-        if not isinstance(self.dataset, FusionCaptionDataset):
+        if not self.sources:
             raise DataError("data without a length cannot be planned; use PackingDataset, which packs it as it comes")
         self.dataset.measure()
         self.dataset = sharing_rows(self.dataset, self.config)
@@ -203,7 +202,7 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
 
 def recipe_of(rows: FusionCaptionDataset, config: PackingConfig, *, seed: int, num_ranks: int) -> Recipe:
     """Collect everything that the plans of a run follow from: sizes, cuts of rows, the mix, options, ranks."""
-    sizes, cut, prefixes = [], [], []
+    sizes, cut = [], []
     for source in rows.sources:
         assert source.sizes is not None, f"{source.name} was not measured"
         if config.packing_overflow != "keep" and source.sizes.cut is None:
@@ -213,12 +212,10 @@ def recipe_of(rows: FusionCaptionDataset, config: PackingConfig, *, seed: int, n
             )
         sizes.append(source.sizes.columns)
         cut.append(source.sizes.cut)
-        shared = source.prefixes
-        prefixes.append(None if shared is None else Prefixes(shared.key, shared.length))
     return Recipe(
         sizes=tuple(sizes),
         cut=tuple(cut),
-        prefixes=tuple(prefixes) if config.shares_media else (),
+        prefixes=prefixes_of(rows.sources) if config.packing_share == MEDIA else (),
         mix=rows.mix,
         config=config,
         seed=seed,

@@ -73,7 +73,9 @@ class PackReader(Dataset[PackedSamples]):
             if sample["length"] > planned.length or (shared[at] and unit is not units.open):
                 unit.takes_more.add(len(unit.samples) - 1)
         kept, longer = self._fitting(units.units)
-        return packed_samples(kept, address.epoch, address.number, self.config, left_out + longer)
+        num_apart = sum(sample["sample_id"] in units.apart for sample in kept)
+        left_out += longer
+        return packed_samples(kept, address.epoch, address.number, self.config, left_out, num_apart=num_apart)
 
     def _fitting(self, units: list[Unit]) -> tuple[list[Encoded], list[LeftOut]]:
         """Choose the samples that fit into the pack. Returns them in their order, and the samples that are left out."""

@@ -18,7 +18,7 @@ import torch
 from swift_vlpack.rows.contents import NO_LABEL, OF_MEDIA
 from swift_vlpack.rows.families import PIXELS
 from swift_vlpack.rows.prefixes import without_pixels
-from swift_vlpack.rows.samples import Encoded
+from swift_vlpack.rows.samples import Encoded, SampleId
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,8 @@ class UnitsOfPack:
         self.units: list[Unit] = []
         self.open: Unit | None = None
         """The unit that the next sample may join."""
+        self.apart: set[SampleId] = set()
+        """The samples that were to share a prefix, and do not."""
 
     def close(self) -> None:
         """Let the next sample begin another unit."""
@@ -77,6 +79,7 @@ class UnitsOfPack:
         else:
             why = why_no_prefix(sample, prefix) if self.open is None else why_apart(sample, self.open)
         if why is not None:
+            self.apart.add(sample["sample_id"])
             logger.warning("%s: shares no prefix after all, and is trained whole: %s", sample["sample_id"], why)
         elif self.open is not None:
             self.open.samples.append(without_pixels(sample))

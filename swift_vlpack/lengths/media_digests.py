@@ -17,9 +17,9 @@ from pathlib import Path
 
 from swift_vlpack import json_lines
 from swift_vlpack.comm import ALONE, Comm
+from swift_vlpack.lengths.cache_folder import MEDIA_DIGESTS
 from swift_vlpack.rows.prefixes import FileState
 
-FILE_NAME = "media.digests"
 _NUM_BYTES_SAMPLED = 4096
 _NUM_BYTES_AT_ONCE = 1 << 20
 _SAMPLED, _WHOLE = "sampled", "whole"
@@ -32,7 +32,7 @@ def identities(files: Mapping[str, FileState], folder: Path | None = None, comm:
 
     Every rank reads its share of the files, and all get the same result. `folder` is where digests are remembered.
     """
-    saved = None if folder is None else folder / FILE_NAME
+    saved = None if folder is None else folder / MEDIA_DIGESTS
     # Only the first rank's file counts, because ranks on several machines may have files of their own.
     known = comm.results_of_all(lambda: _load(saved) if comm.rank == 0 else {})[0]
     by_size = _repeated({path: state.size for path, state in files.items()})

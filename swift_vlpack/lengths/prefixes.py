@@ -35,6 +35,7 @@ from swift_vlpack.plan.units import NO_KEY
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.families import MediaTokens, refuse_sharing
 from swift_vlpack.rows.fusion import FusionCaptionDataset
+from swift_vlpack.rows.media import image_urls
 from swift_vlpack.rows.prefixes import (
     FileState,
     Head,
@@ -174,10 +175,11 @@ class _HeadTask(NamedTuple):
 class _HeadWork:
     def __init__(self, sources: Sequence[RowSource]) -> None:
         self._sources = sources
+        # One a source, because rows of several tasks may name the same file.
+        self._readers = [HeadReader(source.max_pixels, source.system) for source in sources]
 
     def __call__(self, task: _HeadTask) -> _Heads:
-        source = self._sources[task.source]
-        reader = HeadReader(source.max_pixels, source.system)
+        source, reader = self._sources[task.source], self._readers[task.source]
         return _heads(task.indices, [reader.head(row) for row in rows_at(source.rows, task.indices.tolist())], reader)
 
 
@@ -192,7 +194,7 @@ def _heads(indices: NDArray[np.int64], heads: Sequence[Head], reader: HeadReader
         np.array([len(head.media) for head in heads], np.int64),
         np.array(places, np.int64),
         list(names),
-        dict(reader.files),
+        reader.take_files(),
     )
 
 
@@ -269,7 +271,16 @@ class _GroupWork:
         return [MediaTokens.of(one.encoders.in_full.template) for one in self._given]
 
     def __call__(self, task: _GroupTask) -> list[Prefix]:
+        self._fetch(task)
         return [self._prefix(*place) for place in task.places]
+
+    def _fetch(self, task: _GroupTask) -> None:
+        """Fetch the images that rows name by URL, side by side."""
+        for number, one in enumerate(self._given):
+            if (urls := one.encoders.urls) is not None:
+                rows = (one.source.row(index) for source, index, _ in task.places if source == number)
+                urls.forget()
+                urls.read((url for row in rows for url in image_urls(row)), whole=one.encoder is one.encoders.in_full)
 
     def _prefix(self, source: int, index: int, has_media: bool) -> Prefix:
         one = self._given[source]
@@ -284,7 +295,9 @@ class _GroupWork:
                 sample = one.encoders.in_full.sample(row, sample_id)
         except SampleError:
             return Prefix(0, Alone.CANNOT_BE_ENCODED)
-        return prefix_of(sample, self._tokens[source])
+        prefix = prefix_of(sample, self._tokens[source])
+        # A text model leaves the media of a row alone.
+        return prefix if prefix.length or prefix.cause else Prefix(0, Alone.FAMILY_UNKNOWN)
 
 
 class _PrefixFile:

@@ -392,8 +392,9 @@ def _unpacked_order(
 ) -> tuple[Schedule, NDArray[np.int32]]:
     """Return the rows of an epoch in the order of un-packed batches, then those that it leaves out of the epoch."""
     lengths = _sizes_at(rows, recipe.sizes)[LENGTH]
-    drawn_from = np.flatnonzero(lengths) if rows.deletes_failing else np.arange(len(lengths))
-    order, batch = rows.batches(epoch, lengths[drawn_from], step)
+    drawn_from = np.flatnonzero((lengths > 0) | ~rows.is_deleted_if_failing)
+    grouped_by = np.where(rows.lengths_of_cache > 0, rows.lengths_of_cache, lengths)
+    order, batch = rows.batches(epoch, grouped_by[drawn_from], step)
     is_drawn = np.zeros(len(lengths), dtype=bool)
     is_drawn[drawn_from[order]] = True
     everything = np.concatenate((drawn_from[order], np.flatnonzero(~is_drawn)))
@@ -450,12 +451,12 @@ def _in_parts(drawn: DrawnEpoch, cut: Sequence[CutRows | None]) -> DrawnEpoch:
     return replace(drawn, schedule=in_parts, sizes=sizes, spans=spans, batch=batch)
 
 
-def _in_units(drawn: DrawnEpoch, recipe: Recipe) -> DrawnEpoch:
-    """Bring samples together that share a prefix: anywhere in the epoch, or within a step whose samples are kept."""
-    schedule, config, sizes = drawn.schedule, recipe.config, drawn.sizes
+def prefixes_in(drawn: DrawnEpoch, prefixes: Sequence[Prefixes | None], config: PackingConfig) -> Prefixes:
+    """Return the prefix that each sample of an epoch could share; `prefixes` are those of the rows, by source."""
+    schedule, sizes = drawn.schedule, drawn.sizes
     key = np.zeros(len(schedule), dtype=np.uint64)
     prefix = np.zeros(len(schedule), dtype=np.int32)
-    for number, of_source in enumerate(recipe.prefixes):
+    for number, of_source in enumerate(prefixes):
         if of_source is not None:
             here = schedule.source == number
             key[here], prefix[here] = of_source.key[schedule.row[here]], of_source.length[schedule.row[here]]
@@ -464,6 +465,20 @@ def _in_units(drawn: DrawnEpoch, recipe: Recipe) -> DrawnEpoch:
     if drawn.spans is not None:
         is_alone |= drawn.spans.any(axis=0)
     key[is_alone] = NO_KEY
+    return Prefixes(key, prefix)
+
+
+def num_shared_anywhere(drawn: DrawnEpoch, prefixes: Sequence[Prefixes | None], config: PackingConfig) -> int:
+    """Count the tokens that units save if they form anywhere in the epoch, whatever steps keep their samples."""
+    key, prefix = prefixes_in(drawn, prefixes, config)
+    capacity, most = config.packing_length, config.packing_share_max
+    return int(stand_together(key, prefix, drawn.lengths, capacity=capacity, most=most).shared.sum())
+
+
+def _in_units(drawn: DrawnEpoch, recipe: Recipe) -> DrawnEpoch:
+    """Bring samples together that share a prefix: anywhere in the epoch, or within a step whose samples are kept."""
+    schedule, config, sizes = drawn.schedule, recipe.config, drawn.sizes
+    key, prefix = prefixes_in(drawn, recipe.prefixes, config)
     if drawn.batch is not None and recipe.step is not None:
         key = _keys_in_steps(key, drawn.batch // recipe.step.num_batches)
     together = stand_together(

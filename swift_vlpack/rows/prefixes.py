@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from swift_vlpack.rows.contents import NO_LABEL, PER_TOKEN, media_spans
+from swift_vlpack.rows.contents import NO_LABEL, OF_MEDIA, media_spans
 from swift_vlpack.rows.families import PIXELS, MediaTokens
-from swift_vlpack.rows.media import content_of, is_name, real_file
+from swift_vlpack.rows.media import is_name, real_file
 from swift_vlpack.rows.samples import Encoded
 from swift_vlpack.rows.shared import Alone
 
@@ -34,6 +34,8 @@ _ANSWERS = ("assistant", "tool_call")
 """Roles whose messages are trained."""
 _OBJECT_TAGS = ("<bbox>", "<ref-object>")
 _NUM_VALUES_REMEMBERED = 100_000
+_OF_FILE = {"bytes", "path", "url"}
+"""Of an entry that is a mapping, the keys that name its content; the first that is set counts."""
 _OPEN, _CLOSE = "[", "]"
 _NUM_SHORT = 256  # a text that is longer is not worth remembering as a name
 
@@ -75,6 +77,11 @@ class HeadReader:
         self._system = system
         self._names: dict[str, str] = {}
 
+    def take_files(self) -> dict[str, FileState]:
+        """Return the states of the files that were named since the last call; each file comes once."""
+        files, self.files = self.files, {}
+        return files
+
     def head(self, row: Mapping[str, Any]) -> Head:
         """Return the head of a row, whose system prompt may still be missing."""
         try:
@@ -107,7 +114,9 @@ class HeadReader:
             if missing < 0:
                 return Head(media=self._media(listed), cause=Alone.TAGS)
             texts[0] = _TAGS[kind] * missing + texts[0]  # as ms-swift does
-        if not num_before or any(_TAGS[kind] in text for text in texts[num_before:] for kind in kinds):
+        if not num_before:  # a document, as for `swift pt`
+            return Head(media=self._media(listed), cause=Alone.NO_TOKEN_BETWEEN)
+        if any(_TAGS[kind] in text for text in texts[num_before:] for kind in kinds):
             return Head(media=self._media(listed), cause=Alone.AFTER_ANSWER)
         last, end = max(
             (at, text.rfind(_TAGS[kind]) + len(_TAGS[kind]))
@@ -140,11 +149,10 @@ class HeadReader:
             return [_OPEN + kind, *(name for one in value for name in self._name(kind, one)), _CLOSE]
         further = ""
         if isinstance(value, Mapping):
-            # Such as limits of its pixels.
-            more = {
-                name: one for name, one in value.items() if name not in ("bytes", "path", "url") and one is not None
-            }
-            further, value = repr(more) if more else "", content_of(value)
+            if not value.keys() <= _OF_FILE:  # such as limits of its pixels
+                more = {name: one for name, one in value.items() if name not in _OF_FILE and one is not None}
+                further = repr(more) if more else ""
+            value = value.get("bytes") or value.get("path") or value.get("url")
         if isinstance(value, str):
             known = self._names.get(value)
             if known is None:
@@ -287,15 +295,7 @@ def have_same_prefix(one: Encoded, other: Encoded, length: int) -> bool:
     """Tell whether two samples have the same first tokens, and the same pixels and grids."""
     if [int(token) for token in one["input_ids"][:length]] != [int(token) for token in other["input_ids"][:length]]:
         return False
-    return all(_are_equal(one.get(name), other.get(name)) for name in _of_media(one, other))
-
-
-def _of_media(*samples: Encoded) -> set[str]:
-    names = {name for sample in samples for name, value in sample.items() if value is not None}
-    return {name for name in names - {*PER_TOKEN} if name not in _OF_ROW}
-
-
-_OF_ROW = ("length", "lengths", "channel", "source", "sample_id", "contents", "_extra_kwargs", "position_ids")
+    return all(_are_equal(one.get(name), other.get(name)) for name in OF_MEDIA)
 
 
 def _are_equal(one: Any, other: Any) -> bool:

@@ -139,6 +139,8 @@ class PackRecord:
     """Tokens that stand for images, videos and sounds; known once the sequence is made."""
     shared: tuple[int, ...] = ()
     """The tokens that each sample shares with the one before it; empty if none does."""
+    num_apart: int = 0
+    """Samples that were planned to share a prefix and, once they were encoded, did not."""
 
     @property
     def boundaries(self) -> Boundaries:
@@ -179,6 +181,7 @@ class PackRecord:
                 single_long=self.single_long,
                 further=[key.source for key in self.sample_ids if key.is_further_part],
             )
+            counts.shared(self.shared, num_apart=self.num_apart)
 
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.sample_ids[:8]))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from swift_vlpack.plan.units import NO_KEY
+from swift_vlpack.plan.units import NO_KEY, Prefixes
 
 
 class Alone(IntEnum):
@@ -105,6 +105,11 @@ class SharedPrefixes:
     def none(cls, num_rows: int) -> SharedPrefixes:
         """Make those of rows that share nothing."""
         return cls(np.zeros(num_rows, np.uint64), np.zeros(num_rows, np.int32))
+
+    @property
+    def of_rows(self) -> Prefixes:
+        """Return what a plan needs to know of them."""
+        return Prefixes(self.key, self.length)
 
     @property
     def num_sharing(self) -> int:

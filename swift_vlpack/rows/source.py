@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 
 from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.plan.parts import Part
+from swift_vlpack.plan.units import Prefixes
 from swift_vlpack.rows.samples import SampleId
 from swift_vlpack.rows.shared import SharedPrefixes
 from swift_vlpack.rows.sizes import LengthIndex, RowSize
@@ -143,6 +144,11 @@ def rows_in_turn(rows: Any, indices: list[int]) -> Iterator[Row]:
     """Yield rows by index. A few are read at a time, because rows may hold images."""
     for start in range(0, len(indices), _NUM_ROWS_OF_READ):
         yield from rows_at(rows, indices[start : start + _NUM_ROWS_OF_READ])
+
+
+def prefixes_of(sources: Sequence[RowSource]) -> tuple[Prefixes | None, ...]:
+    """Return the prefixes that rows share, by source, as a plan takes them."""
+    return tuple(None if source.prefixes is None else source.prefixes.of_rows for source in sources)
 
 
 # -- compare rows by their content ------------------------------------------------------------------------------------

@@ -198,11 +198,11 @@ def test_chunks_count_from_the_start_of_the_row(chunk):
 @pytest.mark.parametrize("use_vmap", [False, True])
 def test_image_blocks_and_padding_are_looked_up_in_the_row(use_vmap):
     """SHARE-21: an image in the prefix, and one in a branch, with a window."""
-    rows = Rows(((12, (8, 9, 3)), (0, (10,))))
+    rows = Rows(((12, (8, 8, 4)), (0, (10,))))
     blocks = torch.full((1, 42), -1)
     blocks[0, 2:7], blocks[0, 13:17], blocks[0, 22:25], blocks[0, 33:36] = 0, 1, 2, 3
     padding = torch.ones(1, 42, dtype=torch.bool)
-    padding[0, 19] = False
+    padding[0, [9, 19]] = False  # in the prefix, and in a branch
     for window in (None, 4, 15):
         text = of.causal_mask_function if window is None else of.sliding_window_causal_mask_function(window)
         function = of.or_masks(text, of.blockwise_overlay(blocks))
@@ -256,6 +256,8 @@ def test_matrix_that_knows_tokens_is_refused():
         attended(qkv, rows, position_bias=bias)
     with pytest.raises(AttentionError, match=r"lets tokens 0 to 6, which rows share, see .* \(tokens 6 to 10\).*=none"):
         attended(qkv, rows, mask=torch.ones(1, 1, 14, 14, dtype=torch.bool))
+    with pytest.raises(AttentionError, match="lets tokens 0 to 6, which rows share, see"):
+        attended(qkv, rows, mask=torch.zeros(1, 1, 14, 14, dtype=torch.float64))
 
 
 def test_prefix_that_sees_its_branches_is_refused():

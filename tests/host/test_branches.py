@@ -40,7 +40,13 @@ def run(folder, dataset, output, **more):
 
 def test_a_whole_run_trains_what_it_trains_without_sharing(dataset, small_folder, tmp_path, options):
     """SHARE-9: 30 steps with the same rows in each: loss, gradient norm, rate and weights."""
-    options(packing_batch="samples", packing_strategy="exact", packing_length=1024, record_packs="true", packing_verify="false")
+    options(
+        packing_batch="samples",
+        packing_strategy="exact",
+        packing_length=1024,
+        record_packs="true",
+        packing_verify="false",
+    )
     made = {}
     for share in ("none", "media"):
         options(packing_share=share)

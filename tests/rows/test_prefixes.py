@@ -7,7 +7,8 @@ import pytest
 from PIL import Image
 
 from swift_vlpack.errors import ConfigError
-from swift_vlpack.lengths.media_digests import FILE_NAME, identities
+from swift_vlpack.lengths.cache_folder import MEDIA_DIGESTS
+from swift_vlpack.lengths.media_digests import identities
 from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.families import MediaTokens, refuse_sharing, text_config_of
 from swift_vlpack.rows.prefixes import HeadReader, Prefix, path_of, prefix_of, prefix_of_system
@@ -97,6 +98,10 @@ ALONE = {
         Alone.AFTER_ANSWER,
     ),
     "image in an answer": ({**text_row("draw", "<image>"), "images": [URL]}, Alone.AFTER_ANSWER),
+    "document": (
+        {"messages": [{"role": "assistant", "content": "<image>a house"}], "images": [URL]},
+        Alone.NO_TOKEN_BETWEEN,
+    ),
     "more tags": (asked("<image><image>what?"), Alone.TAGS),
     "tag in the system": (
         {"messages": [{"role": "system", "content": "<image>"}, *asked("x")["messages"]], "images": [URL]},
@@ -155,7 +160,7 @@ def test_files_with_the_same_bytes_are_one_image(tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.open", lambda *args, **options: pytest.fail(f"opened {args}"))
     assert str(tmp_path / "alone.jpg") not in found
     assert identities(reader.files, tmp_path) == found, "remembered"
-    assert (tmp_path / FILE_NAME).exists()
+    assert (tmp_path / MEDIA_DIGESTS).exists()
 
 
 def test_content_in_the_row_counts_by_its_bytes():

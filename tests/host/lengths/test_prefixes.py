@@ -5,6 +5,7 @@ import pickle
 import random
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from swift_vlpack.config import PackingConfig
 from swift_vlpack.host import headers, length_pass
 from swift_vlpack.lengths import media_digests
 from swift_vlpack.lengths import prefixes as pass_of_prefixes
-from swift_vlpack.lengths.prefixes import SharingLimits, SourceToShare, with_prefixes
+from swift_vlpack.lengths.cache_folder import remembered_in, shared_files
+from swift_vlpack.lengths.prefixes import SharingLimits, SourceToShare, sharing_rows, with_prefixes
 from swift_vlpack.lengths.rows_work import Encoders
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.fusion import FusionCaptionDataset
@@ -27,6 +29,7 @@ from swift_vlpack.rows.samples import Address
 from swift_vlpack.rows.shared import Alone
 from swift_vlpack.rows.urls import Urls
 from tests.data_rows import image_row, text_row
+from tests.families import load_template
 from tests.family_models import FAMILIES, own_ids
 from tests.host.lengths.support import ARGS, FAMILY, dataset, source
 from tests.images import photo
@@ -246,6 +249,29 @@ def test_ranks_agree_with_one_rank(num_ranks, template, tmp_path, monkeypatch):
     assert of_ranks == [alone] * num_ranks
 
 
+def test_processes_find_what_one_process_finds(template, tmp_path, monkeypatch):
+    """SHARE-48"""
+    paths = [photo(tmp_path, name, 200, 100 + 40 * n, seed=n) for n, name in enumerate("abc")]
+    rows = [*questions(paths), *(with_turn(text_row(str(n))) for n in range(3))]
+    (alone,) = shared(template, [source(rows)], tmp_path / "one")
+    for name in ("_ROWS_OF_TASK", "_GROUPS_OF_TASK", "_NUM_ROWS_WORTH_A_PROCESS", "_NUM_GROUPS_WORTH_A_PROCESS"):
+        monkeypatch.setattr(pass_of_prefixes, name, 1)
+    several = SimpleNamespace(dataset_num_proc=3, strict=False)
+    (found,) = length_pass.with_all_lengths(
+        [source(rows)], RowEncoder(template), several, str(tmp_path / "several"), sharing=LIMITS
+    )
+    assert found.prefixes.key.tolist() == alone.prefixes.key.tolist()
+    assert found.prefixes.length.tolist() == alone.prefixes.length.tolist()
+
+
+def test_family_that_is_not_known_to_divide_says_so(tmp_path, tmp_path_factory):
+    """SHARE-42"""
+    template = load_template(tmp_path_factory.mktemp("model"), "llava1_5_hf")
+    (found,) = shared(template, [source(questions([photo(tmp_path, "a")]))], tmp_path / "cache")
+    assert found.prefixes.num_sharing == 0
+    assert [(one.cause, one.num_rows) for one in found.prefixes.alone] == [(Alone.FAMILY_UNKNOWN, 3)]
+
+
 # -- branches without pixels -------------------------------------------------------------------------------------------
 
 
@@ -343,3 +369,32 @@ def test_branches_of_other_families_have_all_but_their_pixels(name, tmp_path):
         (found,) = shared(template, [source(rows)], tmp_path / "cache")
         assert found.prefixes.num_sharing == len(rows)
         assert_branches_equal_full_encodings(fused_rows(template, [found]))
+
+
+# -- a trainer of one's own --------------------------------------------------------------------------------------------
+
+
+def test_rows_without_a_length_pass_find_the_same_prefixes(template, tmp_path):
+    """SHARE-40: from full encodings, as a trainer of one's own has them."""
+    paths = [photo(tmp_path, name, 200, 150, seed=n) for n, name in enumerate("ab")]
+    rows = [*questions(paths), text_row()]
+    config = PackingConfig(packing_length=2048, packing_share="media")
+    (expected,) = shared(template, [source(rows)], tmp_path / "cache")
+    made = FusionCaptionDataset([source(rows)], template)
+    made.encode_for(config)
+    made.measure()
+    (found,) = sharing_rows(made, config).sources
+    assert found.prefixes.key.tolist() == expected.prefixes.key.tolist()
+    assert found.prefixes.length.tolist() == expected.prefixes.length.tolist()
+    assert sharing_rows(made, PackingConfig(packing_length=2048)) is made
+    assert sharing_rows(made, config).encode_branch(Address(0, 0)) is None, "without headers it is encoded in full"
+
+
+def test_files_of_prefixes_belong_to_the_cache(template, tmp_path):
+    """SHARE-48: `vlpack cache` lists and clears them."""
+    paths = [photo(tmp_path, name, 200, 150, seed=0) for name in "ab"]
+    shared(template, [source(questions(paths))], tmp_path / "cache")
+    (of_source,) = remembered_in(tmp_path / "cache")
+    ours = {*of_source.files, *shared_files(tmp_path / "cache")}
+    assert {path.suffix for path in ours} >= {".prefixes", ".digests"}
+    assert ours == {*(tmp_path / "cache").iterdir()}
