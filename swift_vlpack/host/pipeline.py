@@ -28,7 +28,7 @@ from swift_vlpack.feed.planned_feed import PlannedFeed
 from swift_vlpack.feed.streamed import StreamedPackingDataset
 from swift_vlpack.feed.streamed_feed import StreamedFeed
 from swift_vlpack.host.args import deletes_failing_rows, packing_config, plans_ahead, unpacked_batch_size, unpacked_step
-from swift_vlpack.host.cached import compare_lengths, with_cached_validation
+from swift_vlpack.host.cached import compare_lengths, with_cached_validation, with_exported_sizes
 from swift_vlpack.host.evaluation import evaluation_data, saved_validation_rows
 from swift_vlpack.host.headers import reading_urls
 from swift_vlpack.host.length_pass import with_all_lengths
@@ -95,8 +95,10 @@ def build_feed(args: Any, template: Any, config: PackingConfig) -> tuple[Feed, A
 def measured_rows(sources: list[RowSource], template: Any, args: Any, config: PackingConfig) -> FusionCaptionDataset:
     """Measure the rows of the sources, because a plan is made of their lengths, and fuse them into one data set."""
     encoder = RowEncoder.of(template, config)  # for this config, because which tokens are targets is measured too
-    measured = with_all_lengths(sources, encoder, args, config.packing_cache_dir)
-    compare_lengths(measured, template, getattr(args, "external_plugins", None) or [])
+    plugins = getattr(args, "external_plugins", None) or []
+    exported = with_exported_sizes(sources, template, plugins)
+    measured = with_all_lengths(exported, encoder, args, config.packing_cache_dir)
+    compare_lengths(measured, template, plugins)
     return fused(measured, template, args, config)
 
 
