@@ -27,7 +27,14 @@ from swift_vlpack.feed.planned import PlannedPackingDataset
 from swift_vlpack.feed.planned_feed import PlannedFeed
 from swift_vlpack.feed.streamed import StreamedPackingDataset
 from swift_vlpack.feed.streamed_feed import StreamedFeed
-from swift_vlpack.host.args import deletes_failing_rows, packing_config, plans_ahead, unpacked_batch_size, unpacked_step
+from swift_vlpack.host.args import (
+    data_seed,
+    deletes_failing_rows,
+    packing_config,
+    plans_ahead,
+    unpacked_batch_size,
+    unpacked_step,
+)
 from swift_vlpack.host.cached import compare_lengths, with_cached_validation, with_exported_sizes
 from swift_vlpack.host.evaluation import evaluation_data, saved_validation_rows
 from swift_vlpack.host.headers import reading_urls
@@ -182,11 +189,6 @@ def _warn_of_length(args: Any, config: PackingConfig, lengths: NDArray[np.int64]
 def urls_in_training() -> Urls:
     """Read URLs with two tries a row, and try a failed one again later: a server may come back while the run lasts."""
     return Urls(seconds_remembered=_SECONDS_WITHOUT_URL, num_tries=2)
-
-
-def data_seed(args: Any) -> int:
-    """Return the seed of draws and orders: `--data_seed`, or `--seed` if that was not given."""
-    return int(args.data_seed if args.data_seed is not None else args.seed)
 
 
 def _show(pipeline: Any, feed: Feed) -> None:
