@@ -50,7 +50,7 @@ test-telling: $(READY)  ## Run those of the long tests that CI runs too
 	$(BIN)/python -m pytest -n 2 -m "slow and telling"
 
 # In an environment of its own, because transformers imports DeepSpeed wherever it is installed.
-test-engines:  ## Train by DeepSpeed and FSDP2 on two ranks, beside DDP (10 minutes)
+test-engines:  ## Train by DeepSpeed and FSDP2 on two ranks, and pack by Megatron (15 minutes)
 	$(MAKE) run-engines VENV=$(VENV)-engines EXTRAS=test,test-engines
 
 run-engines: $(READY)
