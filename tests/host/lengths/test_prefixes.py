@@ -401,7 +401,7 @@ def test_files_of_prefixes_belong_to_the_cache(template, tmp_path):
 
 
 def test_videos_of_frames_are_shared_and_encoded_in_full(template, tmp_path):
-    """SHARE-44, SHARE-45: their readers are not replaced in threads, so a branch of a video is no branch without them."""
+    """SHARE-44, SHARE-45: readers of videos are not replaced in threads, so such a branch is encoded in full."""
     frames = [photo(tmp_path, f"f{n}", 112, 112, seed=n) for n in range(4)]
     rows = [{**text_row(f"<video>what, {n}?"), "videos": [frames]} for n in range(2)]
     rows.append({**text_row("<video>what?"), "videos": [frames[::-1]]})
