@@ -31,7 +31,7 @@ RESUME_FILES, REPLACED = "VLPACK_RESUME_FILES", "replaced"
 RECORD_PACKS = "VLPACK_RECORD_PACKS"
 NO_OPTIONS = (RESUME_DATA, RESUME_FILES, RECORD_PACKS)
 """Variables with our prefix that are not packing options: they concern one start of a run, not its packs."""
-SAMPLES = "samples"
+PACKS, SAMPLES = "packs", "samples"
 PAD_TO_LENGTH = "length"
 LEAST_FILL_RATIO = 0.6
 """A lower `packing_min_fill_ratio` lets packs leave nearly half empty. It is allowed, with a warning."""
@@ -82,10 +82,10 @@ class PackingConfig:
     )
     # `exact` is within hundredths of a per cent of the bound from 256 on (docs/strategies.md); the others gain by more.
     packing_batch: str = _option(
-        "packs",
+        PACKS,
         "what a batch counts: packs, so that a step trains more samples than un-packed; or samples, so that every "
         "optimizer step trains exactly the samples that it trains un-packed, packed within the step",
-        ("packs", SAMPLES),
+        (PACKS, SAMPLES),
         decides=_STEPS,
     )
     packing_buffer: int = _option(512, "samples that the packer may choose from at a time", decides=_PACKS)

@@ -73,8 +73,10 @@ class UnpackedRows:
     """The number of the source of each row."""
     row: NDArray[np.int64]
     """The number of each row in its source."""
-    deletes_failing: bool
-    """True if rows that cannot be encoded are deleted before the draw; False if they are drawn, then replaced."""
+    is_deleted_if_failing: NDArray[np.bool_]
+    """True for rows that are deleted before the draw if they cannot be encoded; others are drawn, then replaced."""
+    lengths_of_cache: NDArray[np.int64]
+    """The lengths of rows of a cached data set, by which un-packed training groups them; 0 for other rows."""
     batches: UnpackedBatches
 
 
