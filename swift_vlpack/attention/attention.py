@@ -13,6 +13,15 @@ True
 Without boundaries (padded evaluation, generation, vision towers) it is transformers' own attention. Cost grows with the
 sum of the squared lengths, not with the square of the sum. The way of a call: `packed_sequence` (boundaries, mask and
 arguments of one call) -> `kernels` (how it is computed; `choose_kernel` takes the fastest that is right).
+
+Rows can share a prefix (`plan.boundaries`). Then each of its branches sees the prefix and itself, and gets what the row
+would get alone:
+
+>>> ends = torch.tensor([[0, 3, 4, 5], [-1, -1, 0, 0]])  # a prefix of three, two branches of one
+>>> shared, _ = segmented_attention(layer, query, key, value, None, cu_seq_lens_q=ends)
+>>> row = [one[:, :, [0, 1, 2, 4]] for one in (query, key, value)]  # the prefix and the second branch
+>>> torch.allclose(shared[:, 4], segmented_attention(layer, *row, None)[0][:, 3], atol=1e-6)
+True
 """
 
 from __future__ import annotations
@@ -28,6 +37,7 @@ from swift_vlpack.attention.kernels import CannotDo, Kernel, attend, segments
 from swift_vlpack.attention.masks import SampleMask, SequenceMask, from_block_mask, sequence_mask
 from swift_vlpack.attention.packed_sequence import (
     AttentionArgs,
+    Bounds,
     PackedSequence,
     States,
     boundaries_of,
@@ -41,6 +51,7 @@ from swift_vlpack.rows.families import text_config_of
 NAME = "vlpack"
 # Registries of our own, because transformers calls one function for all models and tells it only the layer.
 _kernels: WeakKeyDictionary[torch.nn.Module, Kernel] = WeakKeyDictionary()
+_kernels_of_branches: WeakKeyDictionary[torch.nn.Module, Kernel] = WeakKeyDictionary()
 _recordings: list[list[PackedSequence]] = []
 
 
@@ -70,14 +81,15 @@ def segmented_attention(
     key: torch.Tensor,  # (batch, num_kv_heads, num_keys, head_dim)
     value: torch.Tensor,
     attention_mask: Any,
-    cu_seq_lens_q: torch.Tensor | None = None,  # (num_samples + 1,)
+    cu_seq_lens_q: torch.Tensor | None = None,  # (num_samples + 1,), or (2, num_segments + 1) with shared prefixes
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend inside each sample of a packed sequence; without boundaries, attend as transformers does."""
     mask = from_block_mask(attention_mask, query.shape[2]) if hasattr(attention_mask, "mask_mod") else attention_mask
     is_text = _is_text(module, mask, kwargs)
     # Some vision towers are given the boundaries of the text. Theirs are different, and they are not causal.
-    ends = boundaries_of(cu_seq_lens_q) if cu_seq_lens_q is not None and is_text is not False else ()
+    bounds = boundaries_of(cu_seq_lens_q) if cu_seq_lens_q is not None and is_text is not False else Bounds()
+    ends = bounds.ends
     if not ends or not _cover(ends, query, key):
         if ends and is_text:
             raise AttentionError(_of_another_sequence(module, ends, query, key))
@@ -85,20 +97,25 @@ def segmented_attention(
     check_mask(module, mask, query.shape[2])
     kwargs.pop("segment_ids", None)  # from `PackedCollator`: the boundaries in another form
     args = AttentionArgs.of(module, kwargs)
-    query = rescaled_by_sample(module, query, ends)
-    sequence = PackedSequence(module, query, key, value, mask, kwargs.get("sliding_window"), args, ends)
+    query = rescaled_by_sample(module, query, bounds)
+    sequence = PackedSequence(module, query, key, value, mask, kwargs.get("sliding_window"), args, *bounds)
     for calls in _recordings:
         calls.append(sequence)
+    kernels = _kernels_of_branches if bounds.parents else _kernels
     try:
-        return _kernels.get(module, segments)(sequence), None
+        return kernels.get(module, segments)(sequence), None
     except CannotDo:
         return segments(sequence), None
 
 
-def use_kernel(model: torch.nn.Module, kernel: Kernel) -> None:
-    """Compute packed sequences by this kernel in all layers of the model that it supports."""
+def use_kernel(model: torch.nn.Module, kernel: Kernel, of_branches: Kernel = segments) -> None:
+    """Compute packed sequences by this kernel in all layers of the model that it supports.
+
+    `of_branches` computes sequences in which rows share a prefix: give it only if it was tried on one.
+    """
     for module in model.modules():
         _kernels[module] = kernel
+        _kernels_of_branches[module] = of_branches
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
     {"step": 12, "epoch": 0, "pack": 23, "ids": ["captions:17", ...]}
 
+Where samples share prefixes, `shared` has the tokens that each shares with the sample before it.
+
 Planned packs can be computed again, so they are recorded only on request. Packs of a stream cannot, so they are always
 recorded unless that is switched off; then the file is bounded and keeps the latest packs, some millions of samples.
 """
