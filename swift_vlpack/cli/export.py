@@ -24,8 +24,8 @@ from swift_vlpack.words import by_reason, counted
 
 MODES = ("train", "rlhf", "kto")
 PARTS = ("train", "val")
-_OF_EXPORT = {*PARTS, "val_dataset.jsonl", "left_out.jsonl", "settings.json", "packed"}
-"""What an export writes into its folder."""
+_OF_EXPORT = {*PARTS, "val_dataset.jsonl", "left_out.jsonl", "settings.json", "sizes.npz", "packed"}
+"""Files and folders that an export writes."""
 _BOOLEAN = ("true", "false")
 
 

@@ -142,6 +142,7 @@ def _about_steps(report: dict[str, Any]) -> list[tuple[str, str]]:
     if report.get("kept_steps"):
         kept = KeptSteps(**report["kept_steps"])
         lines = [("steps", f"{in_all}, as many as un-packed"), ("one step", str(kept)), ("work", kept.about_work)]
+        lines.append(("tokens", kept.about_tokens))
         return [*lines, *([("", kept.too_small)] if kept.too_small else []), time]
     packs = counted(report["gradient_accumulation_steps"], "pack")
     step = StepSize(**report["step"])

@@ -59,7 +59,7 @@ class SequencesOfRows:
 
 @dataclass(frozen=True, eq=False)
 class SequencesEncoder(RowEncoder):
-    """Encodes rows as the template does, to measure them. Labels are left out: a classifier's are no tokens."""
+    """Encodes rows as the template does, to measure them. A classifier's labels are left out, which are no tokens."""
 
     @property
     def divider(self) -> SequencesOfRows:
@@ -77,7 +77,8 @@ class SequencesEncoder(RowEncoder):
     def sample(self, row: Row, sample_id: SampleId, *, strict: bool = False, is_watched: bool = False) -> Encoded:
         """Encode a row and add what is measured."""
         sample = super().sample(row, sample_id, strict=strict, is_watched=is_watched)
-        sample.pop("labels", None)
+        if self.template.task_type != "causal_lm":
+            sample.pop("labels", None)
         return sample
 
     def _length(self, sample: Encoded) -> int:
