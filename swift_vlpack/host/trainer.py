@@ -81,7 +81,7 @@ class PackingTrainer(EvaluatesRows):
         self.is_first_batch_proved = not self.feed.config.packing_verify
         num_workers = training_args.dataloader_num_workers
         tolerate_packs_without_images(kwargs["model"], training_args)
-        self._towers_skipped: list[str] | None = None  # by a sequence without media; None until it is known
+        self._towers_skipped: dict[str, list[str]] = {}  # by a sequence without media, in training and in evaluation
         self._supervised: list[torch.Tensor] = []  # tokens of each step of this rank since the last log line
         self.lengths_in_sequence: tuple[int, ...] = ()  # of the sequence that is trained now
         self._own_lengths: tuple[int, ...] = ()  # of its samples, if some share a prefix
@@ -128,7 +128,7 @@ class PackingTrainer(EvaluatesRows):
         batches, num_items = self.weighed_batches(epoch_iterator, num_batches, device)
         if not batches:
             return batches, num_items
-        self._refuse_to_wait(batches)
+        self._refuse_to_wait(batches, "train")
         # Left on the device, because reading the number would wait for the device; only log lines need it.
         self._supervised.append(torch.stack([num_targets(batch["labels"]) for batch in batches]).sum())
         if not self.is_first_batch_proved:
@@ -138,12 +138,12 @@ class PackingTrainer(EvaluatesRows):
                 logger.info(said)
         return ([WholeStep(batches)] if self.feed.config.packing_batch == SAMPLES else batches), num_items
 
-    def _refuse_to_wait(self, batches: list[Any]) -> None:
+    def _refuse_to_wait(self, batches: list[Any], verb: str) -> None:
         """Stop if a rank with an image would enter sharded layers that a rank without one does not enter."""
-        if self._towers_skipped is None:
-            self._towers_skipped = towers_skipped(self)
-        if self._towers_skipped:
-            refuse_unlike_media(batches, self._towers_skipped, RanksOfRun())
+        if verb not in self._towers_skipped:
+            self._towers_skipped[verb] = towers_skipped(self)
+        if towers := self._towers_skipped[verb]:
+            refuse_unlike_media(batches, towers, RanksOfRun(), verb)
 
     def weighed_batches(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Return the weighed batches of one optimizer step. The feed may fill up the last step of an epoch."""
@@ -158,6 +158,12 @@ class PackingTrainer(EvaluatesRows):
     def _over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
         total: torch.Tensor = self.accelerator.reduce(numbers.to(self.accelerator.device), reduction="sum")
         return total
+
+    def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a batch, unless it would let ranks wait for each other."""
+        if "input_ids" in inputs:  # not losses that packs gave before
+            self._refuse_to_wait([inputs], "evaluate")
+        return super().prediction_step(model, inputs, *args, **kwargs)
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
