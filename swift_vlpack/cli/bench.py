@@ -1,8 +1,8 @@
 """`vlpack bench`: measure how fast a run would be on this machine, packed and padded.
 
-Packed and padded training are measured by a process each, so that each has its own memory. Both processes are this
-command line again, with `--phase`: `bench_run` measures, and prints JSON. This module starts them, and puts their
-numbers together with advice.
+Packed and padded training are measured in two processes, so that neither sees the memory of the other. Both processes
+execute this command line again, with `--phase`: `bench_run` measures and prints JSON. This module starts them, reads
+their JSON, and makes the report with advice.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def _run(args: argparse.Namespace) -> int:
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} must be at least 1, got {getattr(args, name)}")
     check_launch(run_named(args, needs_gpu=True))
-    signal.signal(signal.SIGTERM, end_by_signal)  # by an exit, so that the process that measures is ended, too
+    signal.signal(signal.SIGTERM, end_by_signal)  # exit by an exception, so that `finally` ends the measuring process
     start = time.perf_counter()
     packed = measured_apart(args.argv, "packed")
     try:
         padded = measured_apart(args.argv, "padded", tokens_of_pack=packed["plan"]["packing_length"])
-    except PhaseFailed as error:  # the packed numbers are known; padded batches may be what does not fit
+    except PhaseFailed as error:  # report the packed numbers all the same: padded batches may not fit into memory
         padded = {"problem": str(error), "measurements": [], "memory": None, "seconds": 0.0}
     report = bench_report(packed, padded, seconds=time.perf_counter() - start)
     print(json.dumps(report) if args.json else bench_text(report))
@@ -72,7 +72,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def measured_apart(argv: Sequence[str], phase: str, *, tokens_of_pack: int = 0) -> dict[str, Any]:
-    """Measure a phase in a process of its own, which ends when this one does."""
+    """Measure a phase in a child process, which is terminated if this process ends. Raises `PhaseFailed`."""
     of_phase = ["--phase", phase, "--tokens_of_pack", str(tokens_of_pack), "--began", str(time.time())]
     command = [sys.executable, "-m", "swift_vlpack", *argv, *of_phase]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:

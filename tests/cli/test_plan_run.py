@@ -245,7 +245,7 @@ def test_model_type_of_another_model_is_refused_by_name(model_type, said, bare_f
 def test_file_that_is_no_list_is_kept(bare_folder, tmp_path):
     """CLI-9"""
     data = write_jsonl(tmp_path / "failures.jsonl", [text_row()])
-    with pytest.raises(ConfigError, match="is no list of rows that were left out"):
+    with pytest.raises(ConfigError, match="is not a list of left-out rows, and is not overwritten"):
         planned(bare_folder, tmp_path, dataset=data)
     assert os.path.getsize(data)
 

@@ -216,7 +216,7 @@ def test_bos_is_switched_off_with_one_warning(caplog):
         made = blocks([text(0), text(1)], tokenizer, max_length=9)
     assert made["input_ids"] == [[4, EOS, 5, EOS]]
     said = [record.getMessage() for record in caplog.records if "BOS" in record.getMessage()]
-    assert said == ["the tokenizer has no BOS token: add_bos is switched off"]
+    assert said == ["the tokenizer has no BOS token, so add_bos has no effect"]
     caplog.clear()
     blocks([text(0)], words(bos=False), max_length=9, add_bos=False)
     assert "BOS" not in caplog.text
