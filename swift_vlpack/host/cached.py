@@ -1,8 +1,8 @@
 """Load cached data sets (`--cached_dataset`) as sources: the rows that plain ms-swift would train, with their numbers.
 
-ms-swift trusts the column `lengths` of such a data set, which does not say by which settings it was made. Here the rows
-are measured as those of every source are, from headers and by the settings of this run. `compare_lengths` says where
-the column has others, and which settings differ, as far as `vlpack export` has noted them (`SETTINGS`).
+ms-swift trusts the column `lengths` of such a data set, which does not say with which settings it was made. Here the
+rows are measured like those of any source, with the settings of this run. `compare_lengths` warns if the column
+differs, and names the settings that differ, if `vlpack export` has saved them (`SETTINGS`).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from swift_vlpack.words import counted
 logger = get_logger()
 
 SETTINGS = "settings.json"
-"""What lengths of an export depend on; beside `train` and `val`."""
+"""File next to `train` and `val` with everything that the lengths of an export depend on."""
 _LENGTHS = ("lengths", "length")
-"""The column, as this and older versions of ms-swift name it."""
+"""Names of the column in this version of ms-swift and in older ones."""
 _NAMED = ("settings", "variables", "packages")
-"""Settings that are named one by one; of the others a digest tells whether they differ."""
+"""Groups of settings that are saved one by one. Of all other groups a digest is saved."""
 NUM_NAMED = 8
 """Most settings that a warning names."""
 
@@ -68,7 +68,7 @@ def with_cached_validation(rows: Any, args: Any, config: PackingConfig) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Cached:
-    """A cached data set as ms-swift loads it, with the number of each row among all that were written."""
+    """A cached data set as ms-swift loads it, with the number of each row in the column `ROW`."""
 
     rows: HfDataset
     folder: Path
@@ -77,8 +77,8 @@ class _Cached:
 
 
 def _load(args: Any, config: PackingConfig) -> tuple[list[_Cached], list[_Cached]]:
-    """Load both lists in one call, as plain ms-swift does, because it draws `#N` of all from one random stream."""
-    if config.cuts_rows:  # rows that are too long are cut, so none is to be deleted
+    """Load both lists in one call, as plain ms-swift does: it draws the `#N` rows of all from one random stream."""
+    if config.cuts_rows:  # keep ms-swift from deleting long rows, which are cut later
         args = copy.copy(args)
         args.truncation_strategy = None
     found: list[tuple[Path, Sequence[int]]] = []
@@ -91,7 +91,7 @@ def _load(args: Any, config: PackingConfig) -> tuple[list[_Cached], list[_Cached
 
 @contextmanager
 def _noting(found: list[tuple[Path, Sequence[int]]], args: Any) -> Iterator[None]:
-    """Number the rows of every data set that ms-swift reads meanwhile, and note its folder."""
+    """Number the rows of every data set that ms-swift reads inside this block, and append its folder to `found`."""
     read = swift_utils.load_from_disk
 
     def numbered(path: str) -> HfDataset:
@@ -143,7 +143,7 @@ def _source(name: str, one: _Cached) -> RowSource:
 
 
 def settings_of(template: Any, plugins: Sequence[str]) -> dict[str, Any]:
-    """Return what lengths depend on, by name, as JSON holds it."""
+    """Return everything that lengths depend on, by name, as JSON can hold it."""
     parts = dependencies_of(template, plugins)
     named = {f"{group} {name}": value for group in _NAMED for name, value in parts.pop(group).items()}
     digests = {name: digest_of(part, 8) for name, part in parts.items()}
@@ -152,13 +152,13 @@ def settings_of(template: Any, plugins: Sequence[str]) -> dict[str, Any]:
 
 
 def write_settings(folder: Path, template: Any, plugins: Sequence[str], multiple: int) -> None:
-    """Note by which settings an export was made."""
+    """Save the settings with which an export was made."""
     content = {"multiple": multiple, "max_length": template.max_length, "settings": settings_of(template, plugins)}
     (folder / SETTINGS).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def compare_lengths(sources: Sequence[RowSource], template: Any, plugins: Sequence[str]) -> None:
-    """Warn of cached lengths that are others than those of this run, by which packs are planned."""
+    """Warn if cached lengths differ from the lengths of this run, with which packs are planned."""
     for source in sources:
         if source.cached_lengths is None or source.sizes is None or source.origin is None or not is_master():
             continue
@@ -177,7 +177,7 @@ def compare_lengths(sources: Sequence[RowSource], template: Any, plugins: Sequen
 
 
 def _as_exported(lengths: NDArray[np.int64], noted: dict[str, Any]) -> NDArray[np.int64]:
-    """Round lengths as the export has rounded them."""
+    """Round lengths as the export did."""
     multiple = noted.get("multiple", 1)
     rounded = rounded_up(lengths.tolist(), multiple, noted.get("max_length")) if multiple > 1 else lengths
     return np.array(rounded, dtype=np.int64)
@@ -198,8 +198,8 @@ def _differences(noted: dict[str, Any], now: dict[str, Any]) -> str:
     """
     before = noted.get("settings")
     if before is None:
-        return "which settings differ is not known, because ms-swift's export does not note them"
+        return "which settings differ is not known, because ms-swift's export does not save them"
     names = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
     shown = [f"{name} ({before.get(name)} there, {now.get(name)} here)" for name in names[:NUM_NAMED]]
     more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
-    return f"settings that differ: {', '.join(shown)}{more}" if names else "no setting that is noted differs"
+    return f"settings that differ: {', '.join(shown)}{more}" if names else "no saved setting differs"

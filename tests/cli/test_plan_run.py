@@ -344,7 +344,7 @@ def test_hub_that_cannot_be_reached_is_said_to_be_that(mix, tmp_path, capfd):
     assert run_here(["plan", *argv, "--failures", tmp_path / "failures.jsonl"]) == 2
     last = capfd.readouterr().err.strip().splitlines()[-1]
     assert last.startswith(
-        f"vlpack plan: the hub cannot be reached: no/such-model is no file or folder in {Path.cwd()}"
+        f"vlpack plan: the hub cannot be reached: no/such-model is not a file or folder in {Path.cwd()}"
     )
     assert "it was looked for on Hugging Face" in last
     assert "refuses" not in last

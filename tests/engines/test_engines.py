@@ -91,6 +91,6 @@ def test_ranks_that_would_wait_for_each_other_are_stopped_with_one_line(runs):
     outcome = runs("fsdp2").first["tower_forgotten"]
     for rank in (0, 1):
         *_, last = (outcome.output / f"error_rank{rank}.txt").read_text().splitlines()
-        assert "ranks 0 and 1 train packs of other media at the same time" in last
+        assert "ranks 0 and 1 train packs with different media at the same time" in last
         assert "enters model.visual of this family for media alone" in last
     assert len(trained(outcome.output)) < 2 * NUM_STEPS

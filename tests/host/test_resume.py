@@ -364,7 +364,7 @@ def test_data_that_starts_anew_may_have_another_objective_and_that_is_said(
     train(
         flags(small_folder, tmp_path, dataset, resume_from_checkpoint=checkpoint, loss_scale="all", max_steps=step + 1)
     )
-    assert re.search("the optimizer goes on, with another objective: .*loss_scale .'default', now 'all'", caplog.text)
+    assert re.search("the optimizer continues, with another objective: .*loss_scale .'default', now 'all'", caplog.text)
 
 
 def test_other_settings_of_the_same_objective_are_warned_of(small_folder, dataset, uninterrupted, tmp_path, caplog):

@@ -508,7 +508,7 @@ def test_sources_that_cannot_be_are_refused(stream, tmp_path):
         (tmp_path / "none.txt", "no such text file"),
         ({"train": []}, "several data sets"),
         (iter(["a"]), "can be read once"),
-        (3, "no source of documents"),
+        (3, "a int is not a source of documents"),
     ):
         with pytest.raises(DataError, match=said):
             stream(source)

@@ -204,7 +204,7 @@ def test_a_batch_of_which_nothing_is_left_is_told(tokenizer, caplog):
     """TEXT-5"""
     made = blocks([text(1), text(2)], tokenizer, max_length=4, min_len=2, **BARE)
     assert all(column == [] for column in made.values())
-    assert "no block is left" in caplog.text
+    assert "a call made no block of its documents" in caplog.text
     assert "'too_short_pieces': 2" in caplog.text
     assert blocks([], tokenizer, max_length=4)["input_ids"] == []
 
