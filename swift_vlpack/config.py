@@ -31,44 +31,46 @@ RESUME_FILES, REPLACED = "VLPACK_RESUME_FILES", "replaced"
 RECORD_PACKS = "VLPACK_RECORD_PACKS"
 NO_OPTIONS = (RESUME_DATA, RESUME_FILES, RECORD_PACKS)
 """Variables with our prefix that are not packing options: they concern one start of a run, not its packs."""
-MODES = ("auto", "plan", "buffer")
-ATTENTIONS = ("auto", "segments", "grouped", "varlen", "flex")
-LOSSES = ("token", "sample", "sqrt")
-SAMPLES = "samples"
-BATCHES = ("packs", SAMPLES)
-OVERFLOWS = ("keep", "split", "truncate", "drop")
+PACKS, SAMPLES = "packs", "samples"
 PAD_TO_LENGTH = "length"
 LEAST_FILL_RATIO = 0.6
 """A lower `packing_min_fill_ratio` lets packs leave nearly half empty. It is allowed, with a warning."""
-_CAPS = ("packing_max_samples", "packing_max_images", "packing_max_patches")
+CAPS = ("packing_max_samples", "packing_max_images", "packing_max_patches")
+"""The options that cap a pack besides its tokens."""
+_HINTS = {"packing_attention": "; flash-attn is asked for by ms-swift's --attn_impl"}
+"""What to say of a value that is none of the choices of an option."""
 _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
 _NONE = ("none", "null", "")
 
 
-_PACKS, _OBJECTIVE = "packs", "objective"
-"""Values of `decides`: the option decides which samples share a pack, or what of the samples is trained.
-
-A resume must not change options of either kind.
-"""
+_PACKS, _STEPS, _OBJECTIVE, _RUN = "packs", "steps", "objective", "run"
+"""Values of `decides`: an option decides which samples share a pack, which planned packs a step trains, or what of the
+samples is trained. An option that only steers a run (`run`) may be another one after a resume, the others may not."""
 
 
-def _option(default: Any, text: str, choices: tuple[str, ...] = (), decides: str = "") -> Any:
-    """Declare a field with the help text and the choices that the command line and the documentation show."""
-    return field(default=default, metadata={"help": text, "choices": choices, "decides": decides})
+def _option(default: Any, text: str, choices: tuple[str, ...] = (), *, decides: str, takes_others: bool = False) -> Any:
+    """Declare a field with the help text and the choices that the command line and the documentation show.
+
+    With `takes_others`, the choices are not all that the option takes.
+    """
+    return field(
+        default=default, metadata={"help": text, "choices": choices, "decides": decides, "takes_others": takes_others}
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackingConfig:
     """All packing options. A field's name is its flag and YAML key; in upper case after `VLPACK_`, its variable."""
 
-    packing: bool = _option(False, "turn packing on; this is ms-swift's own flag, too")
+    packing: bool = _option(False, "turn packing on; this is ms-swift's own flag, too", decides=_RUN)
     packing_length: int = _option(MISSING, "capacity of a pack in tokens, after images are expanded", decides=_PACKS)
     packing_mode: str = _option(
         "auto",
         "plan: plan all packs ahead of time, which needs data with a length; buffer: pack rows as they come; auto: "
         "plan if the data has a length, else buffer",
-        MODES,
+        ("auto", "plan", "buffer"),
+        decides=_RUN,
     )
     packing_strategy: str = _option(
         "binpack",
@@ -76,13 +78,15 @@ class PackingConfig:
         "window: lays documents end to end and cuts wherever a pack is full; module:function: one of your own",
         (*STRATEGIES, WINDOW),
         decides=_PACKS,
+        takes_others=True,
     )
     # `exact` is within hundredths of a per cent of the bound from 256 on (docs/strategies.md); the others gain by more.
     packing_batch: str = _option(
-        "packs",
+        PACKS,
         "what a batch counts: packs, so that a step trains more samples than un-packed; or samples, so that every "
         "optimizer step trains exactly the samples that it trains un-packed, packed within the step",
-        BATCHES,
+        (PACKS, SAMPLES),
+        decides=_STEPS,
     )
     packing_buffer: int = _option(512, "samples that the packer may choose from at a time", decides=_PACKS)
     packing_min_fill_ratio: float = _option(
@@ -102,7 +106,7 @@ class PackingConfig:
         "keep",
         "rows longer than packing_length: keep each whole, alone in a sequence; split them into parts, never inside an "
         "image; truncate them; or drop them",
-        OVERFLOWS,
+        ("keep", "split", "truncate", "drop"),
         decides=_OBJECTIVE,
     )
     packing_stride: int = _option(
@@ -121,15 +125,22 @@ class PackingConfig:
         "give sequences a fixed shape: pad each to packing_length (length), or to the next multiple of INT tokens; the "
         "padding is a segment of its own, without loss",
         ("none", PAD_TO_LENGTH, "INT"),
+        decides=_RUN,
+        takes_others=True,
     )
-    packing_balance: bool = _option(True, "match the cost of the packs that ranks consume in the same step")
+    packing_balance: bool = _option(
+        True, "match the cost of the packs that ranks consume in the same step", decides=_STEPS
+    )
     packing_attention: str = _option(
         "auto",
         "how attention is computed: sample by sample (segments), samples of similar length together (grouped), or by "
         "one kernel for the whole sequence on CUDA (varlen, flex); auto takes the fastest that equals the reference",
-        ATTENTIONS,
+        ("auto", "segments", "grouped", "varlen", "flex"),
+        decides=_RUN,
     )
-    packing_verify: bool = _option(True, "prove before step 1 that samples of a pack do not see each other")
+    packing_verify: bool = _option(
+        True, "prove before step 1 that samples of a pack do not see each other", decides=_RUN
+    )
     mask_boundary_loss: bool = _option(
         True,
         "never train on the first token of a sample; false: train on it where the template says so",
@@ -137,23 +148,29 @@ class PackingConfig:
     )
     train_on_eos: bool = _option(True, "train on EOS where the template says so; false: never", decides=_OBJECTIVE)
     packing_any_family: bool = _option(
-        False, "pack model families that ms-swift does not pack, if the proof passes; needs packing_verify"
+        False,
+        "pack model families that ms-swift does not pack, if the proof passes; needs packing_verify",
+        decides=_RUN,
     )
     packing_loss: str = _option(
         "token",
         "what has the same weight in the loss of a step: every target token (token), every sample (sample); sqrt "
         "weighs a sample by the square root of its target tokens",
-        LOSSES,
+        ("token", "sample", "sqrt"),
         decides=_OBJECTIVE,
     )
     packing_max_failed_share: float = _option(
-        0.2, "share of the last 1,000 rows that may be unreadable, from 0 to 1; above it the run stops"
+        0.2, "share of the last 1,000 rows that may be unreadable, from 0 to 1; above it the run stops", decides=_RUN
     )
     packing_cache_dir: str | None = _option(
-        None, "folder in which the lengths of rows are remembered; none: vlpack/lengths in ms-swift's cache folder"
+        None,
+        "folder in which the lengths of rows are remembered; none: vlpack/lengths in ms-swift's cache folder",
+        decides=_RUN,
     )
-    eval_packing: bool = _option(False, "pack the evaluation data too")
-    fusion_config: str | None = _option(None, "YAML file of sources and their ratios; none: --dataset, ratio 1 each")
+    eval_packing: bool = _option(False, "pack the evaluation data too", decides=_RUN)
+    fusion_config: str | None = _option(
+        None, "YAML file of sources and their ratios; none: --dataset, ratio 1 each", decides=_RUN
+    )
 
     def __post_init__(self) -> None:
         for spec in fields(self):
@@ -191,6 +208,13 @@ class PackingConfig:
         """Return the options that decide which samples share a pack; a saved state resumes under the same ones only."""
         return self._deciding(_PACKS)
 
+    def step_options(self) -> dict[str, Any]:
+        """Return the options that decide which planned packs are trained in a step; a resume must not change them."""
+        found = self._deciding(_STEPS)
+        if self.packing_batch != SAMPLES:
+            del found["packing_batch"]  # so that states resume that were saved before there was this option
+        return found
+
     def objective(self) -> dict[str, Any]:
         """Return the options that decide what of the samples is trained; a resume must not change them."""
         return self._deciding(_OBJECTIVE)
@@ -227,7 +251,12 @@ class PackingConfig:
     @property
     def has_caps(self) -> bool:
         """Tell whether packs have a cap besides their tokens."""
-        return any(getattr(self, name) is not None for name in _CAPS)
+        return bool(self.caps)
+
+    @property
+    def caps(self) -> dict[str, int]:
+        """Return the caps that are set, by option, in the order of `CAPS`."""
+        return {name: cap for name in CAPS if (cap := getattr(self, name)) is not None}
 
 
 _TYPES: dict[str, Any] = get_type_hints(PackingConfig)
@@ -366,16 +395,11 @@ _CONVERT: dict[Any, tuple[Callable[[Any], Any], str]] = {
 
 
 def _check_choices(config: PackingConfig) -> None:
-    for name, choices, more in (
-        ("packing_mode", MODES, ""),
-        ("packing_attention", ATTENTIONS, "; flash-attn is asked for by ms-swift's --attn_impl"),
-        ("packing_loss", LOSSES, ""),
-        ("packing_overflow", OVERFLOWS, ""),
-        ("packing_batch", BATCHES, ""),
-    ):
-        if (value := getattr(config, name)) not in choices:
-            hint = did_you_mean(value, choices) or more
-            raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}{hint}")
+    for spec in fields(config):
+        choices, value = spec.metadata["choices"], getattr(config, spec.name)
+        if choices and value not in choices and not spec.metadata["takes_others"]:
+            hint = did_you_mean(value, choices) or _HINTS.get(spec.name, "")
+            raise ConfigError(f"{spec.name} must be one of {', '.join(choices)}, got {value!r}{hint}")
     if config.packing_any_family and not config.packing_verify:
         raise ConfigError(
             "packing_any_family=true with packing_verify=false: whether a family that ms-swift does not pack can be "
@@ -383,7 +407,7 @@ def _check_choices(config: PackingConfig) -> None:
         )
     strategy_named(config.packing_strategy)  # refuses what cannot be found
     if config.packing_strategy == "binpack" and config.has_caps:
-        given = ", ".join(f"{name}={getattr(config, name)}" for name in _CAPS if getattr(config, name) is not None)
+        given = ", ".join(f"{name}={cap}" for name, cap in config.caps.items())
         raise ConfigError(
             f"packing_strategy=binpack knows no cap but tokens and would ignore {given}; "
             "set packing_strategy=exact (or best_fit, first_fit, greedy), or remove the cap"
@@ -391,10 +415,10 @@ def _check_choices(config: PackingConfig) -> None:
 
 
 def _check_numbers(config: PackingConfig) -> None:
-    for name in ("packing_length", "packing_buffer", "packing_min_len", *_CAPS):
+    for name in ("packing_length", "packing_buffer", "packing_min_len", *CAPS):
         value = getattr(config, name)
         if value is not None and value <= 0:
-            way_out = ", or leave it out for no cap" if name in _CAPS else ""
+            way_out = ", or leave it out for no cap" if name in CAPS else ""
             raise ConfigError(f"{name} must be at least 1, got {value}; give a positive number{way_out}")
     if config.packing_stride < 0:
         raise ConfigError(f"packing_stride must be at least 0, got {config.packing_stride}; 0 repeats nothing")

@@ -178,19 +178,6 @@ def tiny(tiny_folder: Callable[[str], Path]) -> Callable[[str], Tiny]:
 @pytest.fixture(scope="session")
 def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen2 with the small vocabulary."""
-    import torch
-    import transformers
+    from tests.tiny import save_text_model
 
-    from tests.tiny import build_tokenizer
-
-    tokenizer = build_tokenizer(is_small=True)
-    torch.manual_seed(0)
-    config = transformers.Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=4096, initializer_range=0.1,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    folder = tmp_path_factory.mktemp("text") / "model"
-    transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_text_model(tmp_path_factory.mktemp("text") / "model")

@@ -286,21 +286,18 @@ def test_low_fill_ratio_is_accepted_with_a_warning(caplog):
     assert caplog.text.count("packing_min_fill_ratio=0.43 is below 0.6") == 1
 
 
-def test_every_option_is_of_packs_or_known_not_to_be():
-    """CONF-11: one that decides who shares a pack and is not among these would be resumed under another value."""
-    not_of_packs = {
-        *("packing", "packing_mode", "packing_attention", "packing_verify", "packing_any_family", "eval_packing"),
-        *(
-            "packing_max_failed_share",
-            "packing_cache_dir",
-            "packing_pad_to",
-        ),
-        *("packing_balance", "packing_batch", "fusion_config"),  # a plan's state has these, or what follows from them
-    }
-    config = PackingConfig(packing_length=8)
-    of_packs, of_objective = set(config.pack_options()), set(config.objective())
-    assert of_packs | of_objective | not_of_packs == set(option_names())
-    assert len(of_packs) + len(of_objective) + len(not_of_packs) == len(option_names())
+def test_every_option_says_what_it_decides_and_a_resume_keeps_all_but_those_of_the_run():
+    """CONF-11: an option that decides packs and does not say so would be resumed under another value."""
+    config = PackingConfig(packing_length=8, packing_batch="samples")
+    kept = (config.pack_options(), config.step_options(), config.objective())
+    steers_the_run = {spec.name for spec in fields(config) if spec.metadata["decides"] == "run"}
+    assert steers_the_run.union(*kept) == set(option_names())
+    assert steers_the_run == {
+        "packing", "packing_mode", "packing_attention", "packing_verify", "packing_any_family", "packing_pad_to",
+        "packing_max_failed_share", "packing_cache_dir", "eval_packing", "fusion_config",
+    }, "every other option is part of a saved state; see `decides` in swift_vlpack/config.py"  # fmt: skip
+    assert config.step_options() == {"packing_batch": "samples", "packing_balance": True}
+    assert PackingConfig(packing_length=8).step_options() == {"packing_balance": True}, "as older states have it"
     assert config.objective() == {
         "packing_overflow": "keep", "packing_stride": 0, "packing_min_len": 1, "mask_boundary_loss": True,
         "train_on_eos": True, "packing_loss": "token",

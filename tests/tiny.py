@@ -241,5 +241,22 @@ def save_model(folder: Path, family: str = "qwen2_5_vl", *, seed: int = 0, is_sm
     return folder
 
 
+def save_text_model(folder: Path) -> Path:
+    """Write a tiny Qwen2 with the small vocabulary."""
+    import torch
+    import transformers
+
+    tokenizer = build_tokenizer(is_small=True)
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=4096, initializer_range=0.1,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 if __name__ == "__main__":
     print(save_model(Path(sys.argv[1]), *sys.argv[2:3]))

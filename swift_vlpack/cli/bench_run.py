@@ -8,7 +8,6 @@ a given time.
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 import time
 from contextlib import suppress
@@ -21,7 +20,7 @@ from torch.utils.data import Dataset
 
 from swift_vlpack.cli.bench_clock import MOST_PADDED, NUM_WARM, Enough, Laps, StepTimer, loader_speed, memory, say
 from swift_vlpack.cli.environment import num_cores
-from swift_vlpack.config import SAMPLES, checked, chosen_options
+from swift_vlpack.config import SAMPLES, PackingConfig
 from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.host.args import packing_config
 from swift_vlpack.host.launch import RunLaunch
@@ -50,8 +49,14 @@ def measured(args: argparse.Namespace, launch: RunLaunch) -> dict[str, Any]:
     laps("imports")
     is_packed = args.phase == "packed"
     most = NUM_WARM + args.steps * (1 if is_packed else MOST_PADDED)
-    flags = [*launch.flags, *NOTHING_BETWEEN, "--max_steps", str(most), *([] if is_packed else _unpacked())]
-    if not is_packed or chosen_options(os.environ).get("packing_batch") != SAMPLES:
+    flags = [
+        *launch.flags,
+        *NOTHING_BETWEEN,
+        "--max_steps",
+        str(most),
+        *([] if is_packed else _unpacked(launch.config)),
+    ]
+    if not is_packed or launch.config.packing_batch != SAMPLES:
         flags += ["--gradient_accumulation_steps", "1"]  # a step of one batch; steps that keep their samples need all
     with run_of(flags, num_ranks=1, command=launch.command, kind=TrainableRun) as run:
         found: dict[str, Any] = {"model": run.args.model}
@@ -59,16 +64,15 @@ def measured(args: argparse.Namespace, launch: RunLaunch) -> dict[str, Any]:
             run.make_data = partial(_packed_data, run, args, found, laps)
             run.at_training = partial(_measure_packed, args, found, laps)
         else:
-            run.make_data = partial(_padded_data, run, args)
+            run.make_data = partial(_padded_data, run, args, launch.config)
             run.at_training = partial(_measure, args, found)
         run.run()
         return {**found, "memory": memory()}
 
 
-def _unpacked() -> list[str]:
+def _unpacked(config: PackingConfig) -> list[str]:
     """Return the flags of the same run by ms-swift alone, which knows no `fusion_config`."""
-    path = chosen_options(os.environ).get("fusion_config")
-    sources = read_fusion_config(path).sources if path else ()
+    sources = read_fusion_config(config.fusion_config).sources if config.fusion_config else ()
     return ["--packing", "false", *(["--dataset", *(spec.dataset for spec in sources)] if sources else [])]
 
 
@@ -98,9 +102,9 @@ def _packed_data(run: TrainableRun, args: argparse.Namespace, found: dict[str, A
     return [feed, None]
 
 
-def _padded_data(run: TrainableRun, args: argparse.Namespace) -> list[Any]:
+def _padded_data(run: TrainableRun, args: argparse.Namespace, config: PackingConfig) -> list[Any]:
     """Take the rows of the packed phase for ms-swift's own trainer, which pads them."""
-    sources, _ = load_sources(run.args, checked(chosen_options(os.environ)))
+    sources, _ = load_sources(run.args, config)
     some = [some_of(source, args.rows) for source in sources]
     return [UnpackedRows(FusionCaptionDataset(some, run.template, shuffle=False)), None]
 

@@ -39,8 +39,6 @@ DRAFT = "http://json-schema.org/draft-07/schema#"
 _SCHEMAS: dict[Any, Schema] = {
     str: values.TEXT, int: values.INT, float: values.FLOAT, bool: values.BOOL, type(None): values.NULL
 }  # fmt: skip
-_OPEN = ("packing_strategy", "packing_pad_to")
-"""Options that take more than their choices: any `module:function`, any number."""
 _VARIABLES = {
     "NPROC_PER_NODE": "ranks on this machine; ms-swift starts torchrun for them",
     "NNODES": "machines of the run",
@@ -134,7 +132,7 @@ def option_schema(spec: Any) -> Schema:
     choices = [choice for choice in spec.metadata["choices"] if choice not in ("none", "INT")]
     if choices:
         known: Schema = {"enum": choices}
-        schema = values.any_of([known, schema]) if spec.name in _OPEN else known
+        schema = values.any_of([known, schema]) if spec.metadata["takes_others"] else known
     default = {} if spec.default is MISSING else {"default": spec.default}
     return {"description": spec.metadata["help"], **schema, **default}
 

@@ -14,13 +14,11 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from swift_vlpack.host.pipeline import data_seed
 from swift_vlpack.host.run import Run
 from swift_vlpack.host.sources import load_stream
 from swift_vlpack.pages.values import StepShown, TrainedPack
 from swift_vlpack.plan.shares import Share
 from swift_vlpack.rows.media import names_of_files
-from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.streams import StreamedRows
 
 _LINES = (".jsonl", ".json")
@@ -34,7 +32,6 @@ def with_places(steps: Sequence[StepShown], run: Run, num_shares: int | None) ->
     if not run.args.streaming or num_shares is None:
         return list(steps)
     stream, _ = load_stream(run.args, run.template)
-    stream.seed = data_seed(run.args)
     packs = [pack for step in steps for pack in step.packs]
     places: dict[tuple[int, str], str] = {}
     for epoch in {pack.epoch for pack in packs}:
@@ -67,22 +64,10 @@ def rows_at(
     for share in {number % num_shares for number in numbers}:
         wanted = {number for number in numbers if number % num_shares == share}
         last = max(wanted) // num_shares
-        for index, row in enumerate(islice(_read(stream, epoch, Share(share, num_shares)), last + 1)):
+        for index, row in enumerate(islice(stream.rows_of(epoch, Share(share, num_shares)), last + 1)):
             if (number := Share(share, num_shares).row(index)) in wanted:
                 found[number] = row
     return found
-
-
-def _read(stream: StreamedRows, epoch: int, share: Share) -> Iterator[Mapping[str, Any]]:
-    # Draw the same random numbers as the run, because ms-swift shuffles while it reads.
-    reading = RandomStream(stream.seed, epoch, stream.name, *share)
-    rows = stream.rows_of(epoch, share)
-    while True:
-        with reading:
-            row = next(rows, None)
-        if row is None:
-            return
-        yield row
 
 
 def places_of(rows: Mapping[int, Mapping[str, Any]], files: Sequence[Path]) -> dict[int, str]:

@@ -31,7 +31,7 @@ class Packs:
     def __init__(
         self, dataset: Any, template: Template, config: PackingConfig, *, seed: int = 0, num_ranks: int = 1
     ) -> None:
-        self.dataset: Any = rows_of(dataset, template)
+        self.dataset: Any = rows_of(dataset, template, seed)
         """The rows: a `FusionCaptionDataset` or `StreamedRows`."""
         make_packing(template, self.dataset, config)
         self.template = template
@@ -66,8 +66,11 @@ class Packs:
         raise NotImplementedError
 
 
-def rows_of(dataset: Any, template: Template) -> FusionCaptionDataset | StreamedRows:
-    """Return rows in one of the two forms that packs are made of; a plain list becomes a single source."""
+def rows_of(dataset: Any, template: Template, seed: int) -> FusionCaptionDataset | StreamedRows:
+    """Return rows in one of the two forms that packs are made of; a plain list becomes a single source.
+
+    `seed` is that of a stream which is made here. Rows that have a form already have a seed, too.
+    """
     if isinstance(dataset, (str, bytes, PathLike)):  # iterating a name would take its letters for rows
         raise DataError(
             f"PackingDataset takes rows, not the name of a file; read {str(dataset)!r} first: "
@@ -77,7 +80,7 @@ def rows_of(dataset: Any, template: Template) -> FusionCaptionDataset | Streamed
         return dataset
     if hasattr(dataset, "__len__"):
         return FusionCaptionDataset([RowSource(name="data", rows=dataset)], template)
-    return StreamedRows(dataset, template)
+    return StreamedRows(dataset, template, seed=seed)
 
 
 def make_packing(template: Template, rows: FusionCaptionDataset | StreamedRows, config: PackingConfig) -> None:

@@ -65,7 +65,7 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         `step` and `unpacked` say the same of a run of ms-swift, whose un-packed batches are known.
         """
         super().__init__(dataset, template, config, seed=seed, num_ranks=num_ranks)
-        if not isinstance(self.dataset, FusionCaptionDataset):
+        if not self.sources:
             raise DataError("data without a length cannot be planned; use PackingDataset, which packs it as it comes")
         self.dataset.measure()
         if samples_per_step is not None:

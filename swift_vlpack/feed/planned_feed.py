@@ -135,11 +135,9 @@ class PlannedFeed(Feed):
             # Not the tokens with a label, because no plan depends on them.
             "lengths": digest_of(*(column.astype("<i8").tobytes() for column in columns)),
             **self.config.pack_options(),
+            **self.config.step_options(),
             **self.config.objective(),
             **self.objective,
-            "packing_balance": self.config.packing_balance,
-            # Only where it is not the default, so that states resume that were saved before there was the option.
-            **({"packing_batch": self.config.packing_batch} if self.kept_step is not None else {}),
         }
 
     def state(self) -> dict[str, Any]:

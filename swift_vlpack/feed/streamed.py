@@ -31,7 +31,6 @@ from swift_vlpack.rows.contents import size_of
 from swift_vlpack.rows.cutting import RowCutter, in_parts
 from swift_vlpack.rows.encoder import Template
 from swift_vlpack.rows.samples import Encoded, LeftOut, PackedSamples, PackRecord, SampleError, SampleId
-from swift_vlpack.rows.streams import StreamedRows
 
 WorkerState = dict[str, Any]
 PROGRESS = {
@@ -66,9 +65,7 @@ class StreamedPackingDataset(Packs, IterableDataset[PackedSamples]):
         num_ranks: int = 1,
     ) -> None:
         super().__init__(dataset, template, config, seed=seed, num_ranks=num_ranks)
-        if isinstance(self.dataset, StreamedRows):
-            self.dataset.seed = seed
-        elif self.dataset.mix.ratio_by != "rows":
+        if self.sources and self.dataset.mix.ratio_by != "rows":
             self.dataset.mix.schedule(0)  # raises for ratios by tokens, which need lengths: here, and not in a worker
         self.rank = rank
         self._restored: ReaderProgress | None = None

@@ -39,8 +39,6 @@ NUM_ROWS_COMPARED = 16
 """First rows by which a stream is recognized: reading more would cost the time that streams are there to save."""
 AFTER_ALL_ROWS = 2**43
 """A start that no share reaches: from there, `samples` yields the rows that are asked for by number, and no others."""
-FARTHEST_ROW = 20_000
-"""Highest row that is read a second time: a stream has to be read from its start to get there."""
 
 
 class StreamedFeed(Feed):
@@ -55,8 +53,6 @@ class StreamedFeed(Feed):
 
     def __init__(self, packs: StreamedPackingDataset, num_workers: int, **options: Any) -> None:
         super().__init__(packs, **options)
-        # None for rows that have a length and are packed as they come all the same (packing_mode=buffer).
-        self._stream = packs.dataset if isinstance(packs.dataset, StreamedRows) else None
         self.progress = ReaderProgress(num_workers)
         self._left_out_after: list[LeftOut] = []
         self._has_warned_of_length = False
@@ -76,11 +72,8 @@ class StreamedFeed(Feed):
         """Encode the samples of a pack of this epoch a second time, from the shares of this rank's readers."""
         if self.config.packing_strategy == WINDOW:
             raise CannotReadAgain("where a stream cuts a row depends on all rows before it")
-        if self._stream is not None:
-            if isinstance(self._stream.rows, Iterator):
-                raise CannotReadAgain("the stream cannot be read again")
-            if (farthest := max(key.row for key in record.sample_ids)) > FARTHEST_ROW:
-                raise CannotReadAgain(f"the stream would have to be read again to row {farthest}")
+        if why := self.dataset.why_not_again(record.sample_ids):
+            raise CannotReadAgain(why)
         return self._samples_of(record, rank, max(1, num_workers))
 
     def _samples_of(self, record: PackRecord, rank: int, num_workers: int) -> Iterator[Encoded | SampleError]:
@@ -182,12 +175,11 @@ class StreamedFeed(Feed):
 
     def fingerprint(self) -> dict[str, Any]:
         """Return everything that determines the packs of every reader."""
-        stream = self._stream
         return {
             "num_ranks": self.num_ranks,
             "num_workers": self.progress.num_workers,
             "seed": self.seed,
-            **(self.saved_rows.fingerprint(self.dataset.mix) if stream is None else _fingerprint(stream)),
+            **(self.saved_rows.fingerprint(self.dataset.mix) if self.sources else _of_stream(self.dataset)),
             **self.config.pack_options(),
             **self.config.objective(),
             **self.objective,
@@ -208,19 +200,18 @@ class StreamedFeed(Feed):
         self.packs.restore(self.progress)
 
     def _warn_of_shared_rows(self, num_shares: int, *, is_first: bool) -> None:
-        stream = self._stream
-        if is_first and num_shares > 1 and stream is not None and not stream.has_shards_for(num_shares):
+        if is_first and num_shares > 1 and not self.dataset.has_shards_for(num_shares):
             logger.warning(
                 "the stream has %d shards for %d readers (ranks x workers): each reads all rows and encodes every "
                 "%dth. Split the data into at least %d files to spare the reading",
-                getattr(stream.rows, "num_shards", 1), num_shares, num_shares, num_shares,
+                self.dataset.num_shards, num_shares, num_shares, num_shares,
             )  # fmt: skip
 
 
-def _fingerprint(stream: StreamedRows) -> dict[str, Any]:
+def _of_stream(stream: StreamedRows) -> dict[str, Any]:
     """Recognize a stream by its shards and its first rows."""
     return {
-        "num_shards": getattr(stream.rows, "num_shards", 1),
+        "num_shards": stream.num_shards,
         "data": digest_of(*map(row_bytes, stream.first_rows(NUM_ROWS_COMPARED))),
     }
 

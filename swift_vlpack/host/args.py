@@ -102,6 +102,11 @@ def plans_ahead(args: Any) -> bool:
     return is_planned(packing_config(args), is_sized=not args.streaming)
 
 
+def data_seed(args: Any) -> int:
+    """Return the seed of draws and orders: `--data_seed`, or `--seed` if that was not given."""
+    return int(args.data_seed if args.data_seed is not None else args.seed)
+
+
 def unpacked_batch_size(args: Any) -> int:
     """Return the number of samples that would share a padded batch of one rank without packing."""
     return _settled[id(args)].unpacked_batch_size

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from transformers.modeling_outputs import CausalLMOutput
 
 from swift_vlpack.attention.sequence_effects import check_rope
-from swift_vlpack.config import PackingConfig
+from swift_vlpack.config import PACKS, PackingConfig
 from swift_vlpack.feed.packs import Packs
 from swift_vlpack.feed.planned import PlannedPackingDataset
 from swift_vlpack.feed.sequence import layout
@@ -74,6 +74,7 @@ def _without_loss_of_rows(config: PackingConfig) -> PackingConfig:
     """Return options that keep every row, and keep it whole, because an evaluation averages over all rows."""
     return dataclasses.replace(
         config,
+        packing_batch=PACKS,  # an evaluation has no steps
         packing_strategy="greedy" if config.packing_strategy == WINDOW else config.packing_strategy,
         packing_drop_last=False,
         packing_overflow="keep",

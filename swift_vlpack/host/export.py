@@ -28,10 +28,10 @@ from swift.utils import get_logger
 from swift_vlpack import json_lines
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError, DataError
+from swift_vlpack.host.args import data_seed
 from swift_vlpack.host.cached import write_settings
 from swift_vlpack.host.length_pass import with_all_lengths
 from swift_vlpack.host.messages import said_by_swift
-from swift_vlpack.host.pipeline import data_seed
 from swift_vlpack.host.run_flags import given_options, without_options
 from swift_vlpack.host.sources import DrawnRows, load_drawn
 from swift_vlpack.plan.packed_index import write_index

@@ -220,6 +220,16 @@ def refuse_experts_of_packs(trainer: Any) -> None:
         )
 
 
+def refuse_means_of_batches(trainer: Any) -> None:
+    """Refuse a model to which ms-swift does not give the tokens of a step, where un-packed steps are to be kept."""
+    if trainer.feed.config.packing_batch == SAMPLES and not trainer.model_accepts_loss_kwargs:
+        raise ConfigError(
+            f"packing_batch=samples cannot be used with {_model_name(trainer)}: ms-swift trains it by the mean of each "
+            "un-packed batch (model_accepts_loss_kwargs of its template is False), and packs do not keep these "
+            "batches; leave packing_batch out"
+        )
+
+
 def warn_of_what_differs(trainer: Any) -> None:
     """Warn of options that give packs another loss than rows, and of a loss that ms-swift computes unexpectedly."""
     args = trainer.args

@@ -27,7 +27,14 @@ from swift_vlpack.feed.planned import PlannedPackingDataset
 from swift_vlpack.feed.planned_feed import PlannedFeed
 from swift_vlpack.feed.streamed import StreamedPackingDataset
 from swift_vlpack.feed.streamed_feed import StreamedFeed
-from swift_vlpack.host.args import deletes_failing_rows, packing_config, plans_ahead, unpacked_batch_size, unpacked_step
+from swift_vlpack.host.args import (
+    data_seed,
+    deletes_failing_rows,
+    packing_config,
+    plans_ahead,
+    unpacked_batch_size,
+    unpacked_step,
+)
 from swift_vlpack.host.cached import compare_lengths, with_cached_validation
 from swift_vlpack.host.evaluation import evaluation_data, saved_validation_rows
 from swift_vlpack.host.headers import reading_urls
@@ -180,11 +187,6 @@ def _warn_of_length(args: Any, config: PackingConfig, lengths: NDArray[np.int64]
 def urls_in_training() -> Urls:
     """Make the reader of URLs in training: two tries, and a retry later, because a server may come back."""
     return Urls(seconds_remembered=_SECONDS_WITHOUT_URL, num_tries=2)
-
-
-def data_seed(args: Any) -> int:
-    """Return the seed of draws and orders: `--data_seed` if it is given, else `--seed`."""
-    return int(args.data_seed if args.data_seed is not None else args.seed)
 
 
 def _show(pipeline: Any, feed: Feed) -> None:

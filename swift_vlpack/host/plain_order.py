@@ -20,14 +20,21 @@ from swift_vlpack.rows.source import RowSource
 
 
 def unpacked_rows(args: Any, sources: Sequence[RowSource], *, deletes_failing: bool) -> UnpackedRows | None:
-    """Describe the rows that plain `swift sft` with the same flags draws from; None if it has no such run."""
+    """Describe the rows that plain `swift sft` with the same flags draws from; None if it has no such run.
+
+    `deletes_failing`: plain `swift sft` deletes rows that cannot be encoded, but keeps those of a cached data set,
+    because it does not encode them again before it draws.
+    """
     places = [source.places for source in sources if source.places is not None]
     if len(places) < len(sources):  # a fusion_config
         return None
     source_of = np.zeros(sum(map(len, places)), dtype=np.int32)
-    row_of = np.zeros(len(source_of), dtype=np.int64)
-    for number, here in enumerate(places):
+    row_of, cached = (np.zeros(len(source_of), dtype=np.int64) for _ in range(2))
+    is_deleted = np.full(len(source_of), deletes_failing)
+    for number, (here, source) in enumerate(zip(places, sources, strict=True)):
         source_of[here], row_of[here] = number, np.arange(len(here))
+        if source.cached_lengths is not None:
+            cached[here], is_deleted[here] = source.cached_lengths, False
     options = {
         "shuffle": args.train_dataloader_shuffle,
         "drop_last": args.training_args.dataloader_drop_last,
@@ -35,7 +42,9 @@ def unpacked_rows(args: Any, sources: Sequence[RowSource], *, deletes_failing: b
         "group_by_length": args.group_by_length,
     }
     batches = partial(batches_of_epoch, options)
-    return UnpackedRows(source=source_of, row=row_of, deletes_failing=deletes_failing, batches=batches)
+    return UnpackedRows(
+        source=source_of, row=row_of, is_deleted_if_failing=is_deleted, lengths_of_cache=cached, batches=batches
+    )
 
 
 def batches_of_epoch(

@@ -222,7 +222,6 @@ def _refuse_other_objectives(options: Mapping[str, Any], config: PackingConfig) 
     for is_so, what in (
         (get("average_tokens_across_devices") is False, "--average_tokens_across_devices false weighs samples by rank"),
         (get("label_smoothing_factor"), "--label_smoothing_factor weighs samples by their batch"),
-        (get("cached_dataset"), "--cached_dataset is not drawn in the order of an un-packed run here"),
         (config.packing_overflow in ("split", "truncate"), f"packing_overflow={config.packing_overflow} cuts rows"),
     ):
         if is_so:

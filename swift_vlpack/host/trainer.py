@@ -37,6 +37,7 @@ from swift_vlpack.host.evaluation import EvaluatesRows
 from swift_vlpack.host.loader import PackLoader, collator_of
 from swift_vlpack.host.losses import (
     refuse_experts_of_packs,
+    refuse_means_of_batches,
     shifts_smoothed_labels,
     warn_of_what_differs,
 )
@@ -89,6 +90,7 @@ class PackingTrainer(EvaluatesRows):
         if training_args.fsdp and not self.is_fsdp_enabled:
             _warn("--fsdp has no effect: accelerate shards on devices, and under --use_cpu this run is plain DDP")
         refuse_experts_of_packs(self)
+        refuse_means_of_batches(self)
         warn_of_what_differs(self)
         smoother: Any = self.label_smoother  # type: ignore[has-type]
         if smoother is not None:
@@ -328,6 +330,11 @@ class PackingTrainer(EvaluatesRows):
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):  # FSDP and DeepSpeed have formats of their own
             load_renamed(self.model if model is None else model, Path(resume_from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            load_renamed(self.model, Path(self.state.best_model_checkpoint))
 
     def set_initial_training_values(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Return the trainer's epochs and steps; in a resumed run, from the checkpoint and what is left."""

@@ -69,9 +69,8 @@ class SourceLengths:
 
 def checked_lengths(dataset: Any) -> list[SourceLengths]:
     """Encode some rows of every source and compare their sizes with the planned ones."""
-    if not isinstance(dataset, FusionCaptionDataset):
-        return [SourceLengths("stream", 0, is_planned=False)]
-    return [_checked(dataset, number) for number in range(len(dataset.sources))]
+    of_sources = [_checked(dataset, number) for number in range(len(dataset.sources))]
+    return of_sources or [SourceLengths("stream", 0, is_planned=False)]
 
 
 def _checked(dataset: FusionCaptionDataset, number: int) -> SourceLengths:

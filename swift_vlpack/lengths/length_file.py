@@ -57,7 +57,6 @@ NO_KEY = np.zeros((), KEY)
 
 Sizes = NDArray[np.void]
 Keys = NDArray[np.void]
-Stamps = NDArray[np.uint32]
 Records = NDArray[np.void]
 
 

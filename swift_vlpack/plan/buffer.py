@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
-from swift_vlpack.config import PackingConfig
+from swift_vlpack.config import CAPS, PackingConfig
 from swift_vlpack.errors import StrategyError
 from swift_vlpack.plan.exact import Shelf
 from swift_vlpack.plan.registry import WINDOW, strategy_named
@@ -32,7 +32,6 @@ on 100,000 lengths each of captions, a heavy tail and near halves: 4 needs withi
 """
 MOST_DROPPED = 50
 """`packing_drop_last` drops at most 1/50 of the items: in a small epoch the last pack would be a large share."""
-_CAPS = ("packing_max_samples", "packing_max_images", "packing_max_patches")
 
 
 class Buffer:
@@ -51,7 +50,7 @@ class Buffer:
         # In order there is nothing to choose, so every item decides at once; the others wait for a full buffer.
         self._num_to_step = 1 if self.is_in_order else config.packing_buffer
         self._capacity = config.packing_length
-        self._limits = tuple(limit for name in _CAPS if (limit := getattr(config, name)) is not None)
+        self._limits = tuple(config.caps.values())
         self._shelf = Shelf(config.packing_length)
         self.lengths = self._shelf.lengths
         self._uses: list[tuple[int, ...]] = []  # of the limits; empty without caps
@@ -208,8 +207,8 @@ class Buffer:
 
 def use_of_caps(samples: Any, images: Any, patches: Any, config: PackingConfig) -> tuple[Any, ...]:
     """Return what items use of the caps that are set, which count samples, images and patches."""
-    each = zip(_CAPS, (samples, images, patches), strict=True)
-    return tuple(use for name, use in each if getattr(config, name) is not None)
+    caps = config.caps
+    return tuple(use for name, use in zip(CAPS, (samples, images, patches), strict=True) if name in caps)
 
 
 def remainder_to_drop(

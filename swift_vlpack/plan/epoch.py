@@ -347,8 +347,9 @@ def _unpacked_order(
 ) -> tuple[Schedule, NDArray[np.int32]]:
     """Return the rows of an epoch in the order of un-packed batches, then those that it leaves out of the epoch."""
     lengths = _sizes_at(rows, recipe.sizes)[LENGTH]
-    drawn_from = np.flatnonzero(lengths) if rows.deletes_failing else np.arange(len(lengths))
-    order, batch = rows.batches(epoch, lengths[drawn_from], step)
+    drawn_from = np.flatnonzero((lengths > 0) | ~rows.is_deleted_if_failing)
+    grouped_by = np.where(rows.lengths_of_cache > 0, rows.lengths_of_cache, lengths)
+    order, batch = rows.batches(epoch, grouped_by[drawn_from], step)
     is_drawn = np.zeros(len(lengths), dtype=bool)
     is_drawn[drawn_from[order]] = True
     everything = np.concatenate((drawn_from[order], np.flatnonzero(~is_drawn)))

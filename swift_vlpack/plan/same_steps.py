@@ -73,8 +73,10 @@ class UnpackedRows:
     """The number of the source of each row."""
     row: NDArray[np.int64]
     """The number of each row in its source."""
-    deletes_failing: bool
-    """True if rows that cannot be encoded are deleted before the draw; False if they are drawn, then replaced."""
+    is_deleted_if_failing: NDArray[np.bool_]
+    """True for rows that are deleted before the draw if they cannot be encoded; others are drawn, then replaced."""
+    lengths_of_cache: NDArray[np.int64]
+    """The lengths of rows of a cached data set, by which un-packed training groups them; 0 for other rows."""
     batches: UnpackedBatches
 
 
@@ -163,8 +165,7 @@ class _StepPacker:
         self._lengths, self._costs, self._num_ranks = lengths, costs, num_ranks
         self._is_alone = must_be_alone(lengths, images, patches, config)
         self._uses = np.stack(use_of_caps(nothing + 1, images, patches, config), axis=1) if config.has_caps else None
-        caps = (config.packing_max_samples, config.packing_max_images, config.packing_max_patches)
-        self._limits = tuple(cap for cap in caps if cap is not None)
+        self._limits = tuple(config.caps.values())
         self._config = config
         self._strategy = strategy_named(config.packing_strategy)
 

@@ -72,9 +72,7 @@ def handed_in(inputs: Mapping[str, Any], slots: Sequence[Slot], config: Any) -> 
     return Handed(
         positions=_positions_of(inputs.get("position_ids"), slots, has_axes=_has_axes(config)),
         mask=mask,
-        boundaries=next(
-            (name for name in (ENDS, "cu_seqlens", *NUMBERS_OF_SAMPLES) if inputs.get(name) is not None), ""
-        ),
+        boundaries=next((name for name in _BOUNDARIES if inputs.get(name) is not None), ""),
         has_cache=bool(getattr(text_config_of(config), "use_cache", False) if uses_cache is None else uses_cache),
         leak=leak,
     )

@@ -46,10 +46,6 @@ class Slot(NamedTuple):
         """Return the tokens in the row."""
         return slice(self.start, self.start + self.length)
 
-    def overlaps(self, other: Slot) -> bool:
-        """Return whether both have a token of the batch."""
-        return self.row == other.row and self.start < other.tokens.stop and other.start < self.tokens.stop
-
     def of(self, per_token: torch.Tensor) -> torch.Tensor:
         """Cut a tensor of (batch_size, num_tokens, ...) to the tokens of the sample."""
         return per_token[self.row, self.tokens]

@@ -132,6 +132,14 @@ class FusionCaptionDataset(Dataset[Encoded]):
             return row.of_part(address.span.number)
         return sample_or_error(self._part, address, row)
 
+    def has_shards_for(self, num_shares: int) -> bool:
+        """Tell whether no row is read by two shares: always, because rows are found by their numbers."""
+        return True
+
+    def why_not_again(self, sample_ids: Collection[SampleId]) -> str | None:
+        """Say why samples cannot be encoded a second time: never, as rows are found by their numbers."""
+        return None
+
     def numbers_in(self, share: Share, epoch: int, sample_ids: Collection[SampleId]) -> set[int]:
         """Return the numbers of rows in a share of an epoch, by their ids, for `samples(held=...)`."""
         schedule, missing, numbers = self.mix.schedule(epoch), set(sample_ids), set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from itertools import count, islice
+from itertools import islice
 from typing import Any
 
 import dill  # type: ignore[import-untyped]
@@ -18,6 +18,8 @@ from swift_vlpack.rows.samples import Encoded, SampleError, SampleId
 from swift_vlpack.rows.source import Row, RowSource
 
 _END: Any = object()
+FARTHEST_ROW = 20_000
+"""Highest row that is read a second time: a stream has to be read from its start to get there."""
 
 
 class StreamedRows:
@@ -28,7 +30,10 @@ class StreamedRows:
     the number `s + k * num_shares`. Without shards that is its place in the stream; with shards it is just unique.
     """
 
-    def __init__(self, rows: Iterable[Row], template: Template, *, name: str = "stream", strict: bool = False) -> None:
+    def __init__(
+        self, rows: Iterable[Row], template: Template, *, name: str = "stream", strict: bool = False, seed: int = 0
+    ) -> None:
+        """Encode rows with this template. `seed` is used for all draws while rows are read and encoded."""
         check_worker()
         self.rows = rows
         self.sources: tuple[RowSource, ...] = ()
@@ -36,8 +41,7 @@ class StreamedRows:
         self.encoder = RowEncoder(template)
         self.name = name
         self.strict = strict
-        self.seed = 0
-        """Seed of the random numbers that are drawn while rows are read and encoded."""
+        self._seed = seed
 
     def __repr__(self) -> str:
         return f"<StreamedRows: {self.name}>"
@@ -53,9 +57,21 @@ class StreamedRows:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update({**state, "rows": dill.loads(state["rows"])})
 
+    @property
+    def num_shards(self) -> int:
+        """Return how many shards the stream has."""
+        return int(getattr(self.rows, "num_shards", 1))
+
     def has_shards_for(self, num_shares: int) -> bool:
         """Tell whether every share can have shards of its own, so that no row is read by two shares."""
-        return hasattr(self.rows, "shard") and getattr(self.rows, "num_shards", 1) >= num_shares
+        return hasattr(self.rows, "shard") and self.num_shards >= num_shares
+
+    def why_not_again(self, sample_ids: Collection[SampleId]) -> str | None:
+        """Say why samples cannot be encoded a second time, as `samples` does for `held`; None if they can."""
+        if isinstance(self.rows, Iterator):
+            return "the stream cannot be read again"
+        farthest = max(sample_id.row for sample_id in sample_ids)
+        return None if farthest <= FARTHEST_ROW else f"the stream would have to be read again to row {farthest}"
 
     def first_rows(self, num_rows: int) -> list[Row]:
         """Return the first rows of epoch 0, not encoded. Returns none of an iterator, which cannot be read again."""
@@ -77,21 +93,25 @@ class StreamedRows:
 
         A row that cannot be encoded is yielded as its error. Other rows before `start` are read but not encoded.
         """
-        reading = RandomStream(self.seed, epoch, self.name, *share)
-        rows = self.rows_of(epoch, share)
-        for index in count():
+        for index, row in enumerate(self.rows_of(epoch, share)):
+            if index >= start or index in held:
+                with RandomStream(self._seed, epoch, self.name, share.row(index)):
+                    sample = sample_or_error(self._encode, row, SampleId(self.name, share.row(index)))
+                yield sample
+
+    def rows_of(self, epoch: int, share: Share) -> Iterator[Row]:
+        """Yield the share's rows of an epoch, not encoded, with the random numbers by which a loader shuffles."""
+        reading = RandomStream(self._seed, epoch, self.name, *share)
+        rows = self._in_order(epoch, share)
+        while True:
             # Enter and leave the stream for each row, because training draws from the process's states in between.
             with reading:
                 row = next(rows, _END)
             if row is _END:
                 return
-            if index >= start or index in held:
-                with RandomStream(self.seed, epoch, self.name, share.row(index)):
-                    sample = sample_or_error(self._encode, row, SampleId(self.name, share.row(index)))
-                yield sample
+            yield row
 
-    def rows_of(self, epoch: int, share: Share) -> Iterator[Row]:
-        """Return the share's rows of an epoch, not encoded."""
+    def _in_order(self, epoch: int, share: Share) -> Iterator[Row]:
         number, num_shares = share
         _set_epoch(self.rows, epoch)
         if num_shares == 1 or not self.has_shards_for(num_shares):

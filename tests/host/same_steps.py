@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,18 @@ def numbered_rows(folder: Path, num_rows: int, *, with_images: bool = True) -> s
     return write_jsonl(folder / "train.jsonl", rows)
 
 
+def held_out_rows(folder: Path, num_rows: int, *, with_images: bool = True) -> str:
+    """Rows to evaluate, which the recorder does not take for rows that are trained."""
+    path = Path(numbered_rows(folder, num_rows, with_images=with_images))
+    path.write_text(path.read_text().replace("row ", "held "))
+    return str(path)
+
+
+def eval_losses(lines: list[dict[str, Any]]) -> list[float]:
+    """The loss of every evaluation."""
+    return [line["eval_loss"] for line in lines if "eval_loss" in line]
+
+
 def unpacked_steps(folder: Path, *, accumulation: int, num_epochs: int) -> list[list[int]]:
     """The rows of every step, as the recorder saw them in the collator of plain ms-swift."""
     of_ranks = [
@@ -42,7 +55,12 @@ def unpacked_steps(folder: Path, *, accumulation: int, num_epochs: int) -> list[
     return [sorted(row for batches in of_ranks for batch in batches[at:end] for row in batch) for at, end in steps]
 
 
-def packed_steps(*outputs: Path) -> list[list[int]]:
+def number_in_file(sample_id: str) -> int:
+    """The number of a row in its file."""
+    return int(sample_id.rpartition(":")[2])
+
+
+def packed_steps(*outputs: Path, number_of: Callable[[str], int] = number_in_file) -> list[list[int]]:
     """The rows of every step, from the records of packs; a later run trains on from where an earlier one ended."""
     steps: dict[int, list[int]] = {}
     for output in outputs:
@@ -53,7 +71,7 @@ def packed_steps(*outputs: Path) -> list[list[int]]:
         ]
         here: dict[int, list[int]] = {}
         for line in lines:
-            here.setdefault(line["step"], []).extend(int(one.rpartition(":")[2]) for one in line["ids"])
+            here.setdefault(line["step"], []).extend(map(number_of, line["ids"]))
         steps |= {step: sorted(rows) for step, rows in here.items()}
     assert sorted(steps) == list(range(1, len(steps) + 1))
     return [steps[step] for step in sorted(steps)]

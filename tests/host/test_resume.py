@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import Qwen2_5_VLForConditionalGeneration
 
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.envelope import differing_fields
@@ -24,6 +26,7 @@ from swift_vlpack.host.state import (
     save_rank_state,
     save_state,
 )
+from swift_vlpack.host.trainer import PackingTrainer
 from tests.data_rows import image_row, mixed_rows, text_row, write_jsonl
 from tests.environment import packing_variables
 from tests.host.runs import epoch_report, packed_argv, train
@@ -686,3 +689,29 @@ def test_whole_models_go_on_with_the_weights_of_the_checkpoint(family, small_fol
     rest = losses(train(packed_argv(small_folder(family), family, tmp_path / "rest", **again)))
     assert max(whole) > 3
     assert rest[max(whole)] == pytest.approx(whole[max(whole)], rel=2e-6)
+
+
+def test_the_best_model_is_loaded_at_the_end(small_folder, dataset, tmp_path, monkeypatch):
+    """RESUME-18: also one that transformers saves by other names than it has; red without the cure."""
+    family, loaded = "qwen2_5_vl", {}
+    load = PackingTrainer._load_best_model
+
+    def kept(trainer):
+        load(trainer)
+        loaded.update({name: tensor.clone() for name, tensor in trainer.model.state_dict().items()})
+
+    monkeypatch.setattr(PackingTrainer, "_load_best_model", kept)
+    train(
+        packed_argv(
+            small_folder(family), family, tmp_path, dataset=dataset, val_dataset=dataset, split_dataset_ratio=0,
+            max_steps=3, learning_rate=1e-2, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1,
+            load_best_model_at_end="true", metric_for_best_model="loss", greater_is_better="true",
+        )
+    )  # fmt: skip
+    best, last = (
+        Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path / f"checkpoint-{step}").state_dict()
+        for step in (1, 3)
+    )
+    name = "model.language_model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(loaded[name], best[name])
+    assert not torch.equal(best[name], last[name])

@@ -3,19 +3,28 @@
 import importlib.util
 import json
 import os
+import re
+from pathlib import Path
 
 import pytest
+import torch.nn.functional as F
+from datasets import load_from_disk
+from swift.loss import BaseLoss, loss_map
+from swift.template import Template
 
 from swift_vlpack.cli.plan import training_report
 from swift_vlpack.cli.plan_text import plan_text
 from swift_vlpack.errors import ConfigError, StateMismatch
 from tests.cli.test_inspect import looking_back
 from tests.data_rows import text_row
+from tests.family_models import FAMILIES
 from tests.host.runs import argv, epoch_report, packed_argv, train
 from tests.host.same_steps import (
     OPTIONS,
     RECORDER,
     curve,
+    eval_losses,
+    held_out_rows,
     largest_differences,
     largest_gap,
     numbered_rows,
@@ -23,6 +32,7 @@ from tests.host.same_steps import (
     unpacked_steps,
     weights,
 )
+from tests.host.test_export import flags_of, ours
 
 FAMILY = "qwen2_5_vl"
 NUM_ROWS = 23
@@ -34,6 +44,11 @@ pytestmark = pytest.mark.usefixtures("options")
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
     return numbered_rows(tmp_path_factory.mktemp("data"), NUM_ROWS)
+
+
+@pytest.fixture(scope="module")
+def held_out(tmp_path_factory):
+    return held_out_rows(tmp_path_factory.mktemp("held_out"), 7)
 
 
 @pytest.fixture
@@ -76,21 +91,24 @@ def saved(output):
     ],
 )
 def test_every_step_is_that_of_the_unpacked_run(  # noqa: PLR0913 - a case, and fixtures
-    family, batch_size, accumulation, more, dataset, small_folder, tmp_path, record, options
+    family, batch_size, accumulation, more, dataset, held_out, small_folder, tmp_path, record, options
 ):
-    """SAME-1 SAME-3"""
-    flags = recipe(batch_size, accumulation, dataset=dataset, **more)
+    """SAME-1 SAME-3: evaluated as without packing too, and in one case packed."""
+    evaluated = {"val_dataset": held_out, "eval_strategy": "epoch", "per_device_eval_batch_size": 3}
+    flags = recipe(batch_size, accumulation, dataset=dataset, **evaluated, **more)
     in_order = {"dataloader_num_workers": 0}  # so that the recorder is called batch by batch
     plain = train(argv(small_folder(family), family, tmp_path / "plain", **{**flags, **in_order}))
     expected = unpacked_steps(record, accumulation=accumulation, num_epochs=2)
     del os.environ["RECORD_FOLDER"]
-    options(**OPTIONS)
+    options(**OPTIONS, eval_packing=family == "qwen3_vl")
     packed = train(packed_argv(small_folder(family), family, tmp_path / "packed", **flags))
     assert packed_steps(tmp_path / "packed") == expected
     loss, grad_norm, rate = largest_differences(curve(plain["log_history"]), curve(packed["log_history"]))
     assert loss < 1e-5
     assert grad_norm < 1e-5
     assert rate == 0
+    assert eval_losses(packed["log_history"]) == pytest.approx(eval_losses(plain["log_history"]), rel=1e-5)
+    assert len(eval_losses(packed["log_history"])) > 1
     assert largest_gap(saved(tmp_path / "plain"), saved(tmp_path / "packed")) < 3e-6
     assert epoch_report(tmp_path / "packed")["num_packs"] < sum(map(len, expected)) // 2, "it packed"
 
@@ -137,6 +155,10 @@ def test_args_json_has_the_recipe_of_the_user(dataset, small_folder, tmp_path, o
         ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor weighs samples by their batch"),
         ({"average_tokens_across_devices": "false"}, {}, "average_tokens_across_devices false weighs samples by rank"),
         ({}, {"packing_overflow": "split"}, "packing_overflow=split cuts rows"),
+        ({}, {"packing_overflow": "truncate"}, "packing_overflow=truncate cuts rows"),
+        ({"truncation_strategy": "split"}, {}, "packing_overflow=split cuts rows"),
+        ({}, {"packing_mode": "buffer"}, "packing_mode=buffer packs rows as they come"),
+        ({}, {"packing_drop_last": "false"}, "packing_drop_last=False has nothing to do"),
         ({}, {"packing_strategy": "window"}, "packing_strategy=window"),
         ({"streaming": "true", "max_steps": 2}, {}, "packing_batch=samples needs data with a length"),
     ],
@@ -148,6 +170,43 @@ def test_other_objectives_are_refused_by_name(  # noqa: PLR0913 - a case, and fi
     options(**{**OPTIONS, **variables})
     with pytest.raises(ConfigError, match=said):
         train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path, **recipe(2, 1, dataset=dataset, **flags)))
+
+
+def test_a_loss_that_is_a_mean_over_a_batch_is_refused(dataset, small_folder, tmp_path, options, monkeypatch):
+    """SAME-5: a loss of a plugin, without the proof too; packs would weigh it by their tokens."""
+
+    class Mean(BaseLoss):
+        def __call__(self, outputs, labels, **kwargs):
+            return F.cross_entropy(outputs.logits[0, :-1].float(), labels[0, 1:])
+
+    monkeypatch.setitem(loss_map, "mean_of_batch", Mean)
+    options(**OPTIONS, packing_verify="false")
+    flags = recipe(1, 2, dataset=dataset, loss_type="mean_of_batch")
+    with pytest.raises(ConfigError, match="--loss_type mean_of_batch is a mean over the tokens of a batch"):
+        train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path, **flags))
+
+
+def test_a_model_that_is_not_given_the_tokens_of_a_step_is_refused(
+    dataset, small_folder, tmp_path, options, monkeypatch
+):
+    """SAME-5: ms-swift then takes the mean of each batch."""
+    monkeypatch.setattr(Template, "model_accepts_loss_kwargs", False)
+    options(**OPTIONS)
+    with pytest.raises(ConfigError, match=r"packing_batch=samples cannot be used with Qwen2_5_VL\w+: .* mean of each"):
+        train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path, **recipe(1, 2, dataset=dataset)))
+
+
+def test_a_loss_that_balances_experts_is_refused(dataset, tmp_path, options):
+    """SAME-5: it is computed over an un-packed batch. Without it, experts are trained."""
+    family = FAMILIES["Qwen3-VL-MoE"]
+    (tmp_path / "model").mkdir()
+    family.build(tmp_path / "model")
+    options(**OPTIONS)
+    flags = {**recipe(2, 1, dataset=dataset, max_steps=1), "template": family.template}
+    with pytest.raises(ConfigError, match=r"packing_batch=samples cannot be used with --router_aux_loss_coef 0.01"):
+        train(packed_argv(tmp_path / "model", family.model_type, tmp_path, **flags, router_aux_loss_coef=0.01))
+    train(packed_argv(tmp_path / "model", family.model_type, tmp_path / "without", **flags))
+    assert len(packed_steps(tmp_path / "without")) == 1
 
 
 def test_a_text_model_and_rows_that_fail(text_folder, tmp_path, record, options):
@@ -162,6 +221,34 @@ def test_a_text_model_and_rows_that_fail(text_folder, tmp_path, record, options)
     options(**OPTIONS)
     packed = train(packed_argv(text_folder, TEXT_MODEL, tmp_path / "packed", **flags))
     assert packed_steps(tmp_path / "packed") == expected
+    assert max(largest_differences(curve(plain["log_history"]), curve(packed["log_history"]))) < 1e-5
+
+
+@pytest.mark.parametrize("more", [{}, {"group_by_length": "true"}], ids=str)
+def test_cached_rows_come_in_the_batches_of_plain(more, held_out, small_folder, tmp_path, record, options):
+    """SAME-1: beside other rows; plain deletes those of the other rows that it cannot encode, and no cached ones."""
+    rows, others = (numbered_rows(tmp_path / name, num) for name, num in (("rows", 13), ("others", 8)))
+    renumbered = Path(others).read_text()
+    for number in range(8):
+        renumbered = renumbered.replace(f"row {number} ", f"row {100 + number} ")
+    broken = json.dumps({**text_row("<image>row 108 of a picture that is gone"), "images": ["gone.png"]})
+    Path(others).write_text(f"{broken}\n{renumbered}")
+    given = flags_of(small_folder(FAMILY), rows, max_length=512, split_dataset_ratio=0)
+    cached = ours(given, tmp_path / "cached") / "train"
+    numbers = [int(re.search(r"row (\d+)", str(row["messages"]))[1]) for row in load_from_disk(str(cached))]
+    assert sorted(numbers) == list(range(13)) != numbers
+    flags = recipe(2, 2, dataset=others, cached_dataset=cached, **more)
+    plain = train(argv(small_folder(FAMILY), FAMILY, tmp_path / "plain", **flags))
+    expected = unpacked_steps(record, accumulation=2, num_epochs=2)
+    del os.environ["RECORD_FOLDER"]
+    options(**OPTIONS)
+    packed = train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path / "packed", **flags))
+
+    def number_of(sample_id):
+        name, _, number = sample_id.rpartition(":")
+        return numbers[int(number)] if name == "cached/train" else 99 + int(number)
+
+    assert packed_steps(tmp_path / "packed", number_of=number_of) == expected
     assert max(largest_differences(curve(plain["log_history"]), curve(packed["log_history"]))) < 1e-5
 
 

@@ -165,7 +165,11 @@ def test_rows_come_in_the_batches_of_the_unpacked_run():
     size = UnpackedStep(2, 1, 1)
     for deletes, expected, left_out in ((False, [[0, 4], [2]], [3]), (True, [[0, 4], [2, 3]], [])):
         rows = UnpackedRows(
-            source=np.zeros(5, dtype=np.int32), row=np.arange(5), deletes_failing=deletes, batches=batches
+            source=np.zeros(5, dtype=np.int32),
+            row=np.arange(5),
+            batches=batches,
+            is_deleted_if_failing=np.full(5, deletes),
+            lengths_of_cache=np.zeros(5, dtype=np.int64),
         )
         plan = plan_epoch(recipe(lengths, num_ranks=1, size=size, unpacked=rows), 1)
         assert [sorted(rows) for rows in rows_in_steps(plan)] == expected

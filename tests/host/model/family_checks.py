@@ -107,10 +107,19 @@ class Checked:
     def samples(self) -> list[Encoded]:
         """All rows, encoded."""
         self.template.packing = self.template.padding_free = False
-        return [
+        rows = sorted(self.rows.items())
+        made = [
             RowEncoder(self.template).sample(row, SampleId(name, number), strict=True)
-            for number, (name, row) in enumerate(sorted(self.rows.items()))
+            for number, (name, row) in enumerate(rows)
         ]
+        without = [
+            name for (name, row), sample in zip(rows, made, strict=True) if "images" in row and not media_of(sample)
+        ]
+        assert not without, (
+            f"the template brings no image for the rows {without}: its words for images have to be in the tokenizer "
+            "(`_tokenizer`), ids that it names as constants in `ids=`, and names of its tensors in rows/families.py"
+        )
+        return made
 
     # -- lengths ------------------------------------------------------------------------------------------------------
 

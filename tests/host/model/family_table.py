@@ -86,7 +86,8 @@ def _near(gap: float) -> str:
 
 
 def _stopped(sabotages: dict[str, bool]) -> str:
-    return f"{sum(sabotages.values())} of {len(sabotages)}"
+    passed = [name for name, is_stopped in sabotages.items() if not is_stopped]
+    return f"{sum(sabotages.values())} of {len(sabotages)}" + (f", not {', '.join(passed)}" if passed else "")
 
 
 def _said(error: Exception) -> str:

@@ -6,7 +6,7 @@ from swift_vlpack.errors import IsolationError
 from swift_vlpack.proof.prove import run_proof
 from tests.family_models import FAMILIES
 from tests.host.model.family_checks import Checked
-from tests.host.model.family_table import DOCS, page, results_of, saved
+from tests.host.model.family_table import DOCS, UNTESTED, page, results_of, saved
 from tests.host.proof.proof_models import template_model
 from tests.marks import telling
 from tests.sounds import sound
@@ -39,6 +39,8 @@ def test_page_is_made_of_the_results_and_has_every_family():
     assert not untried, "".join(f"\nmake families NAMES='\"{name}\"'" for name in untried)
     assert set(results) == set(FAMILIES), "run `make families`, which forgets families that are gone"
     assert (DOCS / "families.md").read_text() == page(results, num_images), "run `make families`"
+    untested = {name for names in UNTESTED for name in names.split(", ")}
+    assert not untested & set(FAMILIES), "tried now: take it out of UNTESTED in tests/host/model/family_table.py"
 
 
 def test_no_family_that_trains_is_wrong_and_no_sabotage_passes():
@@ -46,8 +48,8 @@ def test_no_family_that_trains_is_wrong_and_no_sabotage_passes():
     for name, found in saved()[0].items():
         if found["run"] == "trained":
             assert (found["gradients"], found["evaluation"], found["proof"]) == ("equal", "equal", "verified"), name
-            stopped, _, tried = found["sabotages"].split()
-            assert stopped == tried, name
+            stopped, _, tried = found["sabotages"].split()[:3]
+            assert stopped == tried, f"{name}: the proof lets a sabotage pass: {found['sabotages']}"
             assert not found["lengths"].startswith("fails"), name
 
 
