@@ -73,7 +73,7 @@ def test_config_is_frozen_and_keyword_only():
         ({"packing_pad_to": "longest"}, ["packing_pad_to", "'longest'", "none, length or a number of tokens"]),
         ({"packing_pad_to": True}, ["packing_pad_to", "True", "a whole number or a text or none"]),
         ({"packing_pad_to": -8}, ["packing_pad_to", "-8", "none, length or a number of tokens"]),
-        ({"packing_pad_to": 100}, ["packing_pad_to=100", "8192", "no multiple", "8100 or 8200"]),
+        ({"packing_pad_to": 100}, ["packing_pad_to=100", "8192", "not a multiple", "8100 or 8200"]),
         ({"packing_pad_to": 10000}, ["packing_pad_to=10000", "packing_length to 10000"]),
         ({"packing_mode": "magic"}, ["packing_mode", "'magic'", "auto, plan, buffer"]),
         ({"packing_strategy": "bfd"}, ["packing_strategy", "'bfd'", "best_fit", "sequential"]),

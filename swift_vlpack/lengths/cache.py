@@ -66,9 +66,8 @@ class KnownSizes:
     """Saved records, sorted to look up many keys at once."""
 
     def __init__(self, records: Records, retry_key: bytes = _NO_RETRY_KEY) -> None:
-        self._order = np.argsort(
-            records["key"]["high"], kind="stable"
-        )  # stable, so that the latest of equal keys is last
+        # Sort stably, so that the latest of equal keys is last.
+        self._order = np.argsort(records["key"]["high"], kind="stable")
         self.records = records[self._order]
         # Search one half of the keys only: numpy would compare pairs of numbers field by field, which is slow.
         self._high = np.ascontiguousarray(self.records["key"]["high"])

@@ -139,7 +139,7 @@ def _left_out(left_out: Report) -> Section:
     if left_out["not_listed"]:
         lines.append(("not listed", f"{by_reason(left_out['not_listed'])}: counted in epoch reports only"))
     rows = [
-        (reason, about["meaning"], about["remedy"] or "mend or remove the rows", str(about["num_rows"]))
+        (reason, about["meaning"], about["remedy"] or "repair or remove the rows", str(about["num_rows"]))
         for reason, about in left_out["reasons"].items()
     ]
     return Section("Left out", lines, ("reason", "what it is", "what to do", "rows"), rows, num_texts=3)

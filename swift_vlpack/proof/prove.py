@@ -104,7 +104,7 @@ def proof_of(
         if is_of_collective(error) or isinstance(error, torch.OutOfMemoryError):
             raise  # a failure of the run, not of isolation: it would fail without the proof, too
         raise IsolationError(
-            f"the isolation proof could not be run ({type(error).__name__}: {error}); mend that, or set "
+            f"the isolation proof could not be run ({type(error).__name__}: {error}); repair that, or set "
             "packing_verify=false to train without a proof"
         ) from error
 

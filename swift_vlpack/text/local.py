@@ -98,9 +98,8 @@ class LocalText:
             file.close()
 
     def _decoded(self, lines: list[bytes], address: list[int]) -> str | None:
-        content = (
-            b"".join(lines) if len(lines) > 1 else lines.pop()
-        )  # avoid a second copy of a line, which may be large
+        # Avoid a second copy of a single line, which may be large.
+        content = b"".join(lines) if len(lines) > 1 else lines.pop()
         content = content.removeprefix(_BOM) if address[1] == 0 else content
         where = f"{self._paths[address[0]]}: the document at byte {address[1]}"
         is_row = self._documents[address[0]] == ROW

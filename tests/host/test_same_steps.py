@@ -280,7 +280,7 @@ def test_a_trainer_of_ones_own_keeps_steps_too(small_folder, tiny):
     assert sizes == [5, 5, 5, 5, 2]
     with pytest.raises(ConfigError, match="samples_per_step"):
         PackingDataset(rows, made.template, config)
-    with pytest.raises(ConfigError, match="samples_per_step is of packing_batch=samples"):
+    with pytest.raises(ConfigError, match="samples_per_step needs packing_batch=samples"):
         PackingDataset(rows, made.template, PackingConfig(packing_length=128), samples_per_step=5)
 
 

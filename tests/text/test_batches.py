@@ -663,7 +663,10 @@ def test_options_that_cannot_be_are_refused(stream):
         ({"seq_len": 0}, "seq_len must be at least 1"),
         ({"packing_mode": "wrapped"}, "packing_mode must be 'sequential' or 'bin'"),
         ({"packing_mode": "bin", "packing_strategy": "magic"}, "packing_strategy must be one of"),
-        ({"packing_mode": "bin", "packing_strategy": "binpack", "packing_max_docs_per_bin": 2}, "knows no cap"),
+        (
+            {"packing_mode": "bin", "packing_strategy": "binpack", "packing_max_docs_per_bin": 2},
+            "has no caps other than tokens",
+        ),
         ({"packing_mode": "bin", "packing_strategy": "window"}, "packing_strategy=window is packing_mode='sequential'"),
         ({"packing_buffer_docs": 0}, "packing_buffer_docs must be at least 1"),
         ({"max_retries": -1}, "max_retries must be at least 0"),

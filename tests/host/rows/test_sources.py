@@ -106,7 +106,7 @@ def test_ms_swift_is_left_as_it_was(tmp_path):
 def test_source_without_a_usable_row_is_a_clear_error(tmp_path):
     """DATA-2"""
     path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": []}, {"messages": []}])
-    with pytest.raises(DataError, match=r"source 'rows' \(.*rows.jsonl\): no usable row"):
+    with pytest.raises(DataError, match=r"source 'rows' \(.*rows.jsonl\) has no usable row"):
         load_sources(load_args([path]), config())
 
 
