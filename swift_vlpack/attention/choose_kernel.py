@@ -1,9 +1,9 @@
 """Choose the kernel for packed attention: the fastest that equals the reference on this device, or the requested one.
 
-Kernels are tried with the data type, heads and arguments of the model's own layers, on a short sequence of random
-numbers: results and gradients must be right. `segments` and `grouped` need no stopwatch, because the lengths of a
-sequence tell which of them is quicker (`by_lengths`). Where another kernel is right too, all are timed on a sequence
-like the run's own.
+Each kernel is tried with the data type, heads and arguments of the model's own layers, on a short sequence of random
+numbers. Its results and gradients must equal those of `reference`. `segments` and `grouped` need not be timed, because
+the lengths of a sequence decide which of the two is quicker (`by_lengths`). If another kernel is right too, all of them
+are timed on a sequence like the run's own.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ GAIN = 0.95
 LENGTHS = (37, 1, 64, 33, 40, 5, 64)
 """Lengths of the samples on which a kernel must be right: equal, similar and different ones, and the shortest."""
 LONGEST_WINDOW = 16
-"""Longest window or chunk in that sequence: short enough that most of its samples are longer."""
+"""Longest window or chunk when kernels are tried: shorter than most of `LENGTHS`, so that the window hides tokens."""
 WORK = {"cpu": 1e9, "cuda": 2e12}
-"""Most multiplications in a sequence that is timed: about a tenth of a second. A longer sequence is scaled down."""
+"""Most multiplications in a sequence that is timed, by device: about a tenth of a second. `LayerKind.affordable` makes
+the samples of a longer sequence shorter."""
 SECONDS, MOST_RUNS = 0.1, 4
-"""A kernel is timed until one of both is reached; the first run only warms it up."""
+"""Timing of a kernel ends after this many seconds or runs, whichever comes first; the first run only warms it up."""
 
 _EXACT = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
@@ -53,7 +54,7 @@ class Trial:
 
     @property
     def is_right(self) -> bool:
-        """Return whether the kernel may be used."""
+        """Tell whether the kernel may be used."""
         return not self.why_not
 
 
@@ -66,7 +67,7 @@ def choose(
     results_of_all: OfAll = ALONE.results_of_all,
     kernels: Mapping[str, Kernel] = KERNELS,
 ) -> str:
-    """Choose a kernel, let the model use it, and return a line that says which one and why.
+    """Choose a kernel, let the model use it, and return a line for the log that names the kernel and the reason.
 
     `forward` runs the model on any packed sequence, to record what its layers ask of attention. `lengths` are the
     lengths of the samples in a typical sequence. `results_of_all` tries the kernels on every rank, and all ranks choose
@@ -94,7 +95,7 @@ def choose(
 
 
 def _calls(model: torch.nn.Module, forward: Callable[[], Any]) -> list[PackedSequence]:
-    """Record the calls of attention in training mode, so that a kernel without support for its dropout is not used.
+    """Record the calls of attention in training mode, where they include dropout, which some kernels do not support.
 
     Raises `ConfigError` if no layer calls the attention with boundaries.
     """
@@ -127,7 +128,7 @@ def _recorded(forward: Callable[[], Any]) -> list[PackedSequence]:
 
 
 class _Wrong(Exception):
-    """A kernel gives another result than the reference."""
+    """Raised when a kernel gives another result than the reference."""
 
 
 def _tried(
@@ -137,7 +138,8 @@ def _tried(
     found: dict[str, Trial] = {}
     for name, kernel in kernels.items():
         if name == "flex" and "varlen" in found and found["varlen"].is_right:
-            found[name] = Trial(why_not="was not compiled, as varlen does it")  # compiling takes longest of all
+            # Compiling flex takes longer than all other trials together, and varlen already runs on this device.
+            found[name] = Trial(why_not="was not compiled, as varlen does it")
         else:
             found[name] = _of(partial(_checked, kinds, kernel))
     right = [name for name, trial in found.items() if trial.is_right]
@@ -147,7 +149,7 @@ def _tried(
 
 
 def _of(work: Callable[[], Trial]) -> Trial:
-    """Try a kernel, which may raise anything on an untested device."""
+    """Run a trial, and turn any exception into its reason: on an untested device a kernel may raise anything."""
     try:
         return work()
     except Exception as error:
@@ -179,7 +181,7 @@ def _checked(kinds: Sequence[LayerKind], kernel: Kernel) -> Trial:
 
 
 def _timed(kinds: Sequence[LayerKind], lengths: Sequence[int], kernel: Kernel) -> Trial:
-    """Add up the times of all layers; a layer that the kernel cannot do takes the time of `segments`."""
+    """Add up the times of all layers; a layer that the kernel does not support counts with the time of `segments`."""
 
     def or_segments(sequence: PackedSequence) -> torch.Tensor:
         try:
@@ -194,7 +196,7 @@ def _timed(kinds: Sequence[LayerKind], lengths: Sequence[int], kernel: Kernel) -
 
 
 def _slowest(of_ranks: Sequence[Mapping[str, Trial]]) -> dict[str, Trial]:
-    """Merge the trials of all ranks: take the slowest time; a kernel that fails on one rank is used on none."""
+    """Merge the trials of all ranks: keep the slowest time, and let a kernel that fails on one rank fail on all."""
     merged = {}
     for name in of_ranks[0]:
         of_kernel = [found[name] for found in of_ranks]
@@ -210,7 +212,7 @@ def _quickest(found: Mapping[str, Trial]) -> str:
 
 
 def _line(chosen: str, found: Mapping[str, Trial], lengths: Sequence[int], why: str) -> str:
-    """Say which kernel computes, why, and what is known of all kernels."""
+    """Write the log line: the kernel, the reason for it, and the time of each kernel or why it cannot be used."""
     known = [f"{name} {trial.why_not}" for name, trial in found.items() if trial.why_not]
     times = [f"{name} {1000 * trial.seconds:.1f} ms" for name, trial in found.items() if trial.seconds is not None]
     if times:
@@ -221,7 +223,7 @@ def _line(chosen: str, found: Mapping[str, Trial], lengths: Sequence[int], why: 
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """Layers that call attention alike: one recorded call, and how many layers there are."""
+    """A group of layers that call attention with the same sizes and arguments: one recorded call stands for all."""
 
     call: PackedSequence
     num_layers: int
@@ -319,7 +321,7 @@ def results(sequence: PackedSequence, kernel: Kernel, weight: torch.Tensor | Non
 
 
 def largest_gap(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> float:
-    """Return the largest difference of any result, as a share of the largest value of that result; NaN stays NaN."""
+    """Return the largest difference over all results, each as a share of its largest expected value; NaN stays NaN."""
     gaps = [
         (one.double() - other.double()).abs().max() / one.double().abs().max().clamp_min(1e-30)
         for one, other in zip(expected, found, strict=True)

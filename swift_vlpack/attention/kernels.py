@@ -1,8 +1,8 @@
 """Compute attention on a packed sequence: sample by sample (`segments`), or faster where a kernel supports the layer.
 
 Every kernel takes a `PackedSequence` and returns (1, num_tokens, num_heads, head_dim of values). It raises `CannotDo`
-for a layer that it does not support; `segments` supports all. `varlen` and `flex` need CUDA and are not tested on it,
-so `choose` compares them with the reference on the device of the run before it uses them.
+for a layer that it does not support; `segments` supports every layer. `varlen` and `flex` need CUDA, and our tests run
+without CUDA. So `choose_kernel` compares them with the reference on the device of the run before it uses them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from swift_vlpack.attention.packed_sequence import AttentionArgs, PackedSequence
 Kernel = Callable[[PackedSequence], torch.Tensor]
 
 BYTES_OF_CALL, BYTES_OF_EAGER_CALL, BYTES_OF_LAUNCH = 50e3, 100e3, 10e6
-"""Bytes of query, key and value whose copy takes as long as a call of attention on one short sample, both with their
-gradients: by sdpa on a CPU, by `eager` on a CPU (both measured on one thread: 8 to 128 tokens, 4 and 16 heads, fp32 and
-bf16), and on a device where a call is some ten launches (estimated: 0.1 ms at 0.1 TB/s)."""
+"""Price of one call of attention on a short sample, as the number of bytes of query, key and value that could be copied
+in the same time (gradients included on both sides). In order: sdpa on a CPU and `eager` on a CPU, both measured on one
+thread with 8 to 128 tokens, 4 and 16 heads, fp32 and bf16; and a GPU, where a call is some ten launches of kernels
+(estimated: 0.1 ms at 0.1 TB/s)."""
 
 
 class CannotDo(Exception):
@@ -35,7 +36,7 @@ def segments(sequence: PackedSequence) -> torch.Tensor:
     """Compute one sample after the other."""
     samples, outputs = list(pairwise(sequence.ends)), []
     lengths = [end - start for start, end in samples]
-    # Split once: the gradient of a slice is as long as the sequence, and there would be one for every sample.
+    # Split once instead of slicing for every sample: the gradient of each slice would be as long as the sequence.
     parts = (states.split(lengths, dim=2) for states in (sequence.query, sequence.key, sequence.value))
     for (start, end), *states in zip(samples, *parts, strict=True):
         mask, args = sequence.mask_of(start, end), sequence.args.for_sample(start, end)
@@ -46,7 +47,7 @@ def segments(sequence: PackedSequence) -> torch.Tensor:
 def attend(
     module: torch.nn.Module, states: States, mask: SampleMask, args: AttentionArgs
 ) -> torch.Tensor:  # (batch, num_tokens, num_heads, head_dim of values)
-    """Compute attention without boundaries: by transformers' sdpa, or by `eager` if sdpa lacks what is asked for."""
+    """Compute attention without boundaries: by transformers' sdpa, or by `eager` for arguments that sdpa lacks."""
     if not args.is_plain:
         return eager(states, mask, args, is_training=module.training)
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -110,7 +111,8 @@ def grouped(sequence: PackedSequence) -> torch.Tensor:
         raise CannotDo("the mask is not causal, or depends on the tokens of a sample")
     groups = groups_of(sequence.ends, sequence.query.device)
     sizes = [group.tokens.numel() for group in groups.groups]
-    # One copy of all tokens, and a part of it for each group: the gradient of a copy is as long as the sequence.
+    # Copy all tokens once and split the copy by group: a copy for each group would have a gradient as long as the
+    # sequence every time.
     copies = [
         states[0].transpose(0, 1).index_select(0, groups.tokens).split(sizes)
         for states in (sequence.query, sequence.key, sequence.value)
@@ -124,12 +126,12 @@ def grouped(sequence: PackedSequence) -> torch.Tensor:
 
 
 def by_lengths(sequence: PackedSequence) -> torch.Tensor:
-    """Compute as `grouped` if the samples are so many and short that it is quicker, else as `segments`."""
+    """Compute by `grouped` where many short samples make it quicker, else by `segments`."""
     return grouped(sequence) if saves_calls(sequence) else segments(sequence)
 
 
 def saves_calls(sequence: PackedSequence) -> bool:
-    """Return whether the calls that groups save take longer than the copy of all tokens that groups need."""
+    """Tell whether the calls that `grouped` saves take longer than the copy of all tokens that it needs."""
     if sequence.query.device.type == "cpu":
         worth = BYTES_OF_CALL if sequence.args.is_plain else BYTES_OF_EAGER_CALL
     else:

@@ -1,10 +1,12 @@
 """Keep the mask of a packed sequence as the function that describes it, and give each sample its part.
 
-A model's mask in transformers is a tree of functions: causal, and a window, or the same image. What such a function
-means inside a packed sequence depends on its kind. Some know only the distance of two tokens (causal, window). Some
-count from the start of the sequence, and must count from the start of the sample (chunks). Some look tokens up in the
-sequence (image blocks, padding). The one that transformers derives from restarted positions says where samples meet,
-which the boundaries say already.
+A model's mask in transformers is a tree of functions, such as "causal and (in the window or in the same image)". What a
+function means inside a packed sequence depends on its kind:
+
+- Causal masks and windows look only at the distance of two tokens, so they hold for a sample as they are.
+- Chunks count from the start of the sequence, and must count from the start of the sample.
+- Image blocks and padding look tokens up in the sequence, so their indices are moved.
+- The mask that transformers derives from restarted positions repeats the boundaries, so it is left out.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from transformers import masking_utils
 from swift_vlpack.errors import AttentionError
 
 MaskFunction = Callable[..., Any]
-"""transformers' signature: batch, head, query and key index in, whether the query sees the key out."""
+"""transformers' signature: takes the indices of batch, head, query and key; returns whether the query sees the key."""
 
 _LOOKS_UP = ("padding_mask_function", "blockwise_overlay")
 _LIMITS = {"sliding_window_overlay": "sliding_window", "chunked_overlay": "chunk_size"}
@@ -35,14 +37,15 @@ class MaskRead(AttentionError, AttributeError):
 
 @dataclass(frozen=True)
 class SampleMask:
-    """Mask of one sample: everything, the past, or a matrix."""
+    """Mask of one sample: every token sees all tokens, or the past, or what a matrix says."""
 
     is_causal: bool = False
-    """True for the past only; without a matrix."""
+    """True if every token sees exactly its past, so that no matrix is needed."""
     make: Callable[[], torch.Tensor] | None = None
     """Makes the matrix, on first use, because kernels that know windows need none."""
     is_of_positions: bool = False
-    """True if samples of one length share the matrix, and a shorter one has its first rows and columns."""
+    """True if the mask depends on positions only: samples of equal length share the matrix, and a shorter sample has
+    its first rows and columns."""
     window: int | None = None
     """Size of the sliding window, if the mask is causal with a window and nothing else."""
 
@@ -57,9 +60,9 @@ EVERYTHING = SampleMask()
 
 
 class SequenceMask:
-    """Mask of one sequence, made only for a sample; or whole, where there are no boundaries.
-
-    Layers receive it in place of a tensor, and hand it to attention. A layer that reads it raises `MaskRead`.
+    """Mask of one sequence, of which only the parts of the samples are made; the whole only without boundaries.
+    Layers receive this object in place of a tensor and hand it to attention. Code that reads it as a tensor gets
+    `MaskRead`.
     """
 
     ndim = 4
@@ -77,7 +80,7 @@ class SequenceMask:
         """True for the mask of a language model; that of a vision tower is not causal."""
 
     def whole(self) -> torch.Tensor | None:
-        """Make the mask that transformers' `sdpa` would have been given."""
+        """Make the mask that transformers would have given to sdpa, once."""
         if not self._whole:
             num_tokens = self.shape[-1]
             made = masking_utils.sdpa_mask(1, num_tokens, num_tokens, mask_function=self.function, **self._options)
@@ -128,7 +131,7 @@ def sequence_mask(  # noqa: PLR0913 - the signature is transformers'
     **kwargs: Any,
 ) -> SequenceMask | torch.Tensor | None:
     """Make the mask for a model under `vlpack`: a `SequenceMask` for one sequence, sdpa's for a batch or a cache."""
-    if isinstance(attention_mask, SequenceMask):  # made by the outer model, handed to the inner one
+    if isinstance(attention_mask, SequenceMask):  # the outer model has made it and handed it to the inner model
         return attention_mask
     is_sequence = batch_size == 1 and q_length == kv_length > 1 and _is_zero(q_offset) and _is_zero(kv_offset)
     if not is_sequence:
@@ -163,16 +166,16 @@ def _sample_mask(function: MaskFunction, start: int, end: int, options: dict[str
 
 
 class _FunctionOfSample:
-    """Rewrites the mask function of a sequence for one sample; indices then count from the sample's start."""
+    """Rewrite the mask function of a sequence for one sample, so that indices count from the sample's start."""
 
     def __init__(self, start: int, end: int, options: dict[str, Any]) -> None:
         self.start, self.end, self.length = start, end, end - start
         self.options = {name: options[name] for name in ("use_vmap", "device") if name in options}
         self.looks_up = False
-        """True once a part of the function depends on the tokens themselves, not only on their places."""
+        """Becomes True when a part of the function depends on the tokens themselves, not only on their positions."""
 
     def of(self, function: MaskFunction) -> MaskFunction | bool:
-        """Return the function for the sample; True or False if it gives that for all pairs of tokens."""
+        """Return the function for the sample; True or False if every pair of tokens gets that value."""
         name, inside = kind_of(function)
         if name == "and_masks":
             return self._joined([self.of(part) for part in inside["mask_functions"]], stops=False)
@@ -214,7 +217,7 @@ class _FunctionOfSample:
         return moved
 
     def _of_unknown_kind(self, function: MaskFunction) -> MaskFunction:
-        """Accept a function that gives the same wherever the sample lies. Raises `AttentionError` for any other."""
+        """Accept a function that gives the same mask at the sample's place and at 0. Raises `AttentionError` if not."""
         in_sequence, alone = self.matrix(self._moved(function)), self.matrix(function)
         if not torch.equal(in_sequence, alone):
             name = getattr(function, "__qualname__", type(function).__name__)
@@ -227,9 +230,8 @@ class _FunctionOfSample:
 
 
 def resized(function: MaskFunction, num_tokens: int, longest: int) -> MaskFunction:
-    """Make a mask function of the same kind for another sequence, to try a kernel on.
-
-    Windows and chunks become at most `longest`. Image blocks become one of 8 tokens in every 32.
+    """Make a mask function of the same kind for a sequence of random numbers, on which kernels are tried.
+    Windows and chunks are cut to `longest`. Every 32 tokens get one image block of 8 tokens.
     """
     name, inside = kind_of(function)
     if "mask_functions" in inside:
@@ -249,9 +251,9 @@ def resized(function: MaskFunction, num_tokens: int, longest: int) -> MaskFuncti
 
 
 def kind_of(function: MaskFunction) -> tuple[str, dict[str, Any]]:
-    """Return the name of the function of transformers that made a mask function, and the variables it closes over.
-
-    The name is empty for a function that is not from transformers.
+    """Return which function of transformers made a mask function, and the variables that the mask function captured.
+    The name is empty for a function that is not from transformers. Masks are told apart in this way because
+    transformers returns bare closures, without a name or type of their own.
     """
     if not inspect.isfunction(function) or function.__module__ != masking_utils.__name__:
         return "", {}
@@ -274,7 +276,7 @@ def kinds_in(function: MaskFunction) -> set[str]:
 
 
 def window_of(function: MaskFunction) -> int | None:
-    """Return the window of a function that is causal with a sliding window and nothing else; None for any other."""
+    """Return the window of a mask that is causal with a sliding window and nothing else; None for other masks."""
     name, inside = kind_of(function)
     parts = dict(kind_of(part) for part in inside.get("mask_functions", ())) if name == "and_masks" else {}
     if set(parts) != {"causal_mask_function", "sliding_window_overlay"}:

@@ -1,12 +1,14 @@
-"""One call of attention on a packed sequence: where its samples start, and everything the layer passes along.
+"""Collect what one call of attention on a packed sequence needs: the boundaries of its samples and the layer's
+arguments.
 
 >>> boundaries_of(torch.tensor([0, 3, 5]))
 (0, 3, 5)
 >>> groups_of((0, 5, 6, 11), torch.device("cpu")).groups[0].samples
 ((0, 5), (6, 11))
 
-Boundaries reach attention as the keyword `cu_seq_lens_q`, which transformers hands to every layer: it is there again
-when gradient checkpointing runs a layer a second time, and each of several models has its own.
+Boundaries reach attention as the keyword `cu_seq_lens_q`, which transformers hands to every layer. A keyword, and not
+a global, because gradient checkpointing runs a layer a second time after the forward is over, and because a process
+may train more than one model.
 """
 
 from __future__ import annotations
@@ -35,15 +37,16 @@ _ABOUT_THE_SEQUENCE = (
     *("device", "output_hidden_states", "output_router_logits", "deterministic"),
     *("is_causal", "sliding_window"),  # read by the caller, beside the mask
 )
-"""Keywords that reach a layer and say nothing about which of its tokens see each other."""
+"""Keywords that may be ignored: they reach every layer, and do not change which tokens see each other. Any other
+unknown keyword is an error, because it may ask for something that would silently be dropped."""
 
 LEAST_SHARE = 0.8
-"""Samples in a group have at least this share of the tokens of its longest sample, so that at most a fifth of a batch
-is padding, and at most a fifth of the work on it is wasted."""
+"""Samples of a group are at least this long, as a share of the longest sample of the group. So at most a fifth of a
+batch is padding."""
 
-# A cache of `tolist()`, which waits for the device, so that all layers of a forward share one copy. Keyed by the tensor
-# itself: it is the only thing of a forward that every layer is given, also when checkpointing runs a layer again after
-# the forward is over. Weak, so that nothing outlives the batch, and not an attribute, because the tensor is not ours.
+# Caches `tolist()`, which waits for the device, so that all layers of a forward share one copy. The tensor is the key,
+# because no other object of a forward reaches every layer, also when checkpointing runs a layer again after the forward
+# is over. Weak, so that nothing outlives the batch; and not an attribute of the tensor, because the tensor is not ours.
 _on_host: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -63,7 +66,7 @@ def boundaries_of(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class AttentionArgs:
-    """What a layer passes to attention besides query, key, value and mask; `None` stands for "not used"."""
+    """Arguments that a layer passes to attention besides query, key, value and mask; None if it does not use one."""
 
     scaling: float | None = None
     dropout: float = 0.0
@@ -73,7 +76,7 @@ class AttentionArgs:
 
     @classmethod
     def of(cls, module: torch.nn.Module, options: dict[str, Any], *, strict: bool = True) -> AttentionArgs:
-        """Read the keywords of a call. If `strict`, raise for the first unknown keyword, unless its value is empty."""
+        """Read the keywords of a call. If `strict`, raise `AttentionError` for an unknown keyword that has a value."""
         for name, value in options.items() if strict else ():
             if name not in _KNOWN and name not in _ABOUT_THE_SEQUENCE and value is not None and value is not False:
                 raise AttentionError(_refusal(module, name, value))
@@ -87,7 +90,7 @@ class AttentionArgs:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether transformers' sdpa supports these arguments, in all versions."""
+        """Tell whether sdpa of every supported version of transformers supports these arguments."""
         return self.softcap is None and self.sinks is None and self.position_bias is None
 
     def for_sample(self, start: int, end: int) -> AttentionArgs:
@@ -136,7 +139,7 @@ def _band(length: int, window: int | None, device: torch.device) -> SampleMask:
 
 
 def check_mask(module: torch.nn.Module, mask: Any, num_tokens: int) -> None:
-    """Raise for a mask that cannot be cut into the masks of the samples."""
+    """Raise `AttentionError` for a mask that cannot be cut into the masks of the samples."""
     if mask is None or isinstance(mask, SequenceMask):
         return
     if isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[-2:] == (num_tokens, num_tokens):
@@ -173,10 +176,9 @@ def _refusal(module: torch.nn.Module, name: str, value: Any) -> str:
 
 
 def rescaled_by_sample(module: Any, query: torch.Tensor, ends: tuple[int, ...]) -> torch.Tensor:
-    """Return the query as each sample would have it alone, for layers that scale it by a token's number (Llama 4).
-
-    The layer has already multiplied the query by a temperature that grows with the token's number in the sequence;
-    in a sample alone the number counts from the sample's start.
+    """Correct the query of layers that scale it by the position of its token (Llama 4).
+    The layer has already multiplied the query by a temperature, which grows with the token's number in the sequence.
+    Alone, a sample counts its tokens from its own start. Returns the query unchanged for all other layers.
     """
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query
@@ -191,14 +193,14 @@ def rescaled_by_sample(module: Any, query: torch.Tensor, ends: tuple[int, ...]) 
 
 
 def _temperature(module: Any, position: torch.Tensor) -> torch.Tensor:
-    """Compute Llama 4's own formula."""
+    """Compute the temperature by Llama 4's own formula."""
     temperature: torch.Tensor = torch.log1p(torch.floor((position.float() + 1.0) / module.floor_scale))
     return temperature * module.attn_scale + 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Samples that are computed as one batch, padded on the right to the longest of them."""
+    """Samples that are computed as one batch, padded on the right to the longest sample."""
 
     samples: tuple[tuple[int, int], ...]
     """Start and end of each sample, the longest first."""
@@ -210,7 +212,7 @@ class Groups:
     """All samples of a sequence, each in one group."""
 
     groups: tuple[Group, ...]
-    tokens: torch.Tensor  # those of all groups, end to end
+    tokens: torch.Tensor  # indices into the sequence, of all groups end to end
     places: torch.Tensor  # (num_tokens,): index of each token of the sequence in the groups' tokens, end to end
 
     def in_sequence_order(self, outputs: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
@@ -218,12 +220,12 @@ class Groups:
         return torch.cat([output.flatten(0, 1) for output in outputs]).index_select(0, self.places).unsqueeze(dim)
 
 
-@lru_cache(maxsize=8)  # shared by the layers of a forward
+@lru_cache(maxsize=8)  # so that all layers of a forward share the groups
 def groups_of(ends: tuple[int, ...], device: torch.device) -> Groups:
     """Group samples of similar length, so that work per sample becomes work per group."""
     groups, places, num_before = [], torch.empty(ends[-1], dtype=torch.long), 0
     for samples in similar_samples(ends):
-        # On the host, because an index that is made on a device, or asked which of its tokens are real, waits for it.
+        # Computed on the host and copied once: `nonzero` on a device would stop the host until the device is done.
         starts, lengths = torch.tensor([(start, end - start) for start, end in samples]).T[:, :, None]
         place = torch.arange(int(lengths[0]))
         tokens, is_real = starts + torch.minimum(place, lengths - 1), place < lengths
@@ -235,7 +237,7 @@ def groups_of(ends: tuple[int, ...], device: torch.device) -> Groups:
 
 @lru_cache(maxsize=8)
 def similar_samples(ends: tuple[int, ...]) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Return start and end of the samples by group, the longest first."""
+    """Group samples of similar length. Returns the start and end of each sample, by group, the longest first."""
     samples = sorted(pairwise(ends), key=lambda sample: (sample[0] - sample[1], sample[0]))
     groups: list[list[tuple[int, int]]] = []
     for start, end in samples:
