@@ -32,6 +32,7 @@ RECORD_PACKS = "VLPACK_RECORD_PACKS"
 NO_OPTIONS = (RESUME_DATA, RESUME_FILES, RECORD_PACKS)
 """Variables with our prefix that are no packing options: they concern one start of a run, not its packs."""
 PACKS, SAMPLES = "packs", "samples"
+MEDIA = "media"
 PAD_TO_LENGTH = "length"
 LEAST_FILL_RATIO = 0.6
 """With a lower `packing_min_fill_ratio`, packs may leave nearly half empty. That is allowed, with a warning."""
@@ -50,14 +51,22 @@ _PACKS, _STEPS, _OBJECTIVE, _RUN = "packs", "steps", "objective", "run"
 run (`run`) may change at a resume."""
 
 
-def _option(default: Any, text: str, choices: tuple[str, ...] = (), *, decides: str, takes_others: bool = False) -> Any:
+def _option(
+    default: Any,
+    text: str,
+    choices: tuple[str, ...] = (),
+    *,
+    decides: str,
+    takes_others: bool = False,
+    is_new: bool = False,
+) -> Any:
     """Declare an option: its default, its help text, and the choices that command line and documentation show.
 
-    With `takes_others`, the choices are not all that the option takes.
+    With `takes_others`, the choices are not all that the option takes. `is_new` marks an option that older saved states
+    do not have: at its default it is not compared with them.
     """
-    return field(
-        default=default, metadata={"help": text, "choices": choices, "decides": decides, "takes_others": takes_others}
-    )
+    said = {"help": text, "choices": choices, "decides": decides, "takes_others": takes_others, "is_new": is_new}
+    return field(default=default, metadata=said)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +97,25 @@ class PackingConfig:
         "optimizer step trains exactly the samples that it trains un-packed, packed within the step",
         (PACKS, SAMPLES),
         decides=_STEPS,
+        is_new=True,
+    )
+    packing_share: str = _option(
+        "none",
+        "media: rows that begin with the same images or videos share these: they are computed once, and each row goes "
+        "on as a branch of its own; none: every row is computed whole",
+        ("none", MEDIA),
+        decides=_PACKS,
+        is_new=True,
+    )
+    packing_share_max: int = _option(
+        16,
+        "most rows that share one beginning; more rows make more than one group, because rows of one image in one step "
+        "are less random",
+        decides=_PACKS,
+        is_new=True,
+    )
+    packing_share_min: int = _option(
+        64, "fewest tokens of a system prompt that rows without media share", decides=_PACKS, is_new=True
     )
     packing_buffer: int = _option(512, "samples that the packer may choose from at a time", decides=_PACKS)
     packing_min_fill_ratio: float = _option(
@@ -211,17 +239,19 @@ class PackingConfig:
 
     def step_options(self) -> dict[str, Any]:
         """Return the options that decide which planned packs are trained in a step; a resume must not change them."""
-        found = self._deciding(_STEPS)
-        if self.packing_batch != SAMPLES:
-            del found["packing_batch"]  # states that were saved before this option existed do not have it
-        return found
+        return self._deciding(_STEPS)
 
     def objective(self) -> dict[str, Any]:
         """Return the options that decide what of the samples is trained; a resume must not change them."""
         return self._deciding(_OBJECTIVE)
 
     def _deciding(self, what: str) -> dict[str, Any]:
-        return {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.metadata["decides"] == what}
+        return {
+            spec.name: getattr(self, spec.name)
+            for spec in fields(self)
+            if spec.metadata["decides"] == what
+            and not (spec.metadata["is_new"] and getattr(self, spec.name) == spec.default)
+        }
 
     def changed(self) -> dict[str, Any]:
         """Return the options that are not at their default."""
@@ -243,6 +273,11 @@ class PackingConfig:
     def cuts_rows(self) -> bool:
         """Tell whether rows can be cut, so that a sample may be a part of a row."""
         return self.packing_overflow != "keep" or self.packing_strategy == WINDOW
+
+    @property
+    def shares_media(self) -> bool:
+        """Tell whether rows that begin with the same media share them."""
+        return self.packing_share == MEDIA
 
     @property
     def what_is_packed(self) -> str:
@@ -300,6 +335,12 @@ def is_planned(config: PackingConfig, *, is_sized: bool) -> bool:
             "packing_batch=samples needs data with a length, and this has none (--streaming true, or an iterable "
             "without len()): which samples a step of a stream trains depends on how ranks and workers share it; load "
             "the data sized, or leave packing_batch out"
+        )
+    if config.shares_media and not is_sized:
+        raise ConfigError(
+            "packing_share=media needs data with a length, and this has none (--streaming true, or an iterable without "
+            "len()): rows that share an image may be far apart in a stream; load the data sized, or leave "
+            "packing_share out"
         )
     if config.packing_mode == "plan" and not is_sized:
         raise ConfigError(
@@ -415,7 +456,7 @@ def _check_choices(config: PackingConfig) -> None:
 
 
 def _check_numbers(config: PackingConfig) -> None:
-    for name in ("packing_length", "packing_buffer", "packing_min_len", *CAPS):
+    for name in ("packing_length", "packing_buffer", "packing_min_len", "packing_share_min", *CAPS):
         value = getattr(config, name)
         if value is not None and value <= 0:
             way_out = ", or leave it out for no cap" if name in CAPS else ""
@@ -427,6 +468,7 @@ def _check_numbers(config: PackingConfig) -> None:
             raise ConfigError(f"{name} must be between 0 and 1, got {getattr(config, name)}")
     _check_padding(config)
     _check_kept_steps(config)
+    _check_shared(config)
     if config.packing_min_fill_ratio < LEAST_FILL_RATIO:
         # Only warn: the default is higher, so the user chose this value.
         _warn_of_low_fill(config.packing_min_fill_ratio)
@@ -443,6 +485,31 @@ def _check_padding(config: PackingConfig) -> None:
         raise ConfigError(
             f"packing_pad_to={multiple} would make sequences longer than packing_length ({length}), which is not a "
             f"multiple of it; set packing_length to {' or '.join(fitting)}"
+        )
+
+
+def _check_shared(config: PackingConfig) -> None:
+    if config.packing_share_max < 2:
+        raise ConfigError(
+            f"packing_share_max must be at least 2, got {config.packing_share_max}; packing_share=none shares nothing"
+        )
+    if not config.shares_media:
+        for name in ("packing_share_max", "packing_share_min"):
+            if name in config.changed():
+                raise ConfigError(
+                    f"{name}={getattr(config, name)} has nothing to do under packing_share=none; set "
+                    "packing_share=media, or leave it out"
+                )
+        return
+    if config.packing_strategy == WINDOW:
+        raise ConfigError(
+            "packing_strategy=window cuts rows wherever a pack is full, and packing_share=media needs whole rows; give "
+            "another strategy, or packing_share=none"
+        )
+    if config.packing_mode == "buffer":
+        raise ConfigError(
+            "packing_share=media needs to know which rows begin with the same media before it packs them, and "
+            "packing_mode=buffer packs rows as they come; leave packing_mode out, or packing_share"
         )
 
 

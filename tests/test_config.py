@@ -18,6 +18,9 @@ DESIGN_OPTIONS = {
     "packing_mode": "auto",
     "packing_strategy": "binpack",
     "packing_batch": "packs",
+    "packing_share": "none",
+    "packing_share_max": 16,
+    "packing_share_min": 64,
     "packing_buffer": 512,
     "packing_min_fill_ratio": 0.65,
     "packing_drop_last": True,
@@ -146,8 +149,11 @@ def test_text_and_typed_values_give_the_same_config():
 OTHER_VALUES = {
     "packing": True,
     "packing_length": 9,
-    "packing_mode": "buffer",
+    "packing_mode": "plan",
     "packing_batch": "samples",
+    "packing_share": "none",
+    "packing_share_max": 4,
+    "packing_share_min": 8,
     "packing_strategy": "greedy",
     "packing_buffer": 3,
     "packing_min_fill_ratio": 0.9,
@@ -176,7 +182,7 @@ OTHER_VALUES = {
 
 def test_digests_are_of_the_values_of_all_options():
     """CONF-5: one option changed at a time, each to something else than its default, gives so many digests."""
-    base = {"packing_length": 8, "packing_strategy": "exact", "packing_overflow": "split"}
+    base = {"packing_length": 8, "packing_strategy": "exact", "packing_overflow": "split", "packing_share": "media"}
     assert set(OTHER_VALUES) == set(option_names())
     assert all({**DESIGN_OPTIONS, **base}[name] != value for name, value in OTHER_VALUES.items())
     digests = {PackingConfig(**{**base, name: value}).digest() for name, value in OTHER_VALUES.items()}
@@ -201,6 +207,7 @@ SHOWN_ELSEWHERE = {
     *("packing_max_failed_share", "packing_cache_dir", "eval_packing", "fusion_config"),
     *("packing_overflow", "packing_stride", "packing_min_len"),
     *("mask_boundary_loss", "train_on_eos", "packing_loss", "packing_pad_to", "packing_batch"),
+    *("packing_share", "packing_share_max", "packing_share_min"),
 }
 """What these do is shown beside the code that does it."""
 
@@ -286,9 +293,29 @@ def test_low_fill_ratio_is_accepted_with_a_warning(caplog):
     assert caplog.text.count("packing_min_fill_ratio=0.43 is below 0.6") == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"packing_share": "images"}, "packing_share must be one of none, media, got 'images'"),
+        ({"packing_share_max": 4}, "packing_share_max=4 has nothing to do under packing_share=none"),
+        ({"packing_share": "media", "packing_share_max": 1}, "must be at least 2, got 1; packing_share=none"),
+        ({"packing_share": "media", "packing_share_min": 0}, "packing_share_min must be at least 1"),
+        ({"packing_share": "media", "packing_strategy": "window"}, "packing_share=media needs whole rows"),
+        ({"packing_share": "media", "packing_mode": "buffer"}, "packing_mode=buffer packs rows as they come"),
+    ],
+)
+def test_sharing_without_effect_is_refused(options, message):
+    """SHARE-2"""
+    with pytest.raises(ConfigError, match=message):
+        PackingConfig(packing_length=8, **options)
+
+
+NEW = {"packing_batch": "samples", "packing_share": "media", "packing_share_max": 4, "packing_share_min": 8}
+
+
 def test_every_option_says_what_it_decides_and_a_resume_keeps_all_but_those_of_the_run():
     """CONF-11: an option that decides packs and does not say so would be resumed under another value."""
-    config = PackingConfig(packing_length=8, packing_batch="samples")
+    config = PackingConfig(packing_length=8, **NEW)
     kept = (config.pack_options(), config.step_options(), config.objective())
     steers_the_run = {spec.name for spec in fields(config) if spec.metadata["decides"] == "run"}
     assert steers_the_run.union(*kept) == set(option_names())
@@ -297,6 +324,7 @@ def test_every_option_says_what_it_decides_and_a_resume_keeps_all_but_those_of_t
         "packing_max_failed_share", "packing_cache_dir", "eval_packing", "fusion_config",
     }, "every other option is part of a saved state; see `decides` in swift_vlpack/config.py"  # fmt: skip
     assert config.step_options() == {"packing_batch": "samples", "packing_balance": True}
+    assert not {*NEW} & {*PackingConfig(packing_length=8).pack_options()}, "older states have none of them"
     assert PackingConfig(packing_length=8).step_options() == {"packing_balance": True}, "as older states have it"
     assert config.objective() == {
         "packing_overflow": "keep", "packing_stride": 0, "packing_min_len": 1, "mask_boundary_loss": True,

@@ -15,6 +15,15 @@ Without boundaries (padded evaluation, generation, vision towers) transformers' 
 cost grows with the sum of the squared lengths of samples, not with the square of the sequence's length. A call goes
 through `packed_sequence` (collects its boundaries, mask and arguments) -> `kernels` (compute it; `choose_kernel` picks
 the fastest kernel whose results are right).
+
+Rows can share a prefix (`plan.boundaries`). Then each of its branches sees the prefix and itself, and gets what the row
+would get alone:
+
+>>> ends = torch.tensor([[0, 3, 4, 5], [-1, -1, 0, 0]])  # a prefix of three, two branches of one
+>>> shared, _ = segmented_attention(layer, query, key, value, None, cu_seq_lens_q=ends)
+>>> row = [one[:, :, [0, 1, 2, 4]] for one in (query, key, value)]  # the prefix and the second branch
+>>> torch.allclose(shared[:, 4], segmented_attention(layer, *row, None)[0][:, 3], atol=1e-6)
+True
 """
 
 from __future__ import annotations
@@ -30,6 +39,7 @@ from swift_vlpack.attention.kernels import CannotDo, Kernel, attend, segments
 from swift_vlpack.attention.masks import SampleMask, SequenceMask, from_block_mask, sequence_mask
 from swift_vlpack.attention.packed_sequence import (
     AttentionArgs,
+    Bounds,
     PackedSequence,
     States,
     boundaries_of,
@@ -43,6 +53,7 @@ from swift_vlpack.rows.families import text_config_of
 NAME = "vlpack"
 # The kernel is looked up by layer, because transformers calls one function for all models and hands it only the layer.
 _kernels: WeakKeyDictionary[torch.nn.Module, Kernel] = WeakKeyDictionary()
+_kernels_of_branches: WeakKeyDictionary[torch.nn.Module, Kernel] = WeakKeyDictionary()
 _recordings: list[list[PackedSequence]] = []
 
 
@@ -72,7 +83,7 @@ def segmented_attention(
     key: torch.Tensor,  # (batch, num_kv_heads, num_keys, head_dim)
     value: torch.Tensor,
     attention_mask: Any,
-    cu_seq_lens_q: torch.Tensor | None = None,  # (num_samples + 1,)
+    cu_seq_lens_q: torch.Tensor | None = None,  # (num_samples + 1,), or (2, num_segments + 1) with shared prefixes
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend inside each sample of a packed sequence; without boundaries, attend as transformers does."""
@@ -80,7 +91,8 @@ def segmented_attention(
     is_text = _is_text(module, mask, kwargs)
     # Some vision towers receive the boundaries of the text as well. Images end elsewhere, so these are ignored there;
     # a vision tower shows in `is_causal`, which is False.
-    ends = boundaries_of(cu_seq_lens_q) if cu_seq_lens_q is not None and is_text is not False else ()
+    bounds = boundaries_of(cu_seq_lens_q) if cu_seq_lens_q is not None and is_text is not False else Bounds()
+    ends = bounds.ends
     if not ends or not _cover(ends, query, key):
         if ends and is_text:
             raise AttentionError(_of_another_sequence(module, ends, query, key))
@@ -88,20 +100,25 @@ def segmented_attention(
     check_mask(module, mask, query.shape[2])
     kwargs.pop("segment_ids", None)  # from `PackedCollator`: the boundaries in another form
     args = AttentionArgs.of(module, kwargs)
-    query = rescaled_by_sample(module, query, ends)
-    sequence = PackedSequence(module, query, key, value, mask, kwargs.get("sliding_window"), args, ends)
+    query = rescaled_by_sample(module, query, bounds)
+    sequence = PackedSequence(module, query, key, value, mask, kwargs.get("sliding_window"), args, *bounds)
     for calls in _recordings:
         calls.append(sequence)
+    kernels = _kernels_of_branches if bounds.parents else _kernels
     try:
-        return _kernels.get(module, segments)(sequence), None
+        return kernels.get(module, segments)(sequence), None
     except CannotDo:
         return segments(sequence), None
 
 
-def use_kernel(model: torch.nn.Module, kernel: Kernel) -> None:
-    """Compute packed sequences of a model by this kernel; a layer that it does not support uses `segments`."""
+def use_kernel(model: torch.nn.Module, kernel: Kernel, of_branches: Kernel = segments) -> None:
+    """Compute packed sequences by this kernel in all layers of the model that it supports.
+
+    `of_branches` computes sequences in which rows share a prefix: give it only if it was tried on one.
+    """
     for module in model.modules():
         _kernels[module] = kernel
+        _kernels_of_branches[module] = of_branches
 
 
 @contextmanager

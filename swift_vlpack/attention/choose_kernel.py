@@ -1,9 +1,9 @@
 """Choose the kernel for packed attention: the fastest that equals the reference on this device, or the requested one.
 
-Each kernel is tried with the data type, heads and arguments of the model's own layers, on a short sequence of random
-numbers. Its results and gradients must equal those of `reference`. `segments` and `grouped` need not be timed, because
-the lengths of a sequence decide which of the two is quicker (`by_lengths`). If another kernel is right too, all of them
-are timed on a sequence like the run's own.
+Kernels are tried with the data type, heads and arguments of the model's own layers, on a short sequence of random
+numbers: results and gradients must be right. Where rows share prefixes, they must be right on such a sequence too.
+`segments` and `grouped` need no stopwatch, because the lengths of a sequence tell which of them is quicker
+(`by_lengths`). Where another kernel is right too, all are timed on a sequence like the run's own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from swift_vlpack.attention.masks import SequenceMask, resized
 from swift_vlpack.attention.packed_sequence import PackedSequence
 from swift_vlpack.comm import ALONE, OfAll
 from swift_vlpack.errors import ConfigError
+from swift_vlpack.plan.boundaries import ROOT, Boundaries
 from swift_vlpack.words import counted
 
 AUTO, DEFAULT, GROUPED = "auto", "segments", "grouped"
@@ -32,6 +32,8 @@ GAIN = 0.95
 """Another kernel must take less than this share of the time of `segments`; smaller gains are measurement noise."""
 LENGTHS = (37, 1, 64, 33, 40, 5, 64)
 """Lengths of the samples on which a kernel must be right: equal, similar and different ones, and the shortest."""
+WITH_BRANCHES = Boundaries((37, 5, 1, 20, 18, 33, 12, 30, 31, 1, 9), (ROOT, 0, 0, 0, 0, ROOT, ROOT, 6, 6, ROOT, 9))
+"""Boundaries on which a kernel must be right if rows share prefixes: longer and shorter ones than the window."""
 LONGEST_WINDOW = 16
 """Longest window or chunk when kernels are tried: shorter than most of `LENGTHS`, so that the window hides tokens."""
 WORK = {"cpu": 1e9, "cuda": 2e12}
@@ -61,7 +63,7 @@ class Trial:
 def choose(
     model: torch.nn.Module,
     forward: Callable[[], Any],
-    lengths: Sequence[int],
+    lengths: Sequence[int] | Boundaries,
     *,
     wanted: str = AUTO,
     results_of_all: OfAll = ALONE.results_of_all,
@@ -70,9 +72,11 @@ def choose(
     """Choose a kernel, let the model use it, and return a line for the log that names the kernel and the reason.
 
     `forward` runs the model on any packed sequence, to record what its layers ask of attention. `lengths` are the
-    lengths of the samples in a typical sequence. `results_of_all` tries the kernels on every rank, and all ranks choose
-    the same one. Raises `ConfigError` if the wanted kernel cannot be used.
+    lengths of the samples in a typical sequence, or its boundaries: if they have prefixes, a kernel must be right there
+    too, else `segments` compute what has prefixes. `results_of_all` tries the kernels on every rank, and all ranks
+    choose the same one. Raises `ConfigError` if the wanted kernel cannot be used.
     """
+    typical = _boundaries(lengths)
     attention.use_kernel(model, segments)
     if wanted == DEFAULT:
         return "attention vlpack: segments, as asked for"
@@ -80,18 +84,18 @@ def choose(
 
     def measure() -> dict[str, Trial]:
         kinds = layer_kinds(_calls(model, forward))
-        return _tried(kinds, lengths, {name: kernels[name] for name in names}, is_asked_for=wanted != AUTO)
+        return _tried(kinds, typical, {name: kernels[name] for name in names}, is_asked_for=wanted != AUTO)
 
     found = _slowest(results_of_all(measure))
     chosen = _quickest(found) if wanted == AUTO else wanted
     if found[chosen].why_not:
         raise ConfigError(f"packing_attention={chosen}: the kernel {found[chosen].why_not}; set packing_attention=auto")
     if wanted == AUTO and chosen in CHOSEN_BY_LENGTHS and GROUPED in found and found[GROUPED].is_right:
-        attention.use_kernel(model, by_lengths)
-        return _line(f"{DEFAULT} or {GROUPED}", found, lengths, "by the lengths of each sequence")
-    attention.use_kernel(model, kernels[chosen])
+        attention.use_kernel(model, by_lengths, by_lengths if typical.parents else segments)
+        return _line(f"{DEFAULT} or {GROUPED}", found, typical, "by the lengths of each sequence")
+    attention.use_kernel(model, kernels[chosen], kernels[chosen] if typical.parents else segments)
     why = "as asked for" if wanted != AUTO else "the quickest that is equal to the reference"
-    return _line(chosen, found, lengths, why)
+    return _line(chosen, found, typical, why)
 
 
 def _calls(model: torch.nn.Module, forward: Callable[[], Any]) -> list[PackedSequence]:
@@ -132,20 +136,21 @@ class _Wrong(Exception):
 
 
 def _tried(
-    kinds: Sequence[LayerKind], lengths: Sequence[int], kernels: Mapping[str, Kernel], *, is_asked_for: bool
+    kinds: Sequence[LayerKind], typical: Boundaries, kernels: Mapping[str, Kernel], *, is_asked_for: bool
 ) -> dict[str, Trial]:
     """Compare every kernel with the reference. Time those that are equal, unless the choice needs no stopwatch."""
     found: dict[str, Trial] = {}
+    layouts = [Boundaries(LENGTHS), *([WITH_BRANCHES] if typical.parents else [])]
     for name, kernel in kernels.items():
         if name == "flex" and "varlen" in found and found["varlen"].is_right:
             # Compiling flex takes longer than all other trials together, and varlen already runs on this device.
             found[name] = Trial(why_not="was not compiled, as varlen does it")
         else:
-            found[name] = _of(partial(_checked, kinds, kernel))
+            found[name] = _of(partial(_checked, [(kind, layout) for kind in kinds for layout in layouts], kernel))
     right = [name for name, trial in found.items() if trial.is_right]
     if is_asked_for or {*right} <= CHOSEN_BY_LENGTHS:
         return found
-    return found | {name: _of(partial(_timed, kinds, lengths, kernels[name])) for name in right}
+    return found | {name: _of(partial(_timed, kinds, typical, kernels[name])) for name in right}
 
 
 def _of(work: Callable[[], Trial]) -> Trial:
@@ -157,16 +162,16 @@ def _of(work: Callable[[], Trial]) -> Trial:
         return Trial(why_not=why.splitlines()[0])
 
 
-def _checked(kinds: Sequence[LayerKind], kernel: Kernel) -> Trial:
+def _checked(cases: Sequence[tuple[LayerKind, Boundaries]], kernel: Kernel) -> Trial:
     """Compare the results for all kinds of layers with the reference. Raises `_Wrong` if one differs."""
     reasons = []
-    for kind in kinds:
-        sequence = kind.random(LENGTHS, LONGEST_WINDOW)
+    for kind, layout in cases:
+        sequence = kind.random(layout, LONGEST_WINDOW)
         try:
             made = results(sequence, kernel)
             if sequence.args.dropout != kind.call.args.dropout:
                 with _own_numbers():
-                    kernel(kind.random(LENGTHS, LONGEST_WINDOW, with_dropout=True))
+                    kernel(kind.random(layout, LONGEST_WINDOW, with_dropout=True))
         except CannotDo as reason:
             reasons.append(str(reason))
             continue
@@ -176,11 +181,12 @@ def _checked(kinds: Sequence[LayerKind], kernel: Kernel) -> Trial:
             if not gap <= tolerance(sequence.query.dtype, of_segments):
                 raise _Wrong(
                     f"differs from the reference by {gap:.1e} of the largest value (segments {of_segments:.1e})"
+                    + (", where rows share a prefix" if layout.parents else "")
                 )
-    return Trial(why_not=reasons[0] if len(reasons) == len(kinds) else "")
+    return Trial(why_not=reasons[0] if len(reasons) == len(cases) else "")
 
 
-def _timed(kinds: Sequence[LayerKind], lengths: Sequence[int], kernel: Kernel) -> Trial:
+def _timed(kinds: Sequence[LayerKind], typical: Boundaries, kernel: Kernel) -> Trial:
     """Add up the times of all layers; a layer that the kernel does not support counts with the time of `segments`."""
 
     def or_segments(sequence: PackedSequence) -> torch.Tensor:
@@ -190,7 +196,8 @@ def _timed(kinds: Sequence[LayerKind], lengths: Sequence[int], kernel: Kernel) -
             return segments(sequence)
 
     with _own_numbers():
-        sequences = [kind.random(kind.affordable(lengths), max(lengths), with_dropout=True) for kind in kinds]
+        longest = max(sum(end - start for start, end in sample) for sample in typical.samples)
+        sequences = [kind.random(kind.affordable(typical), longest, with_dropout=True) for kind in kinds]
         taken = [fastest_run(sequence, or_segments) for sequence in sequences]
     return Trial(sum(kind.num_layers * seconds for kind, seconds in zip(kinds, taken, strict=True)))
 
@@ -211,12 +218,12 @@ def _quickest(found: Mapping[str, Trial]) -> str:
     return best if best == DEFAULT or usable[best] < GAIN * usable.get(DEFAULT, float("inf")) else DEFAULT
 
 
-def _line(chosen: str, found: Mapping[str, Trial], lengths: Sequence[int], why: str) -> str:
+def _line(chosen: str, found: Mapping[str, Trial], typical: Boundaries, why: str) -> str:
     """Write the log line: the kernel, the reason for it, and the time of each kernel or why it cannot be used."""
     known = [f"{name} {trial.why_not}" for name, trial in found.items() if trial.why_not]
     times = [f"{name} {1000 * trial.seconds:.1f} ms" for name, trial in found.items() if trial.seconds is not None]
     if times:
-        sequence = f"{counted(len(lengths), 'sample')} of {sum(lengths)} tokens"
+        sequence = f"{counted(len(typical.samples), 'sample')} of {typical.num_tokens} tokens"
         known.insert(0, f"{', '.join(times)}, all layers forward and backward, {sequence}")
     return f"attention vlpack: {chosen}, {why}" + (f" ({'; '.join(known)})" if known else "")
 
@@ -229,13 +236,19 @@ class LayerKind:
     num_layers: int
 
     def random(
-        self, lengths: Sequence[int], longest_window: int, seed: int = 0, *, with_dropout: bool = False
+        self,
+        lengths: Sequence[int] | Boundaries,
+        longest_window: int,
+        seed: int = 0,
+        *,
+        with_dropout: bool = False,
     ) -> PackedSequence:
         """Make the same call on random numbers, for samples of these lengths.
 
         Dropout is off unless asked for, because with it two correct kernels give different results.
         """
-        num_tokens = sum(lengths)
+        boundaries = _boundaries(lengths)
+        num_tokens, ends = boundaries.num_tokens, boundaries.cu_seqlens
         generator = torch.Generator().manual_seed(seed)
 
         def random(*shape: int) -> torch.Tensor:
@@ -252,7 +265,7 @@ class LayerKind:
             query=query,
             key=key,
             value=value,
-            mask=_mask_like(self.call.mask, num_tokens, longest_window),
+            mask=_mask_like(self.call.mask, ends, longest_window),
             window=None if self.call.window is None else min(self.call.window, longest_window),
             args=replace(
                 args,
@@ -260,16 +273,22 @@ class LayerKind:
                 sinks=None if args.sinks is None else random(*args.sinks.shape),
                 position_bias=None,  # a matrix for the whole sequence, which no kernel but `segments` supports
             ),
-            ends=(0, *accumulate(lengths)),
+            ends=ends,
+            parents=boundaries.parents,
         )
 
-    def affordable(self, lengths: Sequence[int]) -> tuple[int, ...]:
+    def affordable(self, typical: Boundaries) -> Boundaries:
         """Scale the lengths down in proportion if the whole sequence would take too long."""
         size = self.call.query.shape[1] * (self.call.query.shape[3] + self.call.value.shape[3])
-        work = 7 * size * sum(length * length for length in lengths)  # two products forward, five backward
+        rows = zip(typical.lengths, typical.starts_of_positions, strict=True)
+        work = 7 * size * sum(own * (prefix + own) for own, prefix in rows)  # two products forward, five backward
         most = WORK.get(self.call.query.device.type, WORK["cuda"])
         share = min(1.0, (most / max(1, work)) ** 0.5)
-        return tuple(max(1, int(length * share)) for length in lengths)
+        return Boundaries(tuple(max(1, int(length * share)) for length in typical.lengths), typical.parents)
+
+
+def _boundaries(lengths: Sequence[int] | Boundaries) -> Boundaries:
+    return lengths if isinstance(lengths, Boundaries) else Boundaries(tuple(lengths))
 
 
 def layer_kinds(calls: Sequence[PackedSequence]) -> list[LayerKind]:
@@ -288,10 +307,12 @@ def _signature(call: PackedSequence) -> tuple[object, ...]:
     return (states, call.query.dtype, call.query.device, mask, of_args)
 
 
-def _mask_like(mask: SequenceMask | torch.Tensor | None, num_tokens: int, longest_window: int) -> SequenceMask | None:
+def _mask_like(
+    mask: SequenceMask | torch.Tensor | None, ends: tuple[int, ...], longest_window: int
+) -> SequenceMask | None:
     if not isinstance(mask, SequenceMask):
         return None
-    return mask.like(resized(mask.function, num_tokens, longest_window), num_tokens)
+    return mask.like(resized(mask.function, ends, longest_window), ends[-1])
 
 
 def reference(sequence: PackedSequence) -> torch.Tensor:
@@ -299,9 +320,9 @@ def reference(sequence: PackedSequence) -> torch.Tensor:
     precise = torch.float32 if sequence.query.device.type == "mps" else torch.float64
     query, key, value = (states.to(precise) for states in (sequence.query, sequence.key, sequence.value))
     outputs = []
-    for start, end in pairwise(sequence.ends):
-        states = query[:, :, start:end], key[:, :, start:end], value[:, :, start:end]
-        outputs.append(eager(states, sequence.mask_of(start, end), sequence.args, is_training=False))
+    for segment in sequence.segments:
+        states = query[:, :, segment.start : segment.end], segment.of(key, dim=2), segment.of(value, dim=2)
+        outputs.append(eager(states, sequence.mask_of(segment), sequence.args, is_training=False))
     return torch.cat(outputs, dim=1)
 
 

@@ -7,9 +7,9 @@ without CUDA. So `choose_kernel` compares them with the reference on the device 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache
-from itertools import pairwise
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +17,16 @@ import torch
 from torch.nn import functional
 
 from swift_vlpack.attention.masks import SampleMask
-from swift_vlpack.attention.packed_sequence import AttentionArgs, PackedSequence, States, groups_of, similar_samples
+from swift_vlpack.attention.packed_sequence import (
+    AttentionArgs,
+    Bounds,
+    PackedSequence,
+    States,
+    groups_of,
+    segments_of,
+    similar_samples,
+)
+from swift_vlpack.plan.boundaries import ROOT
 
 Kernel = Callable[[PackedSequence], torch.Tensor]
 
@@ -33,15 +42,23 @@ class CannotDo(Exception):
 
 
 def segments(sequence: PackedSequence) -> torch.Tensor:
-    """Compute one sample after the other."""
-    samples, outputs = list(pairwise(sequence.ends)), []
-    lengths = [end - start for start, end in samples]
+    """Compute one sample after the other; a branch with the keys of its prefix before its own."""
+    outputs = []
+    lengths = [segment.num_own for segment in sequence.segments]
     # Split once instead of slicing for every sample: the gradient of each slice would be as long as the sequence.
-    parts = (states.split(lengths, dim=2) for states in (sequence.query, sequence.key, sequence.value))
-    for (start, end), *states in zip(samples, *parts, strict=True):
-        mask, args = sequence.mask_of(start, end), sequence.args.for_sample(start, end)
-        outputs.append(attend(sequence.module, tuple(states), mask, args))
+    query, key, value = (states.split(lengths, dim=2) for states in (sequence.query, sequence.key, sequence.value))
+    if sequence.parents:
+        key, value = (_after_prefixes(parts, sequence.parents) for parts in (key, value))
+    for segment, states in zip(sequence.segments, zip(query, key, value, strict=True), strict=True):
+        mask, args = sequence.mask_of(segment), sequence.args.for_sample(segment)
+        outputs.append(attend(sequence.module, states, mask, args))
     return torch.cat(outputs, dim=1)
+
+
+def _after_prefixes(parts: Sequence[torch.Tensor], parents: Sequence[int]) -> Iterator[torch.Tensor]:
+    """Yield the keys of every segment. One at a time, so that without gradients only one copy of a prefix is alive."""
+    for part, parent in zip(parts, parents, strict=True):
+        yield part if parent == ROOT else torch.cat([parts[parent], part], dim=2)
 
 
 def attend(
@@ -107,22 +124,28 @@ def grouped(sequence: PackedSequence) -> torch.Tensor:
     """
     if sequence.args.position_bias is not None:
         raise CannotDo("a bias belongs to the tokens of one sample")
-    if any(not sequence.mask_of(*sample).is_of_positions for sample in pairwise(sequence.ends)):
+    if any(not sequence.mask_of(segment).is_of_positions for segment in sequence.segments):
         raise CannotDo("the mask is not causal, or depends on the tokens of a sample")
-    groups = groups_of(sequence.ends, sequence.query.device)
-    sizes = [group.tokens.numel() for group in groups.groups]
-    # Copy all tokens once and split the copy by group: a copy for each group would have a gradient as long as the
-    # sequence every time.
-    copies = [
-        states[0].transpose(0, 1).index_select(0, groups.tokens).split(sizes)
-        for states in (sequence.query, sequence.key, sequence.value)
-    ]
+    groups = groups_of(sequence.bounds, sequence.query.device)
+    of_queries, of_keys = ([getattr(group, name) for group in groups.groups] for name in ("tokens", "keys"))
+    batches = (
+        _batches(sequence.query, groups.tokens, of_queries),
+        _batches(sequence.key, groups.keys, of_keys),
+        _batches(sequence.value, groups.keys, of_keys),
+    )
     outputs = []
-    for group, *batches in zip(groups.groups, *copies, strict=True):
-        query, key, value = (batch.unflatten(0, tuple(group.tokens.shape)).transpose(1, 2) for batch in batches)
-        mask = sequence.mask_of(*group.samples[0])
+    for group, query, key, value in zip(groups.groups, *batches, strict=True):
+        mask = sequence.mask_of(group.samples[0])
         outputs.append(attend(sequence.module, (query, key, value), mask, sequence.args))
     return groups.in_sequence_order(outputs, dim=0)
+
+
+def _batches(states: torch.Tensor, tokens: torch.Tensor, of_groups: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    # Copy all tokens once and split the copy by group: a copy for each group would have a gradient as long as the
+    # sequence every time.
+    copies = states[0].transpose(0, 1).index_select(0, tokens).split([group.numel() for group in of_groups])
+    for copy, group in zip(copies, of_groups, strict=True):
+        yield copy.unflatten(0, tuple(group.shape)).transpose(1, 2)  # (num_samples, num_heads, longest, head_dim)
 
 
 def by_lengths(sequence: PackedSequence) -> torch.Tensor:
@@ -141,7 +164,7 @@ def saves_calls(sequence: PackedSequence) -> bool:
     num_samples = len(sequence.ends) - 1
     if num_samples * worth <= num_bytes:
         return False
-    return (num_samples - len(similar_samples(sequence.ends))) * worth > num_bytes
+    return (num_samples - len(similar_samples(sequence.bounds))) * worth > num_bytes
 
 
 def varlen(sequence: PackedSequence) -> torch.Tensor:
@@ -155,18 +178,21 @@ def varlen(sequence: PackedSequence) -> torch.Tensor:
         raise CannotDo("computes in 16 bits")
     if not sequence.args.is_plain or sequence.args.dropout:
         raise CannotDo("knows no sinks, soft cap, bias or dropout")
-    longest = max(end - start for start, end in pairwise(sequence.ends))
     ends = _on_device(sequence.ends, sequence.query.device)
     states = (sequence.query, sequence.key, sequence.value)
     query, key, value = (one[0].transpose(0, 1).contiguous() for one in states)
+    ends_of_keys = ends
+    if sequence.parents:  # where queries are fewer than keys, they are the last ones here
+        keys, ends_of_keys = _keys_of_rows(sequence.bounds, query.device)
+        key, value = key.index_select(0, keys), value.index_select(0, keys)
     made: Any = varlen_attn(
         query,
         key,
         value,
         ends,
-        ends,
-        longest,
-        longest,
+        ends_of_keys,
+        max(segment.num_own for segment in sequence.segments),
+        max(segment.num_keys for segment in sequence.segments),
         scale=sequence.args.scaling,
         window_size=(-1 if window is None else window - 1, 0),  # the window without the token itself
         enable_gqa=sequence.query.shape[1] != sequence.key.shape[1],
@@ -194,7 +220,7 @@ def by_flex(sequence: PackedSequence, flex_attention: Any) -> torch.Tensor:
         sequence.key,
         sequence.value,
         score_mod=_capped(args.softcap),
-        block_mask=block_mask(sequence.ends, _common_window(sequence), sequence.query.device),
+        block_mask=block_mask(sequence.bounds, _common_window(sequence), sequence.query.device),
         scale=args.scaling,
         enable_gqa=sequence.query.shape[1] != sequence.key.shape[1],
         return_aux=AuxRequest(lse=args.sinks is not None),
@@ -214,18 +240,32 @@ def _compiled_flex() -> Any:
 
 
 @lru_cache(maxsize=8)  # a model has few kinds of layers, and each kind needs one
-def block_mask(ends: tuple[int, ...], window: int | None, device: torch.device) -> Any:
-    """Make flex attention's mask: the same sample, causal, within the window."""
+def block_mask(bounds: Bounds, window: int | None, device: torch.device) -> Any:
+    """Make flex attention's mask: the same sample or its prefix, causal, within the window of the row alone."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    lengths = torch.tensor([end - start for start, end in pairwise(ends)], device=device)
+    segments = segments_of(bounds)
+    lengths = torch.tensor([segment.num_own for segment in segments], device=device)
     sample = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
+    if bounds.parents:
+        numbers = [number if parent == ROOT else parent for number, parent in enumerate(bounds.parents)]
+        prefix = torch.tensor(numbers, device=device)[sample]
+        # By how much a token lies farther from its prefix than in its row alone.
+        shift = torch.tensor([one.start - one.num_prefix - one.prefix_start for one in segments], device=device)[sample]
 
     def sees(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
         is_seen = (sample[q_idx] == sample[kv_idx]) & (kv_idx <= q_idx)
         return is_seen if window is None else is_seen & (q_idx - kv_idx < window)
 
-    return create_block_mask(sees, 1, None, ends[-1], ends[-1], device=device)
+    def sees_prefix_too(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
+        is_of_prefix = (prefix[q_idx] == sample[kv_idx]) & (sample[q_idx] != sample[kv_idx])
+        if window is not None:
+            is_of_prefix = is_of_prefix & (q_idx - shift[q_idx] - kv_idx < window)
+        return is_of_prefix | sees(batch_idx, head_idx, q_idx, kv_idx)
+
+    num_tokens = bounds.ends[-1]
+    seen = sees_prefix_too if bounds.parents else sees
+    return create_block_mask(seen, 1, None, num_tokens, num_tokens, device=device)
 
 
 @cache
@@ -236,13 +276,22 @@ def _capped(softcap: float | None) -> Any:
 
 
 @lru_cache(maxsize=8)
+def _keys_of_rows(bounds: Bounds, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens that are keys of each segment, end to end, and where those of each segment end."""
+    segments = segments_of(bounds)
+    tokens = [segment.of(torch.arange(bounds.ends[-1]), dim=0) for segment in segments]
+    ends = (0, *accumulate(segment.num_keys for segment in segments))
+    return torch.cat(tokens).to(device), torch.tensor(ends, dtype=torch.int32, device=device)
+
+
+@lru_cache(maxsize=8)
 def _on_device(ends: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(ends, dtype=torch.int32, device=device)
 
 
 def _common_window(sequence: PackedSequence) -> int | None:
     """Return the window that all samples share. Raises `CannotDo` unless all masks are causal, with or without it."""
-    masks = [sequence.mask_of(*sample) for sample in pairwise(sequence.ends)]
+    masks = [sequence.mask_of(segment) for segment in sequence.segments]
     windows = {mask.window for mask in masks if mask.window is not None}
     if len(windows) > 1 or any(mask.window is None and not mask.is_causal for mask in masks):
         raise CannotDo("knows causal masks, with and without a window")

@@ -13,11 +13,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from swift_vlpack.attention.packed_sequence import Groups, boundaries_of, groups_of
+from swift_vlpack.attention.packed_sequence import Bounds, Groups, boundaries_of, groups_of, layer_name
 from swift_vlpack.errors import AttentionError
-from swift_vlpack.rows.families import RESTARTED, text_config_of
+from swift_vlpack.rows.families import KEEPS_STATE, RESTARTED, text_config_of
 
-_KEEPS_STATE = ("linear", "conv", "mamba", "recurrent", "hybrid")
 _handles: WeakKeyDictionary[torch.nn.Module, list[Any]] = WeakKeyDictionary()
 
 
@@ -27,24 +26,32 @@ def restart_at_boundaries(model: torch.nn.Module, leave: Sequence[str] = ()) -> 
     `leave` names classes that need no restart, because their kernels are given the boundaries. Raises `AttentionError`
     for a model with other layers that keep a state.
     """
-    found = [
-        (layer, mixer)
-        for layer in model.modules()
-        for mixer in layer.children()
-        if type(mixer).__name__ in RESTARTED and type(mixer).__name__ not in leave
-    ]
-    if not found and not any(type(module).__name__ in leave for module in model.modules()):
+    layers = [(layer, mixer) for layer in model.modules() for mixer in layer.children()]
+    left = [layer for layer, mixer in layers if type(mixer).__name__ in leave]
+    found = [one for one in layers if type(one[1]).__name__ in RESTARTED and type(one[1]).__name__ not in leave]
+    if not found and not left:
         _refuse_unknown_state(model)
     for handle in _handles.pop(model, ()):
         handle.remove()
     _handles[model] = [handle for layer, mixer in found for handle in _Restart().on(layer, mixer)]
+    _handles[model] += [layer.register_forward_pre_hook(_refuse_branches, with_kwargs=True) for layer in left]
     return len(found)
+
+
+def _refuse_branches(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Raise `AttentionError` for a sequence with shared prefixes: every branch would need a copy of the state."""
+    ends = kwargs.get("cu_seq_lens_q")
+    if ends is not None and ends.ndim > 1:
+        raise AttentionError(
+            f"{layer_name(layer)} keeps a state along the sequence, which branches of one prefix cannot share; set "
+            "packing_share=none"
+        )
 
 
 def _refuse_unknown_state(model: Any) -> None:
     config = text_config_of(model.config)
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    keeping = sorted({kind for kind in kinds or () if any(word in str(kind) for word in _KEEPS_STATE)})
+    keeping = sorted({kind for kind in kinds or () if any(word in str(kind) for word in KEEPS_STATE)})
     if kinds is None and any(getattr(module, "_is_stateful", False) for module in model.modules()):
         keeping = [config.model_type]  # such a model has layers of one kind
     if keeping:
@@ -73,8 +80,9 @@ class _Restart:
 
     def read_boundaries(self, layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Keep the boundaries of the sequence if it has more than one sample."""
+        _refuse_branches(layer, args, kwargs)
         ends = kwargs.get("cu_seq_lens_q")
-        self.ends = boundaries_of(ends) if ends is not None and len(ends) > 2 else ()
+        self.ends = boundaries_of(ends).ends if ends is not None and len(ends) > 2 else ()
 
     def run_all_but_one(self, mixer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run every group but the last, and replace the arguments of the call by the last group."""
@@ -87,7 +95,7 @@ class _Restart:
                 f"{type(mixer).__name__}: the boundaries cu_seq_lens_q go to {self.ends[-1]}, but the batch is "
                 f"{states.shape[0]} sequence(s) of {states.shape[1]} tokens; give a pack as one sequence"
             )
-        self.groups = groups_of(self.ends, states.device)
+        self.groups = groups_of(Bounds(self.ends), states.device)
         batches = [states[0][group.tokens] for group in self.groups.groups]
         self.outputs = [mixer.forward(batch) for batch in batches[:-1]]
         return (batches[-1],), {}

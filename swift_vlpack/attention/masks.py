@@ -7,6 +7,9 @@ function means inside a packed sequence depends on its kind:
 - Chunks count from the start of the sequence, and must count from the start of the sample.
 - Image blocks and padding look tokens up in the sequence, so their indices are moved.
 - The mask that transformers derives from restarted positions repeats the boundaries, so it is left out.
+
+A branch is the end of a row whose beginning, the prefix, lies elsewhere in the sequence. Its mask is that of the row
+alone: the last rows of the matrix, with distances and lookups along the row, never along the branches between.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from transformers import masking_utils
@@ -31,16 +34,52 @@ _SEES_ALL = ("bidirectional_mask_function", "packed_sequence_mask_function")
 OF_POSITIONS = {"and_masks", "or_masks", "causal_mask_function", *_LIMITS, *_SEES_ALL}
 
 
+class Segment(NamedTuple):
+    """Tokens of a sequence that are computed together: a sample or a prefix; or a branch, which sees its prefix too."""
+
+    start: int
+    end: int
+    prefix_start: int = 0
+    prefix_end: int = 0
+
+    @property
+    def num_own(self) -> int:
+        """Count the tokens of the segment, which are its queries."""
+        return self.end - self.start
+
+    @property
+    def num_prefix(self) -> int:
+        """Count the tokens of its prefix; 0 for a segment without."""
+        return self.prefix_end - self.prefix_start
+
+    @property
+    def num_keys(self) -> int:
+        """Count the tokens of its row alone, as far as the end of the segment."""
+        return self.num_prefix + self.num_own
+
+    def of(self, states: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return the tokens of its row alone."""
+        own = states.narrow(dim, self.start, self.num_own)
+        if not self.num_prefix:
+            return own
+        return torch.cat([states.narrow(dim, self.prefix_start, self.num_prefix), own], dim)
+
+    def in_sequence(self, index: Any) -> Any:
+        """Return the place in the sequence of a token that is counted in the row alone."""
+        own = index + (self.start - self.num_prefix)
+        return torch.where(index < self.num_prefix, index + self.prefix_start, own) if self.num_prefix else own
+
+
 class MaskRead(AttentionError, AttributeError):
     """Raised when the model's code looks into its mask; an `AttributeError` too, so that `hasattr` works."""
 
 
 @dataclass(frozen=True)
 class SampleMask:
-    """Mask of one sample: every token sees all tokens, or the past, or what a matrix says."""
+    """Mask of one sample: everything, the past, or a matrix. A branch has fewer queries than keys: the last ones."""
 
     is_causal: bool = False
-    """True if every token sees exactly its past, so that no matrix is needed."""
+    """True for the past only. The matrix is for branches, because without one sdpa takes the queries for the first."""
     make: Callable[[], torch.Tensor] | None = None
     """Makes the matrix, on first use, because kernels that know windows need none."""
     is_of_positions: bool = False
@@ -50,13 +89,28 @@ class SampleMask:
     """Size of the sliding window, if the mask is causal with a window and nothing else."""
 
     @cached_property
-    def matrix(self) -> torch.Tensor | None:  # (1, 1 or num_heads, length, length), bool or added to the scores
+    def matrix(self) -> torch.Tensor | None:  # (1, 1 or num_heads, num_own, num_keys), bool or added to the scores
         """Make the matrix once; None if the mask needs none."""
         return None if self.make is None else self.make()
 
 
 PAST = SampleMask(is_causal=True, is_of_positions=True)
 EVERYTHING = SampleMask()
+
+
+def past(segment: Segment, window: int | None, device: torch.device | str | None) -> SampleMask:
+    """Make a causal mask with a window, if any; a sample that fits into the window needs no matrix."""
+    limit = segment.num_keys if window is None else window
+    fits = segment.num_keys <= limit
+    if fits and not segment.num_prefix:
+        return PAST
+
+    def make() -> torch.Tensor:
+        position = torch.arange(segment.num_keys, device=device)
+        distance = position[segment.num_prefix :, None] - position[None, :]
+        return ((distance >= 0) & (distance < limit))[None, None]
+
+    return SampleMask(fits, make, is_of_positions=True, window=None if fits else window)
 
 
 class SequenceMask:
@@ -72,8 +126,8 @@ class SequenceMask:
         self.shape = (1, 1, num_tokens, num_tokens)
         self._options = options
         self._whole: list[torch.Tensor | None] = []
-        self._samples: dict[tuple[int, int], SampleMask] = {}
-        self._by_length: dict[int, SampleMask] = {}
+        self._samples: dict[Segment, SampleMask] = {}
+        self._by_size: dict[tuple[int, int], SampleMask] = {}
         names = kinds_in(function)
         self._is_same_everywhere = names <= OF_POSITIONS and options.get("attention_mask") is None
         self.looks_back = "causal_mask_function" in names
@@ -87,16 +141,20 @@ class SequenceMask:
             self._whole.append(made)
         return self._whole[0]
 
-    def of_sample(self, start: int, end: int) -> SampleMask:
-        """Return the mask that the sample between these tokens would have alone; made once for all layers."""
-        if end - start in self._by_length:
-            return self._by_length[end - start]
-        if (start, end) not in self._samples:
-            made = _sample_mask(self.function, start, end, self._options)
-            self._samples[start, end] = made
-            if self._is_same_everywhere:
-                self._by_length[end - start] = made
-        return self._samples[start, end]
+    def of_sample(self, start: int, end: int, prefix_start: int = 0, prefix_end: int = 0) -> SampleMask:
+        """Return the mask that these tokens would have in their row alone; made once for all layers.
+
+        The row is the tokens from `start` to `end`, after those of the prefix if they are a branch.
+        """
+        size = (end - start, prefix_end - prefix_start)
+        if self._is_same_everywhere and size in self._by_size:
+            return self._by_size[size]
+        segment = Segment(start, end, prefix_start, prefix_end)
+        if segment not in self._samples:
+            made = _sample_mask(self.function, segment, self._options)
+            # Two masks of one size that are of positions are equal, so all branches of a size share one matrix.
+            self._samples[segment] = self._by_size.setdefault(size, made) if made.is_of_positions else made
+        return self._samples[segment]
 
     @property
     def signature(self) -> object:
@@ -150,26 +208,37 @@ def _is_zero(offset: int | torch.Tensor) -> bool:
     return isinstance(offset, int) and offset == 0
 
 
-def _sample_mask(function: MaskFunction, start: int, end: int, options: dict[str, Any]) -> SampleMask:
+def prefix_sees(segment: Segment) -> str:
+    """Return the error for a mask in which a prefix sees the tokens of a branch, as in prefix language models."""
+    return (
+        f"the mask of the model lets tokens {segment.prefix_start} to {segment.prefix_end}, which rows share, see what "
+        f"follows them in a row (tokens {segment.start} to {segment.end}); set packing_share=none"
+    )
+
+
+def _sample_mask(function: MaskFunction, segment: Segment, options: dict[str, Any]) -> SampleMask:
     padding = options.get("attention_mask")
     if padding is not None:
         function = masking_utils.and_masks(function, masking_utils.padding_mask_function(padding))
-    alone = _FunctionOfSample(start, end, options)
+    alone = _FunctionOfSample(segment, options)
     seen = alone.of(function)
+    if segment.num_prefix and (seen is True or (seen is not False and alone.is_seen_by_prefix(seen))):
+        raise AttentionError(prefix_sees(segment))
     if seen is True:
         return EVERYTHING
     if seen is False:
-        raise AttentionError(f"the mask of the model lets tokens {start} to {end} see nothing, not even themselves")
+        tokens = f"{segment.start} to {segment.end}"
+        raise AttentionError(f"the mask of the model lets tokens {tokens} see nothing, not even themselves")
     if kind_of(seen)[0] == "causal_mask_function":
-        return PAST
+        return past(segment, None, options.get("device"))
     return SampleMask(False, partial(alone.matrix, seen), not alone.looks_up, window_of(seen))
 
 
 class _FunctionOfSample:
-    """Rewrite the mask function of a sequence for one sample, so that indices count from the sample's start."""
+    """Rewrites the mask function of a sequence for one sample; indices then count from the start of its row alone."""
 
-    def __init__(self, start: int, end: int, options: dict[str, Any]) -> None:
-        self.start, self.end, self.length = start, end, end - start
+    def __init__(self, segment: Segment, options: dict[str, Any]) -> None:
+        self.segment = segment
         self.options = {name: options[name] for name in ("use_vmap", "device") if name in options}
         self.looks_up = False
         """Becomes True when a part of the function depends on the tokens themselves, not only on their positions."""
@@ -186,23 +255,31 @@ class _FunctionOfSample:
         if name == "causal_mask_function":
             return function
         if name in _LIMITS:
-            return True if self.length <= inside[_LIMITS[name]] else function
-        here = slice(self.start, self.end)
-        if name == "blockwise_overlay" and not bool((inside["block_sequence_ids"][:, here] >= 0).any()):
+            return True if self.segment.num_keys <= inside[_LIMITS[name]] else function
+        queries = slice(self.segment.start, self.segment.end)
+        if name == "blockwise_overlay" and not bool((inside["block_sequence_ids"][:, queries] >= 0).any()):
             return False
-        if name == "padding_mask_function" and bool(inside["padding_mask"][:, here].all()):
+        if name == "padding_mask_function" and bool(self.segment.of(inside["padding_mask"], dim=1).all()):
             return True
         if name in _LOOKS_UP:
             self.looks_up = True
-            return self._moved(function)
+            return self._looked_up(function)
         return self._of_unknown_kind(function)
 
-    def matrix(self, function: MaskFunction) -> Any:  # (1, 1, length, length)
+    def matrix(self, function: MaskFunction) -> Any:  # (1, 1, num_own, num_keys)
         """Evaluate a function of the sample for all pairs of tokens."""
-        made: Any = masking_utils.sdpa_mask(
-            1, self.length, self.length, mask_function=function, allow_is_causal_skip=False, **self.options
+        return self._evaluated(function, self.segment.num_own, self.segment.num_keys, self.segment.num_prefix, 0)
+
+    def is_seen_by_prefix(self, function: MaskFunction) -> bool:
+        """Return whether a token of the prefix sees one of the branch; without a look at the mask if it is causal."""
+        size = self.segment.num_prefix
+        return not _is_causal(function) and bool(self._evaluated(function, size, self.segment.num_own, 0, size).any())
+
+    def _evaluated(self, function: MaskFunction, num_queries: int, num_keys: int, query: int, key: int) -> Any:
+        """Evaluate a function from one query and one key on."""
+        return masking_utils.sdpa_mask(
+            1, num_queries, num_keys, query, key, mask_function=function, allow_is_causal_skip=False, **self.options
         )
-        return made
 
     def _joined(self, parts: list[MaskFunction | bool], *, stops: bool) -> MaskFunction | bool:
         if stops in parts:
@@ -212,30 +289,41 @@ class _FunctionOfSample:
             return functions[0] if functions else not stops
         return (masking_utils.or_masks if stops else masking_utils.and_masks)(*functions)
 
-    def _moved(self, function: MaskFunction) -> MaskFunction:
-        moved: MaskFunction = masking_utils.add_offsets_to_mask_function(function, self.start, self.start)
-        return moved
+    def _looked_up(self, function: MaskFunction) -> MaskFunction:
+        place = self.segment.in_sequence
+
+        def inner_mask(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return function(batch_idx, head_idx, place(q_idx), place(kv_idx))
+
+        return inner_mask
 
     def _of_unknown_kind(self, function: MaskFunction) -> MaskFunction:
-        """Accept a function that gives the same mask at the sample's place and at 0. Raises `AttentionError` if not."""
-        in_sequence, alone = self.matrix(self._moved(function)), self.matrix(function)
-        if not torch.equal(in_sequence, alone):
+        """Accept a function that gives the same wherever the sample lies. Raises `AttentionError` for any other.
+
+        A branch is tried as the end of a row in one piece: a function of distances is right there, too.
+        """
+        segment = self.segment
+        start = segment.start - segment.num_prefix
+        moved = masking_utils.add_offsets_to_mask_function(function, start, start)
+        if not torch.equal(self.matrix(moved), self.matrix(function)):
             name = getattr(function, "__qualname__", type(function).__name__)
             raise AttentionError(
                 f"the model's mask has a part {name} that depends on where in the sequence a sample lies (tokens "
-                f"{self.start} to {self.end}), and packing does not know what the sample would have alone; train "
+                f"{segment.start} to {segment.end}), and packing does not know what the sample would have alone; train "
                 "without packing, or report the model"
             )
         return function
 
 
-def resized(function: MaskFunction, num_tokens: int, longest: int) -> MaskFunction:
-    """Make a mask function of the same kind for a sequence of random numbers, on which kernels are tried.
-    Windows and chunks are cut to `longest`. Every 32 tokens get one image block of 8 tokens.
+def resized(function: MaskFunction, ends: tuple[int, ...], longest: int) -> MaskFunction:
+    """Make a mask function of the same kind for a sequence with segments that end there, to try a kernel on.
+
+    Windows and chunks become at most `longest`. Image blocks become one of 8 tokens in every 32; a block that reaches
+    over the end of a segment becomes two, because no prefix shares an image with its branches.
     """
     name, inside = kind_of(function)
     if "mask_functions" in inside:
-        parts = [resized(part, num_tokens, longest) for part in inside["mask_functions"]]
+        parts = [resized(part, ends, longest) for part in inside["mask_functions"]]
         return (masking_utils.or_masks if name == "or_masks" else masking_utils.and_masks)(*parts)
     if name in _LIMITS:
         size = min(inside[_LIMITS[name]], longest)
@@ -243,8 +331,9 @@ def resized(function: MaskFunction, num_tokens: int, longest: int) -> MaskFuncti
             return masking_utils.chunked_overlay(size, torch.zeros_like(inside["left_padding"]))
         return masking_utils.sliding_window_overlay(size)
     if name == "blockwise_overlay":
-        place = torch.arange(num_tokens, device=inside["block_sequence_ids"].device)
-        return masking_utils.blockwise_overlay(torch.where(place % 32 < 8, place // 32, -1)[None])
+        place = torch.arange(ends[-1], device=inside["block_sequence_ids"].device)
+        segment = torch.bucketize(place, torch.tensor(ends[1:], device=place.device), right=True)
+        return masking_utils.blockwise_overlay(torch.where(place % 32 < 8, place // 32 + segment * ends[-1], -1)[None])
     if name in ("packed_sequence_mask_function", "padding_mask_function"):
         return masking_utils.bidirectional_mask_function
     return function
@@ -273,6 +362,13 @@ def kinds_in(function: MaskFunction) -> set[str]:
     """Return the kinds of all parts of a mask function."""
     name, inside = kind_of(function)
     return {name}.union(*(kinds_in(part) for part in inside.get("mask_functions", ())))
+
+
+def _is_causal(function: MaskFunction) -> bool:
+    """Return whether a function lets no token see a later one, as far as its kinds tell."""
+    name, inside = kind_of(function)
+    parts = [_is_causal(part) for part in inside.get("mask_functions", ())]
+    return name == "causal_mask_function" or (any(parts) if name == "and_masks" else bool(parts) and all(parts))
 
 
 def window_of(function: MaskFunction) -> int | None:

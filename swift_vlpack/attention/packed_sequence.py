@@ -2,28 +2,33 @@
 arguments.
 
 >>> boundaries_of(torch.tensor([0, 3, 5]))
-(0, 3, 5)
->>> groups_of((0, 5, 6, 11), torch.device("cpu")).groups[0].samples
-((0, 5), (6, 11))
+Bounds(ends=(0, 3, 5), parents=())
+>>> [group.tokens.tolist() for group in groups_of(Bounds((0, 2, 3, 5)), torch.device("cpu")).groups]
+[[[0, 1], [3, 4]], [[2]]]
 
 Boundaries reach attention as the keyword `cu_seq_lens_q`, which transformers hands to every layer. A keyword, and not
 a global, because gradient checkpointing runs a layer a second time after the forward is over, and because a process
-may train more than one model.
+may train more than one model. Where rows share a
+prefix the tensor has a second line, so that a kernel that knows flat boundaries only fails at its shape:
+
+>>> boundaries_of(tensor_of(Boundaries((3, 2, 1), parents=(-1, 0, 0))))
+Bounds(ends=(0, 3, 5, 6), parents=(-1, 0, 0))
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from swift_vlpack.attention.masks import PAST, SampleMask, SequenceMask
+from swift_vlpack.attention.masks import SampleMask, Segment, SequenceMask, past, prefix_sees
 from swift_vlpack.errors import AttentionError
+from swift_vlpack.plan.boundaries import ROOT, Boundaries
 
 States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Query, key and value, each (batch, heads, tokens, head_dim)."""
@@ -50,18 +55,46 @@ batch is padding."""
 _on_host: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def boundaries_of(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
+class Bounds(NamedTuple):
+    """The boundaries of a sequence: `plan.boundaries.Boundaries` as attention reads them, layer after layer."""
+
+    ends: tuple[int, ...] = ()  # (num_segments + 1,): 0, then the end of each segment
+    parents: tuple[int, ...] = ()  # (num_segments,): the number of its prefix, or ROOT; empty if no segment has one
+
+
+def tensor_of(boundaries: Boundaries) -> torch.Tensor:  # (num_segments + 1,), or (2, num_segments + 1) with prefixes
+    """Return the tensor `cu_seq_lens_q` of a sequence: ends of segments, and their prefixes if there are any."""
+    lines = (boundaries.cu_seqlens, (ROOT, *boundaries.parents))
+    return torch.tensor(lines if boundaries.parents else lines[0], dtype=torch.int32)
+
+
+def boundaries_of(cu_seqlens: torch.Tensor) -> Bounds:
     """Return the boundaries as integers, copied from the device once for all layers of a forward.
 
-    This is the one place where attention learns the shape of a sequence. Prefixes that are shared by branches will
-    return a forest of depth one from here (`plan.boundaries.Boundaries`), and sequence parallelism will look up the
+    This is the one place where attention learns the shape of a sequence. Sequence parallelism will look up the
     boundaries of the whole sequence for a rank that holds a slice of it: callers ask per sequence, never per rank.
     """
-    known: tuple[int, ...] | None = _on_host.get(cu_seqlens)
+    known: Bounds | None = _on_host.get(cu_seqlens)
     if known is None:
-        known = tuple(cu_seqlens.tolist())
+        known = _forest(*cu_seqlens.tolist()) if cu_seqlens.ndim == 2 else Bounds(tuple(cu_seqlens.tolist()))
         _on_host[cu_seqlens] = known
     return known
+
+
+def _forest(ends: list[int], parents: list[int]) -> Bounds:
+    """Check the boundaries of a sequence with prefixes. Raises `BoundaryError` for another shape than depth one."""
+    checked = Boundaries(tuple(end - start for start, end in pairwise(ends)), tuple(parents[1:]))
+    return Bounds(tuple(ends), checked.parents)
+
+
+@lru_cache(maxsize=8)  # shared by the layers of a forward
+def segments_of(bounds: Bounds) -> tuple[Segment, ...]:
+    """Return the tokens of every segment, with those of its prefix."""
+    flat = [Segment(*tokens) for tokens in pairwise(bounds.ends)]
+    return tuple(
+        flat[number] if parent == ROOT else Segment(*flat[number][:2], *flat[parent][:2])
+        for number, parent in enumerate(bounds.parents or [ROOT] * len(flat))
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +126,11 @@ class AttentionArgs:
         """Tell whether sdpa of every supported version of transformers supports these arguments."""
         return self.softcap is None and self.sinks is None and self.position_bias is None
 
-    def for_sample(self, start: int, end: int) -> AttentionArgs:
+    def for_sample(self, segment: Segment) -> AttentionArgs:
         """Return the arguments for the tokens of one sample."""
         if self.position_bias is None:
             return self
-        bias = self.position_bias[..., start:end, start:end]
-        return AttentionArgs(self.scaling, self.dropout, self.softcap, self.sinks, bias)
+        return replace(self, position_bias=part_of(self.position_bias, segment, "bias"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,29 +145,58 @@ class PackedSequence:
     window: int | None
     """Sliding window of a layer that has one and was given no mask."""
     args: AttentionArgs
-    ends: tuple[int, ...]  # (num_samples + 1,): 0, then the end of each sample
+    ends: tuple[int, ...]  # (num_segments + 1,): 0, then the end of each segment
+    parents: tuple[int, ...] = ()  # (num_segments,): the number of its prefix, or ROOT; empty if no segment has one
 
-    def mask_of(self, start: int, end: int) -> SampleMask:
-        """Return the mask of the sample between these tokens."""
+    @property
+    def bounds(self) -> Bounds:
+        """Return the boundaries as one value."""
+        return Bounds(self.ends, self.parents)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Return what is computed together: samples, and where rows share a prefix, prefixes and branches."""
+        return segments_of(self.bounds)
+
+    def mask_of(self, segment: Segment) -> SampleMask:
+        """Return the mask of a segment in its row alone."""
         if self.mask is None:
-            return _band(end - start, self.window, self.query.device)
+            return past(segment, self.window, self.query.device)
         if isinstance(self.mask, SequenceMask):
-            return self.mask.of_sample(start, end)
-        part = self.mask[:, :, start:end, start:end]
+            return self.mask.of_sample(*segment)
+        part = part_of(self.mask, segment, "mask")
+        if segment.num_prefix:
+            _check_prefix_is_blind(self.mask, segment)
         return SampleMask(make=lambda: part)
 
 
-def _band(length: int, window: int | None, device: torch.device) -> SampleMask:
-    """Make a causal mask with a window; a sample that fits into the window needs no matrix."""
-    if window is None or length <= window:
-        return PAST
+def part_of(matrix: torch.Tensor, segment: Segment, name: str) -> torch.Tensor:  # (..., num_own, num_keys)
+    """Return the part of a matrix of all tokens against all that a segment would have in its row alone.
 
-    def make() -> torch.Tensor:
-        position = torch.arange(length, device=device)
-        distance = position[:, None] - position[None, :]
-        return ((distance >= 0) & (distance < window))[None, None]
+    The matrix was made for the sequence, where other branches lie between a branch and its prefix. So the part is the
+    one of a branch that follows its prefix directly. It is right if only distances count, and that is asked: the part
+    of the branch against itself must be the same in both places. Raises `AttentionError` if it is not.
+    """
+    start, end, prefix_start, prefix_end = segment
+    own = matrix[..., start:end, start:end]
+    if not segment.num_prefix:
+        return own
+    followed = slice(prefix_end, prefix_end + segment.num_own)
+    part = matrix[..., followed, prefix_start : prefix_end + segment.num_own]
+    if not torch.equal(part[..., segment.num_prefix :], own):
+        raise AttentionError(
+            f"the model's attention has a {name} {tuple(matrix.shape)} that depends on where in the sequence a branch "
+            f"lies (tokens {start} to {end}), and packing does not know what its row would have alone; set "
+            "packing_share=none"
+        )
+    return part
 
-    return SampleMask(make=make, is_of_positions=True, window=window)
+
+def _check_prefix_is_blind(mask: torch.Tensor, segment: Segment) -> None:
+    """Raise `AttentionError` if tokens that rows share see what follows them in one row."""
+    seen = mask[..., segment.prefix_start : segment.prefix_end, segment.start : segment.end]
+    if bool((seen if seen.dtype == torch.bool else seen > torch.finfo(seen.dtype).min / 2).any()):
+        raise AttentionError(prefix_sees(segment))
 
 
 def check_mask(module: torch.nn.Module, mask: Any, num_tokens: int) -> None:
@@ -175,17 +236,19 @@ def _refusal(module: torch.nn.Module, name: str, value: Any) -> str:
     )
 
 
-def rescaled_by_sample(module: Any, query: torch.Tensor, ends: tuple[int, ...]) -> torch.Tensor:
-    """Correct the query of layers that scale it by the position of its token (Llama 4).
-    The layer has already multiplied the query by a temperature, which grows with the token's number in the sequence.
-    Alone, a sample counts its tokens from its own start. Returns the query unchanged for all other layers.
+def rescaled_by_sample(module: Any, query: torch.Tensor, bounds: Bounds) -> torch.Tensor:
+    """Return the query as each sample would have it alone, for layers that scale it by a token's number (Llama 4).
+
+    The layer has already multiplied the query by a temperature that grows with the token's number in the sequence;
+    in a sample alone the number counts from the sample's start, and in a branch it goes on from its prefix.
     """
+    ends = bounds.ends
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query
     if ends[-1] < module.floor_scale or len(ends) == 2:
         return query
     in_sequence = torch.arange(ends[-1], device=query.device)
-    starts = torch.tensor(ends[:-1], device=query.device)
+    starts = torch.tensor([one.start - one.num_prefix for one in segments_of(bounds)], device=query.device)
     lengths = torch.tensor(ends, device=query.device).diff()
     in_sample = in_sequence - torch.repeat_interleave(starts, lengths)
     factor = _temperature(module, in_sample) / _temperature(module, in_sequence)
@@ -200,11 +263,16 @@ def _temperature(module: Any, position: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Samples that are computed as one batch, padded on the right to the longest sample."""
+    """Samples that are computed as one batch, padded on the right to the longest of them.
 
-    samples: tuple[tuple[int, int], ...]
-    """Start and end of each sample, the longest first."""
+    Branches are samples too, with prefixes of one length. Their keys are those of the row alone: what follows a branch
+    is padding, and lies behind every query.
+    """
+
+    samples: tuple[Segment, ...]
+    """Tokens of each sample, the longest first."""
     tokens: torch.Tensor  # (num_samples, longest): index into the sequence; padding repeats the sample's last token
+    keys: torch.Tensor  # (num_samples, num_prefix + longest): `tokens`, after those of the prefix if there is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +281,7 @@ class Groups:
 
     groups: tuple[Group, ...]
     tokens: torch.Tensor  # indices into the sequence, of all groups end to end
+    keys: torch.Tensor  # those of all groups, end to end
     places: torch.Tensor  # (num_tokens,): index of each token of the sequence in the groups' tokens, end to end
 
     def in_sequence_order(self, outputs: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
@@ -220,29 +289,40 @@ class Groups:
         return torch.cat([output.flatten(0, 1) for output in outputs]).index_select(0, self.places).unsqueeze(dim)
 
 
-@lru_cache(maxsize=8)  # so that all layers of a forward share the groups
-def groups_of(ends: tuple[int, ...], device: torch.device) -> Groups:
+@lru_cache(maxsize=8)  # shared by the layers of a forward
+def groups_of(bounds: Bounds, device: torch.device) -> Groups:
     """Group samples of similar length, so that work per sample becomes work per group."""
-    groups, places, num_before = [], torch.empty(ends[-1], dtype=torch.long), 0
-    for samples in similar_samples(ends):
+    groups, places, num_before = [], torch.empty(bounds.ends[-1], dtype=torch.long), 0
+    for samples in similar_samples(bounds):
         # Computed on the host and copied once: `nonzero` on a device would stop the host until the device is done.
-        starts, lengths = torch.tensor([(start, end - start) for start, end in samples]).T[:, :, None]
+        starts, lengths, prefixes = torch.tensor([(one.start, one.num_own, one.prefix_start) for one in samples]).T[
+            :, :, None
+        ]
         place = torch.arange(int(lengths[0]))
         tokens, is_real = starts + torch.minimum(place, lengths - 1), place < lengths
         places[tokens[is_real]] = num_before + torch.nonzero(is_real.flatten()).flatten()
         num_before += tokens.numel()
-        groups.append(Group(samples, tokens.to(device)))
-    return Groups(tuple(groups), torch.cat([group.tokens.flatten() for group in groups]), places.to(device))
+        num_prefix = samples[0].num_prefix
+        keys = torch.cat([prefixes + torch.arange(num_prefix), tokens], dim=1) if num_prefix else tokens
+        groups.append(Group(samples, tokens.to(device), keys.to(device)))
+    tokens = torch.cat([group.tokens.flatten() for group in groups])
+    keys = torch.cat([group.keys.flatten() for group in groups]) if bounds.parents else tokens
+    return Groups(tuple(groups), tokens, keys, places.to(device))
 
 
 @lru_cache(maxsize=8)
-def similar_samples(ends: tuple[int, ...]) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Group samples of similar length. Returns the start and end of each sample, by group, the longest first."""
-    samples = sorted(pairwise(ends), key=lambda sample: (sample[0] - sample[1], sample[0]))
-    groups: list[list[tuple[int, int]]] = []
-    for start, end in samples:
-        if groups and end - start >= LEAST_SHARE * (groups[-1][0][1] - groups[-1][0][0]):
-            groups[-1].append((start, end))
+def similar_samples(bounds: Bounds) -> tuple[tuple[Segment, ...], ...]:
+    """Return the samples by group: those with a prefix of the same length, the longest first."""
+    samples = sorted(segments_of(bounds), key=lambda sample: (sample.num_prefix, -sample.num_own, sample.start))
+    groups: list[list[Segment]] = []
+    for sample in samples:
+        longest = groups[-1][0] if groups else None
+        if (
+            longest is not None
+            and sample.num_prefix == longest.num_prefix
+            and sample.num_own >= LEAST_SHARE * longest.num_own
+        ):
+            groups[-1].append(sample)
         else:
-            groups.append([(start, end)])
+            groups.append([sample])
     return tuple(map(tuple, groups))

@@ -106,7 +106,7 @@ def sizes_of(inputs: Any) -> tuple[int, int, int]:
     grids = [inputs[name] for name in ("image_grid_thw", "video_grid_thw") if inputs.get(name) is not None]
     patches = sum(int(grid.prod(-1).sum()) for grid in grids)
     if (record := getattr(inputs, "record", None)) is not None:
-        return sum(record.lengths), len(record.lengths), patches
+        return record.num_tokens, len(record.lengths), patches
     tokens, mask = inputs["input_ids"], inputs.get("attention_mask")
     is_mask = isinstance(mask, torch.Tensor) and mask.dim() == 2
     return int(mask.sum()) if is_mask else tokens.numel(), tokens.shape[0], patches
@@ -127,7 +127,7 @@ def loader_speed(trainer: Any, num_workers: int) -> dict[str, Any]:
                 first = last
             else:
                 samples += len(batch.record.lengths)
-                tokens += sum(batch.record.lengths)
+                tokens += batch.record.num_tokens
             if last - start > SECONDS_OF_LOADER:
                 break
     seconds = last - (first or last)

@@ -22,12 +22,12 @@ from swift_vlpack.feed.feed import Feed
 from swift_vlpack.feed.planned import address_of
 from swift_vlpack.host.loader import collator_of
 from swift_vlpack.host.run import Run, with_model_shape
-from swift_vlpack.pages.make_values import Place, SampleLookup, member_of, pack_shown
+from swift_vlpack.pages.make_values import Place, SampleLookup, SampleTokens, member_of, pack_shown
 from swift_vlpack.pages.values import Member, PackShown
 from swift_vlpack.plan.epoch import EpochPlan
 from swift_vlpack.rows.families import MediaTokens, placeholder_ids
 from swift_vlpack.rows.fusion import FusionCaptionDataset
-from swift_vlpack.rows.samples import Address, SampleId
+from swift_vlpack.rows.samples import Address, Encoded, SampleId
 from swift_vlpack.rows.source import place
 from swift_vlpack.words import counted
 
@@ -134,13 +134,13 @@ class PackViewer:
     def sample_at(self, address: Address) -> Member:
         """Show a sample of a plan by itself."""
         sample = self.feed.dataset.encode(address)
-        return member_of(sample["sample_id"], sample["input_ids"], sample["labels"], self._lookup([address]))
+        return member_of(_tokens_of(sample), self._lookup([address]))
 
     def first_samples(self, num_samples: int) -> Iterator[Member]:
         """Show the first samples that are trained, each by itself."""
         lookup = self._lookup(())
         for sample in self.feed.preview(num_samples):
-            yield member_of(sample["sample_id"], sample["input_ids"], sample["labels"], lookup)
+            yield member_of(_tokens_of(sample), lookup)
 
     def where(self, sample_id: SampleId) -> str:
         """Return file and line of a sample, or which row of a stream it is."""
@@ -186,6 +186,10 @@ class PackViewer:
         labels: Sequence[int] | None = made.get("labels") if isinstance(made, dict) else None
         span = address.span
         return labels if span is None or labels is None else labels[span.start : span.stop]
+
+
+def _tokens_of(sample: Encoded) -> SampleTokens:
+    return SampleTokens(sample["sample_id"], sample["input_ids"], sample["labels"])
 
 
 def _training_every_answer(template: Any) -> Any:

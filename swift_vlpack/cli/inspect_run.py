@@ -183,6 +183,7 @@ class _PlannedRun:
             ids=[str(one) for one in ids],
             where=[self._viewer.where(one) for one in ids],
             lengths=[size[0] for size in address.sizes],
+            shared=address.shared,
         )
 
     @cached_property

@@ -89,6 +89,11 @@ def _lengths_report(args: argparse.Namespace) -> dict[str, Any]:
             f"packing_overflow={config.packing_overflow} needs to know where the images of a row are, which lengths do "
             "not say; plan the run itself (--config), or leave it out"
         )
+    if config.shares_media:
+        raise ConfigError(
+            "packing_share=media needs to know which rows begin with the same media, which lengths do not say; plan "
+            "the run itself (--config), or leave it out"
+        )
     lengths = read_lengths(args.lengths)
     num_rows = len(lengths.tokens)
     start = time.perf_counter()

@@ -6,7 +6,7 @@ from typing import Any
 
 from swift_vlpack.cli.lines import labelled
 from swift_vlpack.plan.registry import WINDOW
-from swift_vlpack.plan.report import StepSize, nothing_packed
+from swift_vlpack.plan.report import StepSize, nothing_packed, share_lines
 from swift_vlpack.plan.same_steps import KeptSteps
 from swift_vlpack.reasons import kept_by
 from swift_vlpack.words import by_reason, counted
@@ -36,6 +36,7 @@ def _about_packs(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("", f"{samples_per_pack:.1f} samples a pack, {100 * saved:.1f}% fewer sequences"),
         *_about_fill(report),
         *_about_padding(report),
+        *(share_lines(report["share"]) if report.get("share") else []),
         ("ranks", f"{report['num_ranks']}: {per_rank}"),
         ("", f"{split} cut in two, {report['packs_empty']} without a sample, for equal steps"),
         ("single-long", f"{counted(report['single_long'], 'sample')} too large for a pack, alone in a sequence"),

@@ -130,6 +130,7 @@ class TrainedRun:
                 number=line["pack"],
                 ids=line["ids"],
                 where=[_place(name, origins) for name in line["ids"]],
+                shared=line.get("shared", ()),
             )
             for rank in recorded_ranks(folder)
             for line in packs_of_step(read_packs(pack_file(folder, rank)), step)

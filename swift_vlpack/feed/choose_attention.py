@@ -17,7 +17,7 @@ from swift_vlpack.errors import ConfigError
 from swift_vlpack.feed.collate import NOT_FOR_THE_MODEL, on_device
 from swift_vlpack.feed.packs import Packs
 from swift_vlpack.feed.sequence import packed_sequence, placeholder
-from swift_vlpack.plan.report import typical_lengths
+from swift_vlpack.plan.report import typical_boundaries
 
 
 def choose_attention(
@@ -51,5 +51,5 @@ def choose_attention(
             model(**on_device(inputs, next(model.parameters()).device))
 
     plan = packs.epoch_plan
-    lengths = typical_lengths(() if plan is None else plan.lengths, packs.config.packing_length)
-    return choose(model, forward, lengths, wanted=wanted, results_of_all=results_of_all)
+    typical = typical_boundaries(None if plan is None else plan.packs, packs.config.packing_length)
+    return choose(model, forward, typical, wanted=wanted, results_of_all=results_of_all)

@@ -10,15 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.config import PackingConfig
-from swift_vlpack.plan.epoch import EpochPlan
-from swift_vlpack.plan.report import StepSize, plan_report, step_size
+from swift_vlpack.plan.epoch import EpochPlan, num_shared_anywhere, prefixes_in
+from swift_vlpack.plan.report import StepSize, plan_report, sharing_report, step_size
 from swift_vlpack.plan.resume_schedule import num_steps
 from swift_vlpack.plan.same_steps import kept_steps
+from swift_vlpack.plan.units import NO_KEY
 from swift_vlpack.reasons import warning_of_left_out
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.left_out import as_json, deleted_by_loader
 from swift_vlpack.rows.samples import Address, LeftOut
-from swift_vlpack.rows.source import RowSource
+from swift_vlpack.rows.source import RowSource, prefixes_of
 from swift_vlpack.runlog.account import account_json
 from swift_vlpack.runlog.counts import Counts
 
@@ -95,7 +96,44 @@ def data_report(epoch: EpochPlan, dataset: FusionCaptionDataset, merge_size: int
         "ratio_by": dataset.mix.ratio_by,
         "sources": _mix(epoch, dataset),
         **({"cut": _cut(epoch, dataset)} if epoch.packs.config.cuts_rows else {}),
+        **({"share": _share_of_rows(epoch, dataset)} if epoch.packs.config.shares_media else {}),
     }
+
+
+def _share_of_rows(epoch: EpochPlan, dataset: FusionCaptionDataset) -> dict[str, Any]:
+    """Count what rows of an epoch share, how many rows have each beginning, and why rows stay alone."""
+    config, prefixes = epoch.packs.config, prefixes_of(dataset.sources)
+    report = sharing_report(epoch.packs)
+    key = prefixes_in(epoch, prefixes, config).key
+    rows = np.unique(key[key != NO_KEY], return_counts=True)[1]
+    if epoch.step is not None:
+        report["num_tokens_anywhere"] = report["num_tokens_alone"] - num_shared_anywhere(epoch, prefixes, config)
+    return {
+        "packing_share": config.packing_share,
+        "packing_share_max": config.packing_share_max,
+        **report,
+        "rows_per_prefix": _rows_per_prefix(rows),
+        "alone": _alone_by_cause(dataset.sources),
+    }
+
+
+def _rows_per_prefix(rows: NDArray[np.int64]) -> dict[str, int] | None:
+    if not len(rows):
+        return None
+    median, p95 = np.percentile(rows, (50, 95), method="higher").tolist()
+    return {"num_prefixes": len(rows), "median": median, "p95": p95, "max": int(rows.max())}
+
+
+def _alone_by_cause(sources: Sequence[RowSource]) -> dict[str, dict[str, Any]]:
+    """Count rows that share with none although another row has their medium; all sources together, by cause."""
+    found: dict[str, dict[str, Any]] = {}
+    for source in sources:
+        for one in getattr(source.prefixes, "alone", ()):
+            cause = found.setdefault(
+                one.cause.text, {"num_rows": 0, "example": source.where(one.example), "way_out": one.cause.way_out}
+            )
+            cause["num_rows"] += one.num_rows
+    return dict(sorted(found.items(), key=lambda one: -one[1]["num_rows"]))
 
 
 def size_of_step(epoch: EpochPlan, *, accumulation: int) -> StepSize:

@@ -15,6 +15,7 @@ import torch
 from swift_vlpack.attention.prepare import check_ready
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import DataError
+from swift_vlpack.feed.units import SHARED
 from swift_vlpack.plan.epoch import EpochPlan
 from swift_vlpack.plan.items import is_single_long
 from swift_vlpack.rows.contents import size_of
@@ -94,18 +95,30 @@ def make_packing(template: Template, rows: FusionCaptionDataset | StreamedRows, 
 
 
 def packed_samples(
-    samples: Sequence[Encoded], epoch: int, number: int, config: PackingConfig, left_out: Sequence[LeftOut]
+    samples: Sequence[Encoded],
+    epoch: int,
+    number: int,
+    config: PackingConfig,
+    left_out: Sequence[LeftOut],
+    *,
+    num_apart: int = 0,
 ) -> PackedSamples:
-    """Make a pack of samples, with the record that tells the trainer and the counts what is in it."""
+    """Make a pack of samples, with the record by which the trainer and the counters know what is in it.
+
+    `num_apart` of the samples were to share a prefix, and do not.
+    """
     sizes = [size_of(sample) for sample in samples]
+    shared = tuple(int(sample.get(SHARED, 0)) for sample in samples)
     record = PackRecord(
         epoch=epoch,
         number=number,
         sample_ids=tuple(sample["sample_id"] for sample in samples),
         lengths=tuple(size.length for size in sizes),
-        num_images=sum(size.images for size in sizes),
+        num_images=sum(size.images for size, num_shared in zip(sizes, shared, strict=True) if not num_shared),
         single_long=len(sizes) == 1 and is_single_long(*sizes[0][:3], config),
         left_out=tuple(left_out),
         sequence_multiple=config.sequence_multiple,
+        shared=shared if any(shared) else (),
+        num_apart=num_apart,
     )
     return PackedSamples(samples, record)

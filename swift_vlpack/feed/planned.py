@@ -20,11 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from swift_vlpack.config import SAMPLES, PackingConfig
+from swift_vlpack.config import MEDIA, SAMPLES, PackingConfig
 from swift_vlpack.errors import ConfigError, DataError, PlanError, StateMismatch
 from swift_vlpack.feed.epochs import Epochs, Extent
 from swift_vlpack.feed.packs import Packs
 from swift_vlpack.feed.reader import PackReader
+from swift_vlpack.lengths.prefixes import sharing_rows
 from swift_vlpack.plan.cuts import Cut
 from swift_vlpack.plan.epoch import EpochPlan, NameOfRow, Recipe, plan_epoch, saved_digest
 from swift_vlpack.plan.packs import Plan
@@ -33,7 +34,7 @@ from swift_vlpack.plan.same_steps import UnpackedRows, UnpackedStep
 from swift_vlpack.rows.encoder import Template
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.samples import Address, Encoded, PackAddress, PackedSamples, SampleError
-from swift_vlpack.rows.source import RowSource
+from swift_vlpack.rows.source import RowSource, prefixes_of
 from swift_vlpack.words import counted
 
 MOST_FAILURES_OF_PREVIEW = 16
@@ -68,6 +69,7 @@ class PlannedPackingDataset(Packs, Dataset[PackedSamples]):
         if not self.sources:
             raise DataError("data without a length cannot be planned; use PackingDataset, which packs it as it comes")
         self.dataset.measure()
+        self.dataset = sharing_rows(self.dataset, self.config)
         if samples_per_step is not None:
             step = UnpackedStep(batch_size=samples_per_step, accumulation=1, num_ranks=1)
         self.step = _checked_step(step, self.config, self.dataset)
@@ -216,7 +218,15 @@ def recipe_of(rows: FusionCaptionDataset, config: PackingConfig, *, seed: int, n
             )
         sizes.append(source.sizes.columns)
         cut.append(source.sizes.cut)
-    return Recipe(sizes=tuple(sizes), cut=tuple(cut), mix=rows.mix, config=config, seed=seed, num_ranks=num_ranks)
+    return Recipe(
+        sizes=tuple(sizes),
+        cut=tuple(cut),
+        prefixes=prefixes_of(rows.sources) if config.packing_share == MEDIA else (),
+        mix=rows.mix,
+        config=config,
+        seed=seed,
+        num_ranks=num_ranks,
+    )
 
 
 def _checked_step(step: UnpackedStep | None, config: PackingConfig, rows: FusionCaptionDataset) -> UnpackedStep | None:
@@ -256,7 +266,8 @@ def address_of(plan: EpochPlan, number: int) -> PackAddress:
     """Return the address of a pack in a plan: everything that a worker needs to encode it."""
     positions = plan.packs[number]
     sizes = tuple(map(tuple, plan.sizes[:, positions].T.tolist()))
-    return PackAddress(plan.epoch, number % len(plan), tuple(Address(*at) for at in plan.samples(positions)), sizes)
+    samples = tuple(Address(*at) for at in plan.samples(positions))
+    return PackAddress(plan.epoch, number % len(plan), samples, sizes, plan.packs.shared_in(number))
 
 
 def names_of(rows: FusionCaptionDataset) -> NameOfRow:
@@ -266,7 +277,9 @@ def names_of(rows: FusionCaptionDataset) -> NameOfRow:
 
 # -- packs for persistent workers -------------------------------------------------------------------------------------
 
-SAMPLE = np.dtype([("source", "<i4"), ("row", "<i8"), ("size", "<i4", (4,)), ("span", "<i4", (len(Span._fields),))])
+SAMPLE = np.dtype(
+    [("source", "<i4"), ("row", "<i8"), ("size", "<i4", (4,)), ("span", "<i4", (len(Span._fields),)), ("shared", "<i4")]
+)
 """The record of a sample in the files of `PublishedPacks`."""
 
 
@@ -301,6 +314,7 @@ class PublishedPacks:
         samples["size"] = plan.sizes[:, members].T
         if plan.spans is not None:
             samples["span"] = plan.spans[:, members].T
+        samples["shared"] = plan.packs.shared_of_members
         np.save(self._file(plan.epoch, "samples"), samples)
         np.save(self._file(plan.epoch, "offsets"), plan.packs.offsets)
         self._written.append(plan.epoch)
@@ -320,7 +334,9 @@ class PublishedPacks:
         spans = (Span(*span) if any(span) else None for span in inside["span"].tolist())
         where = zip(inside["source"].tolist(), inside["row"].tolist(), spans, strict=True)
         sizes = tuple(map(tuple, inside["size"].tolist()))
-        return PackAddress(epoch, number, tuple(Address(*one) for one in where), sizes)
+        return PackAddress(
+            epoch, number, tuple(Address(*one) for one in where), sizes, tuple(inside["shared"].tolist())
+        )
 
     def num_packs(self, epoch: int) -> int:
         """Return the number of packs of an epoch, in a worker."""

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, get_worker_info
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.feed.failures import counted_failure
 from swift_vlpack.feed.packs import packed_samples
+from swift_vlpack.feed.units import Unit, UnitsOfPack, has_pixels
 from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.reasons import Reason
 from swift_vlpack.rows.fusion import FusionCaptionDataset
@@ -43,14 +44,22 @@ class PackReader(Dataset[PackedSamples]):
         return self._num_packs
 
     def __getstate__(self) -> dict[str, Any]:
-        unsized = self.dataset.with_sources([replace(source, sizes=None) for source in self.dataset.sources])
+        unsized = self.dataset.with_sources(
+            [replace(source, sizes=None, prefixes=None) for source in self.dataset.sources]
+        )
         return {**self.__dict__, "dataset": unsized, "_kept": {}}
 
     def __getitem__(self, address: PackAddress) -> PackedSamples:
         """Encode the samples of a pack. A sample that is longer than planned and no longer fits is left out."""
-        found: list[tuple[Encoded, bool]] = []
         left_out: list[LeftOut] = []
-        for where, size, sample in zip(address.samples, address.sizes, self.encoded(address), strict=True):
+        shared = (*(address.shared or (0,) * len(address.samples)), 0)
+        units = UnitsOfPack()
+        encoded = self.encoded(address, may_lack_pixels=True)
+        for at, (where, size, sample) in enumerate(zip(address.samples, address.sizes, encoded, strict=True)):
+            if not shared[at]:
+                units.close()
+            elif not isinstance(sample, SampleError) and not has_pixels(sample) and units.why_not(sample) is not None:
+                sample = self.dataset.sample_or_error(where)
             if isinstance(sample, SampleError):
                 # Count a row once: all of its parts fail with it.
                 self._num_failed_in_a_row += where[:2] != self._failed_row
@@ -60,34 +69,46 @@ class PackReader(Dataset[PackedSamples]):
             self._num_failed_in_a_row = 0
             planned = RowSize(*size)
             self.dataset.correct(where, planned, sample)
-            found.append((sample, sample["length"] > planned.length))
-        kept, longer = self._fitting(found)
-        return packed_samples(kept, address.epoch, address.number, self.config, left_out + longer)
+            unit = units.add(sample, shared[at] or shared[at + 1])
+            if sample["length"] > planned.length or (shared[at] and unit is not units.open):
+                unit.takes_more.add(len(unit.samples) - 1)
+        kept, longer = self._fitting(units.units)
+        num_apart = sum(sample["sample_id"] in units.apart for sample in kept)
+        left_out += longer
+        return packed_samples(kept, address.epoch, address.number, self.config, left_out, num_apart=num_apart)
 
-    def _fitting(self, found: list[tuple[Encoded, bool]]) -> tuple[list[Encoded], list[LeftOut]]:
-        """Choose the samples that fit into the pack. Returns (samples in their order, left-out samples)."""
-        keeps, left_out, num_tokens = [False] * len(found), [], 0
-        # If rows are cut, a row that has grown beyond a pack must be cut, too. The next run does that, with its new
-        # size.
+    def _fitting(self, units: list[Unit]) -> tuple[list[Encoded], list[LeftOut]]:
+        """Choose the samples that fit into the pack. Returns them in their order, and the samples that are left out."""
+        kept: list[list[int]] = [[] for _ in units]
+        left_out, num_tokens = [], 0
+        # If rows are cut, a row that has grown beyond a pack must be cut too: the next run does it, with the new size.
         may_be_longer = self.config.packing_allow_single_long and not self.config.cuts_rows
         # Place samples as long as planned first: they fit by the plan, and samples that have grown give way to them.
-        for at in sorted(range(len(found)), key=lambda at: found[at][1]):
-            sample, has_grown = found[at]
-            is_alone = not any(keeps) and (may_be_longer or not has_grown)
-            if is_alone or num_tokens + sample["length"] <= self.config.packing_length:
-                keeps[at] = True
-                num_tokens += sample["length"]
+        in_turn = [
+            (at in unit.takes_more, number, at) for number, unit in enumerate(units) for at in range(len(unit.samples))
+        ]
+        for takes_more, number, at in sorted(in_turn):
+            unit = units[number]
+            sample = unit.samples[at]
+            length = sample["length"] - (unit.prefix if kept[number] else 0)
+            is_alone = not any(kept) and (may_be_longer or not takes_more)
+            if is_alone or num_tokens + length <= self.config.packing_length:
+                kept[number].append(at)
+                num_tokens += length
                 continue
-            length, capacity = sample["length"], self.config.packing_length
+            capacity = self.config.packing_length
             said = f"{length} tokens do not fit into its pack with {num_tokens} others (packing_length {capacity})"
             left_out.append(LeftOut(sample["sample_id"], Reason.LONGER_THAN_PLANNED.value, said))
             logger.warning("%s: left out: %s", sample["sample_id"], said)
-        return [sample for (sample, _), is_kept in zip(found, keeps, strict=True) if is_kept], left_out
+        return [
+            sample for unit, of_unit in zip(units, kept, strict=True) for sample in unit.in_pack(sorted(of_unit))
+        ], left_out
 
-    def encoded(self, address: PackAddress) -> list[Encoded | SampleError]:
-        """Encode the samples of a pack. A cut row is encoded once for all of its parts in the pack.
+    def encoded(self, address: PackAddress, *, may_lack_pixels: bool = False) -> list[Encoded | SampleError]:
+        """Encode the samples of a pack; a row that is cut is encoded once for all of its parts in the pack.
 
-        With the strategy `window`, the row in which a pack ends is kept, because the next pack continues with it.
+        With `may_lack_pixels`, samples that share media with the sample before them need not bring these again.
+        With the strategy `window`, the row that a pack ends in is kept, because the next pack goes on with it.
         """
         whole = [where for where in address.samples if where.span is None]
         cut = list(dict.fromkeys(_row_of(where) for where in address.samples if where.span is not None))
@@ -95,7 +116,11 @@ class PackReader(Dataset[PackedSamples]):
             row: self._kept[address.epoch, row] for row in cut if (address.epoch, row) in self._kept
         }
         missing = [row for row in cut if row not in rows]
-        encoded = self._rows(address, missing, whole)
+        is_branch = [False] * len(whole)
+        if may_lack_pixels and address.shared:  # a row that is cut shares with no other
+            shared = zip(address.samples, address.shared, strict=True)
+            is_branch = [num_shared > 0 for where, num_shared in shared if where.span is None]
+        encoded = self._rows(address, missing, whole, is_branch)
         rows.update(zip(missing, encoded, strict=False))  # `encoded` begins with the missing rows
         samples = iter(encoded[len(missing) :])
         self._kept = {}
@@ -106,11 +131,14 @@ class PackReader(Dataset[PackedSamples]):
             for where in address.samples
         ]
 
-    def _rows(self, address: PackAddress, cut: list[Address], whole: list[Address]) -> list[Encoded | SampleError]:
-        """Encode rows. Rows that name media are encoded in as many threads as this worker may use.
+    def _rows(
+        self, address: PackAddress, cut: list[Address], whole: list[Address], is_branch: list[bool]
+    ) -> list[Encoded | SampleError]:
+        """Encode rows; those that name media in as many threads as this worker may use.
 
-        Images are decoded outside of Python's lock. Texts are encoded inside of it, so threads would not help. Threads
-        draw random numbers in no fixed order, so if a template draws any, its rows are encoded one after the other.
+        Images are decoded outside of Python's lock, and texts are encoded inside of it: threads would only pass it on.
+        Threads draw random numbers in no order, so the rows of a template that draws are encoded one after the other.
+        A branch gets no pixels where that is possible, unless the template draws: then its image may be another one.
         """
         places, name = cut + whole, (self.seed, address.epoch, address.number)
         num_threads = min(len(places), threads_per_worker())
@@ -119,29 +147,33 @@ class PackReader(Dataset[PackedSamples]):
             rows = [self.dataset.row(where) for where in places]
             if sum(map(_names_media, rows)) > 1:
                 with RandomStream(*name) as stream:
-                    encoded = self._in_threads(places, rows, num_threads)
+                    encoded = self._in_threads(places, rows, [False] * len(cut) + is_branch, num_threads)
                 self._draws_at_random = stream.has_drawn
                 if not self._draws_at_random:
                     return encoded
                 rows = [None] * len(places)
         # Encode again if random numbers were drawn: in threads, each went to whichever row came first.
-        with RandomStream(*name):
+        lacks_pixels = is_branch if not self._draws_at_random else [False] * len(whole)
+        with RandomStream(*name) as stream:
             of_cut = [self._row_to_cut(*one, address.epoch) for one in zip(cut, rows, strict=False)]
-            return of_cut + [self.dataset.sample_or_error(*one) for one in zip(whole, rows[len(cut) :], strict=True)]
+            encoded = of_cut + list(map(self._row, whole, rows[len(cut) :], lacks_pixels))
+        if any(lacks_pixels) and stream.has_drawn:
+            self._draws_at_random = True
+            return self._rows(address, cut, whole, is_branch)
+        return encoded
 
     def _in_threads(
-        self, places: list[Address], rows: list[Row | None], num_threads: int
+        self, places: list[Address], rows: list[Row | None], lacks_pixels: list[bool], num_threads: int
     ) -> list[Encoded | SampleError]:
-        encode = self.dataset.sample_or_error
         with ThreadPoolExecutor(num_threads) as threads:
-            begun = [
-                threads.submit(encode, where, row) if _names_media(row) else None
-                for where, row in zip(places, rows, strict=True)
-            ]
-            ended = [
-                encode(where, row) if one is None else one for where, row, one in zip(places, rows, begun, strict=True)
-            ]
+            given = list(zip(places, rows, lacks_pixels, strict=True))
+            begun = [threads.submit(self._row, *one) if _names_media(one[1]) else None for one in given]
+            ended = [self._row(*one) if future is None else future for future, one in zip(begun, given, strict=True)]
             return [one.result() if isinstance(one, Future) else one for one in ended]
+
+    def _row(self, where: Address, row: Row | None, lacks_pixels: bool) -> Encoded | SampleError:
+        branch = self.dataset.encode_branch(where, row) if lacks_pixels else None
+        return self.dataset.sample_or_error(where, row) if branch is None else branch
 
     def _row_to_cut(self, where: Address, row: Row | None, epoch: int) -> Encoded | SampleError:
         """Encode a row with random numbers of its own, so that all packs with parts of it get the same tokens."""

@@ -28,6 +28,7 @@ from swift_vlpack.plan.parts import CutRows
 from swift_vlpack.plan.shuffle import permutation
 from swift_vlpack.reasons import about
 from swift_vlpack.rows.media import looks_like_path, names_of_files
+from swift_vlpack.rows.shared import SharedPrefixes
 from swift_vlpack.rows.sizes import NUM_COLUMNS, LengthIndex
 from swift_vlpack.rows.source import RowSource, row_bytes, rows_in_turn
 
@@ -38,7 +39,9 @@ NUM_CHANGES_NAMED = 3
 _CUT = ("cut", "cut_offsets", "cut_parts")
 """Names of the arrays with the parts of cut rows."""
 NUM_PLANNED_COLUMNS = 3
-"""Columns of sizes that decide a plan: length, images and patches."""
+"""Columns of sizes that a plan follows from: length, images and patches."""
+_PREFIXES = {"prefix_keys": "<u8", "prefix_lengths": "<i4"}
+"""Names and types of the arrays that say which rows share a prefix."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,6 +54,8 @@ class SavedSource:
     """Digests of the rows `rows_with_digest(num_rows)`."""
     numbers: NDArray[np.int64]
     """Numbers of these rows in their file, which the loader may have shuffled."""
+    prefixes: SharedPrefixes | None = None
+    """Which rows share a prefix; None if the run shares none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +154,8 @@ def _indices(source: RowSource) -> list[int]:
 def saved_source(source: RowSource, contents: NDArray[np.uint64]) -> SavedSource:
     """Collect what a checkpoint saves of a source. Without lengths, as in buffer mode, the sizes are 0."""
     sizes = source.sizes or LengthIndex(np.zeros((NUM_COLUMNS, len(source.rows)), dtype=np.int64), {})
-    return SavedSource(name=source.name, sizes=sizes, contents=contents, numbers=_numbers(source))
+    numbers, prefixes = _numbers(source), source.prefixes
+    return SavedSource(name=source.name, sizes=sizes, contents=contents, numbers=numbers, prefixes=prefixes)
 
 
 def _numbers(source: RowSource) -> NDArray[np.int64]:
@@ -194,6 +200,10 @@ def to_bytes(sources: Sequence[SavedSource]) -> bytes:
         arrays[f"numbers{number}"] = source.numbers.astype("<i8")
         if source.sizes.cut is not None:
             arrays |= {f"{name}{number}": array.astype("<i8") for name, array in _cut_arrays(source.sizes.cut)}
+        if source.prefixes is not None:
+            of_rows: tuple[NDArray[Any], ...] = source.prefixes.key, source.prefixes.length
+            columns = zip(_PREFIXES.items(), of_rows, strict=True)
+            arrays |= {f"{name}{number}": array.astype(kind) for (name, kind), array in columns}
     file = io.BytesIO()
     np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
     return file.getvalue()
@@ -218,8 +228,14 @@ def _loaded(arrays: Mapping[str, NDArray[Any]], number: int, name: str, reasons:
     if f"{_CUT[0]}{number}" in arrays:
         cut = CutRows(*(arrays[f"{word}{number}"].astype(np.int64) for word in _CUT))
     sizes = LengthIndex(columns, failures, cut=cut)
+    prefixes = None
+    if f"{next(iter(_PREFIXES))}{number}" in arrays:
+        key, length = (arrays[f"{word}{number}"] for word in _PREFIXES)
+        if not len(key) == len(length) == columns.shape[1]:
+            raise ValueError(f"{len(key)} prefixes of {columns.shape[1]} rows")
+        prefixes = SharedPrefixes(key.astype(np.uint64), length.astype(np.int32))
     contents, numbers = arrays[f"contents{number}"], arrays[f"numbers{number}"]
-    return SavedSource(name=name, sizes=sizes, contents=contents, numbers=numbers)
+    return SavedSource(name=name, sizes=sizes, contents=contents, numbers=numbers, prefixes=prefixes)
 
 
 def _cut_arrays(cut: CutRows) -> Iterable[tuple[str, NDArray[np.int64]]]:
@@ -261,8 +277,16 @@ def _changed_rows(rows: Sequence[int] | NDArray[np.int64], said: Callable[[int],
 
 
 def with_sizes(sources: Iterable[RowSource], saved: Iterable[SavedSource]) -> tuple[RowSource, ...]:
-    """Return the sources with the sizes of the saved plan. A source that has equal sizes is returned unchanged."""
-    return tuple(map(_with_sizes, sources, saved))
+    """Give the sources the sizes and prefixes of the saved plan; a source that has them already stays as it is."""
+    return tuple(map(_with_prefixes, map(_with_sizes, sources, saved), saved))
+
+
+def _with_prefixes(source: RowSource, saved: SavedSource) -> RowSource:
+    """Let the rows share as in the saved run, so that its plan can be made again although a file is gone since."""
+    now, then = source.prefixes, saved.prefixes
+    if then is None or now is None or (np.array_equal(now.key, then.key) and np.array_equal(now.length, then.length)):
+        return source
+    return replace(source, prefixes=then)
 
 
 def _with_sizes(source: RowSource, saved: SavedSource) -> RowSource:

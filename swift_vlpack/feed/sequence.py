@@ -1,6 +1,7 @@
 """Make one sequence of the samples of a pack with the template's collator, and check that it has exactly these samples.
 
     samples -> padding as a sample of its own -> fields completed -> the template's collator -> boundaries checked
+            -> prefixes that samples share once
 
 All code that trains, proves or shows packs makes its sequences with `packed_sequence`.
 """
@@ -13,10 +14,13 @@ from typing import Any
 
 import torch
 
+from swift_vlpack.attention.packed_sequence import tensor_of
 from swift_vlpack.errors import BoundaryError
+from swift_vlpack.feed.units import SHARED
 from swift_vlpack.plan.boundaries import Boundaries
-from swift_vlpack.rows.contents import NO_LABEL
+from swift_vlpack.rows.contents import NO_LABEL, OF_MEDIA
 from swift_vlpack.rows.encoder import Template
+from swift_vlpack.rows.families import PIXELS as PIXELS_OF_FAMILIES
 from swift_vlpack.rows.samples import Encoded
 
 TYPES = "mm_token_type_ids"
@@ -36,10 +40,14 @@ def packed_sequence(
     """
     samples = completed(padded(template, samples or [placeholder(template)], multiple))
     lengths = tuple(int(sample["length"]) for sample in samples)
+    shared = tuple(int(sample.pop(SHARED, 0)) for sample in samples)
     with layout(template, packed=True):
-        sequence = template.data_collator([samples])
+        # Copies, because templates take fields out of the samples that they join.
+        sequence = template.data_collator([[{**sample} for sample in samples]])
     check_sequence(sequence, Boundaries(lengths), name)
-    return sequence if "cu_seq_lens_q" in sequence else sequence | boundary_tensors(lengths)
+    if any(shared):
+        return _with_branches(sequence, samples, Boundaries.of_samples(lengths, shared), shared, name)
+    return sequence if "cu_seq_lens_q" in sequence else sequence | boundary_tensors(Boundaries(lengths))
 
 
 @contextmanager
@@ -62,32 +70,80 @@ def check_sequence(sequence: dict[str, Any], boundaries: Boundaries, name: str) 
             f"{name}: the template made {num_sequences} sequences of {num_tokens} tokens, not one of "
             f"{boundaries.num_tokens}"
         )
-    positions = sequence.get("text_position_ids")
-    if positions is None:
-        positions = sequence["position_ids"]
-    positions = positions.reshape(-1, num_tokens)[0]
-    if not torch.equal(positions.long(), _expected_positions(boundaries)):
-        try:
-            boundaries.check_positions(positions.tolist())  # says which token is wrong
-        except BoundaryError as error:
-            raise BoundaryError(f"{name}: {error}") from None
+    _check_positions(sequence, boundaries, name)
     made = sequence.get("cu_seq_lens_q")
     if made is not None and tuple(made.tolist()) != boundaries.cu_seqlens:
         raise BoundaryError(f"{name}: cu_seq_lens_q is {made.tolist()}, expected {list(boundaries.cu_seqlens)}")
 
 
+def _check_positions(sequence: dict[str, Any], boundaries: Boundaries, name: str) -> None:
+    positions = sequence.get("text_position_ids")
+    if positions is None:
+        positions = sequence["position_ids"]
+    positions = positions.reshape(-1, boundaries.num_tokens)[0]
+    if torch.equal(positions.long(), _expected_positions(boundaries)):
+        return
+    try:
+        boundaries.check_positions(positions.tolist())  # says which token is wrong
+    except BoundaryError as error:
+        raise BoundaryError(f"{name}: {error}") from None
+
+
 def _expected_positions(boundaries: Boundaries) -> torch.Tensor:
     lengths = torch.tensor(boundaries.lengths)
-    starts = torch.tensor(boundaries.cu_seqlens[:-1])
+    starts = torch.tensor(boundaries.cu_seqlens[:-1]) - torch.tensor(boundaries.starts_of_positions)
     return torch.arange(boundaries.num_tokens) - starts.repeat_interleave(lengths)
 
 
-def boundary_tensors(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """Return the fields that variable-length attention reads, for templates that do not add them."""
-    # Use int32: the variable-length kernels of flash-attn and torch accept nothing else.
-    ends = torch.tensor(Boundaries(lengths).cu_seqlens, dtype=torch.int32)
-    longest = torch.tensor(max(lengths))
+def boundary_tensors(boundaries: Boundaries) -> dict[str, torch.Tensor]:
+    """Return the boundaries as attention reads them, for templates that do not add them."""
+    ends = tensor_of(boundaries)
+    longest = torch.tensor(max(sum(stop - start for start, stop in sample) for sample in boundaries.samples))
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+
+
+# -- prefixes that samples share --------------------------------------------------------------------------------------
+
+
+def _with_branches(
+    whole: dict[str, Any], samples: list[Encoded], boundaries: Boundaries, shared: tuple[int, ...], name: str
+) -> dict[str, Any]:
+    """Take the prefixes that samples repeat out of a sequence of whole samples.
+
+    So each token keeps what the template gave it in its row alone: its positions, its type, its label.
+    """
+    ends = torch.tensor([0, *(int(sample["length"]) for sample in samples)]).cumsum(0)
+    kept = torch.cat(
+        [torch.arange(int(start) + num, int(stop)) for start, stop, num in zip(ends, ends[1:], shared, strict=False)]
+    )
+    num_whole = int(ends[-1])
+    firsts = [sample for sample, num in zip(samples, shared, strict=True) if not num]
+    made = {}
+    for field, value in whole.items():
+        if field in OF_MEDIA and value is not None:
+            made[field] = value if field in PIXELS_OF_FAMILIES else _of_firsts(field, value, samples, firsts, name)
+        elif isinstance(value, torch.Tensor) and value.dim() and value.shape[-1] == num_whole:
+            made[field] = value.index_select(-1, kept)
+        else:
+            made[field] = value
+    made |= boundary_tensors(boundaries)
+    _check_positions(made, boundaries, name)
+    return made
+
+
+def _of_firsts(field: str, value: Any, samples: list[Encoded], firsts: list[Encoded], name: str) -> Any:
+    """Return what the template would make of a field with an entry for each medium, if prefixes were there once."""
+    every, once = (
+        [one[field] for one in some if one.get(field) is not None and len(one[field])] for some in (samples, firsts)
+    )
+    if isinstance(value, torch.Tensor) and torch.equal(value, torch.cat(every)):
+        return torch.cat(once)
+    if isinstance(value, list) and value == [entry for entries in every for entry in entries]:
+        return [entry for entries in once for entry in entries]
+    raise BoundaryError(
+        f"{name}: the template joined {field} of its samples in an unknown way, so no prefix can be shared; set "
+        "packing_share=none"
+    )
 
 
 # -- padding ----------------------------------------------------------------------------------------------------------
@@ -102,7 +158,7 @@ def placeholder(template: Template) -> Encoded:
 
 def padded(template: Template, samples: list[Encoded], multiple: int) -> list[Encoded]:
     """Append a sample of padding, unless the samples already add up to a multiple of `multiple` tokens."""
-    missing = -sum(int(sample["length"]) for sample in samples) % multiple
+    missing = -sum(int(sample["length"]) - int(sample.get(SHARED, 0)) for sample in samples) % multiple
     if not missing:
         return samples
     segment = padding(template, missing)

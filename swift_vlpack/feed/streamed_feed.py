@@ -149,7 +149,7 @@ class StreamedFeed(Feed):
         for record in records:
             self.progress.trained(record)
         if not self._has_warned_of_length:
-            num_tokens = np.array([sum(record.lengths) for record in records], dtype=np.int64)
+            num_tokens = np.array([record.num_tokens for record in records], dtype=np.int64)
             if warning := long_sequence_warning(num_tokens, self.config):
                 self._has_warned_of_length = True
                 logger.warning("%s", warning)

@@ -193,18 +193,43 @@ class _GridProcessor:
 
 def pixel_free(template: Any, urls: Urls | None = None) -> Any:
     """Return a copy of the template that encodes rows without decoding images, and raises `NoPixels` if it cannot."""
+    own = _reading_headers(template)
+    seen: list[HeaderImage] = []
+    load = _loader_of(template)
+    own._load_image = partial(_noted, seen, load if load is not _header_of else partial(_header_from, urls or Urls()))
+    # Set an attribute of the copy and not of the class, which training uses.
+    own.encode = partial(_encode, own, seen)
+    own.create_mm_token_type_ids = lambda *_: None  # skip these ids: no size depends on them
+    return own
+
+
+def branch_template(template: Any) -> Any:
+    """Return a copy of a template of training that encodes rows without pixels, for rows whose images others bring.
+
+    Several threads may use it, and it can be pickled. Other than `pixel_free`, it makes all that training needs.
+    """
+    own, load = _reading_headers(template), template._load_image
+    if isinstance(load, partial) and load.func is _load_from:  # as `reading_urls` has it
+        own._load_image = partial(_header_from, load.args[0])
+    else:
+        own._load_image = _loader_of(template)
+    own.encode = partial(_encode_branch, own)
+    return own
+
+
+def _encode_branch(template: Any, row: dict[str, Any], **options: Any) -> Any:
+    if row.get("videos"):  # their readers can only be replaced for the whole process, which has other threads
+        raise NoPixels("a video is decoded to know its frames")
+    return type(template).encode(template, _Row(row), **options)
+
+
+def _reading_headers(template: Any) -> Any:
     own = copy.copy(template)
     if hasattr(template.processor, "image_processor"):
         own.processor = copy.copy(template.processor)
         own.processor.image_processor = _GridProcessor(template.processor.image_processor)
-    seen: list[HeaderImage] = []
-    load = _loader_of(template)
-    own._load_image = partial(_noted, seen, load if load is not _header_of else partial(_header_from, urls or Urls()))
     own._tokenize = _Tokenizer(template)
     own._split_special_tokens = partial(_split_special_tokens, _special_tokens())
-    # Set an attribute of the copy and not of the class, which training uses.
-    own.encode = partial(_encode, own, seen)
-    own.create_mm_token_type_ids = lambda *_: None  # skip these ids: no size depends on them
     return own
 
 

@@ -25,6 +25,7 @@ from swift_vlpack.lengths.failures import log_failures, log_surplus_tags, retry_
 from swift_vlpack.lengths.measure import Progress, measure
 from swift_vlpack.lengths.measured_sizes import LengthCaches
 from swift_vlpack.lengths.observed import Observed, ObservedFile, dependencies_in, late_imports, observe
+from swift_vlpack.lengths.prefixes import SharingLimits, SourceToShare, with_prefixes
 from swift_vlpack.lengths.rows_work import Encoders
 from swift_vlpack.lengths.source_code import is_installed
 from swift_vlpack.lengths.trust import Trust
@@ -46,14 +47,21 @@ def with_all_lengths(
     cache_dir: str | None = None,
     *,
     in_full: bool = False,
+    sharing: SharingLimits | None = None,
 ) -> list[RowSource]:
     """Measure the rows of all sources, with one progress bar on rank 0.
 
-    With `in_full`, every row is encoded in full, unless an earlier start has done so.
+    With `in_full` every row is encoded in full, but for those that an earlier start has encoded so. With `sharing` the
+    rows that begin with the same media are found, too.
     """
     num_rows = sum(-(-len(source.rows) // ranks.num_ranks()) for source in sources)
-    with _without_model(encoder.template), Progress(num_rows, is_shown=is_master()) as progress:
-        return [with_lengths(source, encoder, args, cache_dir, progress, in_full=in_full) for source in sources]
+    with _without_model(encoder.template):
+        with Progress(num_rows, is_shown=is_master()) as progress:
+            measured = [_measured(source, encoder, args, cache_dir, progress, in_full=in_full) for source in sources]
+        if sharing is None:
+            return [one.source for one in measured]
+        folder = lengths_folder(cache_dir, os.environ)
+        return with_prefixes(measured, sharing, ranks.RanksOfRun(), folder=folder, is_shown=is_master())
 
 
 @contextmanager
@@ -76,6 +84,18 @@ def with_lengths(
     in_full: bool = False,
 ) -> RowSource:
     """Measure the rows of a source. Each rank of the run measures some of them in `dataset_num_proc` processes."""
+    return _measured(source, encoder, args, cache_dir, progress, in_full=in_full).source
+
+
+def _measured(
+    source: RowSource,
+    encoder: RowEncoder,
+    args: Any,
+    cache_dir: str | None,
+    progress: Progress | None,
+    *,
+    in_full: bool,
+) -> SourceToShare:
     encoder = encoder.for_source(source)
     template = encoder.template
     folder = lengths_folder(cache_dir, os.environ)
@@ -106,7 +126,7 @@ def with_lengths(
     if is_master():
         log_surplus_tags(source, sizes)
         log_failures(source, sizes, folder / UNREACHABLE_URLS)
-    return replace(source, sizes=sizes, remember_size=cache.remember)
+    return SourceToShare(replace(source, sizes=sizes, remember_size=cache.remember), encoders, cache.path)
 
 
 def _cache(source: RowSource, encoder: RowEncoder, dependencies: dict[str, Any], folder: Path) -> LengthCache:

@@ -37,7 +37,7 @@ from swift_vlpack.host.args import (
 )
 from swift_vlpack.host.cached import compare_lengths, with_cached_validation
 from swift_vlpack.host.evaluation import evaluation_data, saved_validation_rows
-from swift_vlpack.host.headers import reading_urls
+from swift_vlpack.host.headers import branch_template, reading_urls
 from swift_vlpack.host.length_pass import with_all_lengths
 from swift_vlpack.host.objective import objective_of
 from swift_vlpack.host.plain_order import unpacked_rows
@@ -45,9 +45,11 @@ from swift_vlpack.host.ranks import RanksOfRun, num_ranks_of_run, rank
 from swift_vlpack.host.same_on_ranks import check_same_files, check_same_validation
 from swift_vlpack.host.sources import load_sources, load_stream
 from swift_vlpack.host.use_attention import use_attention
+from swift_vlpack.lengths.prefixes import SharingLimits
 from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.plan.report import length_warning, long_sequence_warning
 from swift_vlpack.rows.encoder import RowEncoder
+from swift_vlpack.rows.families import refuse_sharing
 from swift_vlpack.rows.fusion import FusionCaptionDataset
 from swift_vlpack.rows.fusion_config import read_fusion_config
 from swift_vlpack.rows.randomness import RandomStream
@@ -89,6 +91,8 @@ def build_feed(args: Any, template: Any, config: PackingConfig) -> tuple[Feed, A
     Returns (feed, validation rows), because ms-swift's loader draws both from the same rows. The kind of feed is chosen
     here and nowhere else; all other code asks the feed.
     """
+    if config.shares_media:
+        refuse_sharing(template.config)
     if plans_ahead(args):
         sources, val_rows = _same_sources(args, config)
         return planned_feed(measured_rows(sources, template, args, config), template, args, config), val_rows
@@ -102,7 +106,13 @@ def build_feed(args: Any, template: Any, config: PackingConfig) -> tuple[Feed, A
 def measured_rows(sources: list[RowSource], template: Any, args: Any, config: PackingConfig) -> FusionCaptionDataset:
     """Measure the rows of the sources, and fuse the sources into one data set."""
     encoder = RowEncoder.of(template, config)  # with the config, because sizes count the tokens that are targets
-    measured = with_all_lengths(sources, encoder, args, config.packing_cache_dir)
+    measured = with_all_lengths(
+        sources,
+        encoder,
+        args,
+        config.packing_cache_dir,
+        sharing=SharingLimits.of(config) if config.shares_media else None,
+    )
     compare_lengths(measured, template, getattr(args, "external_plugins", None) or [])
     return fused(measured, template, args, config)
 
@@ -165,6 +175,7 @@ def fused(sources: list[RowSource], template: Any, args: Any, config: PackingCon
         strict=args.strict,
         shuffle=args.train_dataloader_shuffle,
         ratio_by=read_fusion_config(config.fusion_config).ratio_by if config.fusion_config else "rows",
+        pixel_free=branch_template,
     )
 
 

@@ -48,8 +48,8 @@ def prove_first_batch(trainer: Any, batches: Sequence[Batch], num_items: Any) ->
     All ranks must call it. The trainer is unchanged afterwards: no batch is used up, no random number drawn, no
     gradient and no metric left behind.
     """
-    batch = max(batches, key=_size)  # the batch with most samples, and so with most boundaries
-    sequences: list[FirstSequence] = []  # the sequence of this rank; batches are not sent to other ranks
+    batch = max(batches, key=_size)  # with prefixes if any has some; then most samples, so most boundaries
+    sequences: list[FirstSequence] = []  # filled with that of this rank; batches are not sent to other ranks
     results_of_all(lambda: sequences.append(_checked_sequence(trainer, batch)), "the first batch")
     try:
         with _unseen(trainer):
@@ -73,9 +73,9 @@ def prove_first_batch(trainer: Any, batches: Sequence[Batch], num_items: Any) ->
     return lines[0]
 
 
-def _size(batch: Batch) -> tuple[int, int]:
-    lengths = batch.record.lengths if batch.record is not None else ()
-    return len(lengths), sum(lengths)
+def _size(batch: Batch) -> tuple[bool, int, int]:
+    lengths, shared = (batch.record.lengths, batch.record.shared) if batch.record is not None else ((), ())
+    return bool(shared), len(lengths), sum(lengths)
 
 
 def _checked_sequence(trainer: Any, batch: Batch) -> FirstSequence:

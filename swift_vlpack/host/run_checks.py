@@ -166,6 +166,8 @@ def refuse_combinations(options: Mapping[str, Any], config: PackingConfig) -> No
     _refuse_truncation_of_windows(options, config)
     if config.packing_batch == SAMPLES:
         _refuse_other_objectives(options, config)
+    if config.shares_media:
+        _refuse_sharing(options)
     if not is_planned(config, is_sized=not is_streaming) and not (get("max_steps") or 0) > 0:
         raise ConfigError(
             "buffer mode does not know how many packs there will be: set --max_steps, "
@@ -228,6 +230,30 @@ def _refuse_other_objectives(options: Mapping[str, Any], config: PackingConfig) 
             raise ConfigError(
                 f"{what}, and packing_batch=samples trains what un-packed training would; leave one of them out"
             )
+
+
+def _refuse_sharing(options: Mapping[str, Any]) -> None:
+    """Refuse options of ms-swift that would train a row in another way if it shares its beginning with others."""
+    get, attention = options.get, options.get("attn_impl")
+    for is_so, what, why in (
+        (
+            attention not in (None, "sdpa", "eager", "vlpack"),
+            f"--attn_impl {attention}",
+            "it takes a prefix and its branches for one sample; leave it out, so that packing brings its own attention",
+        ),
+        (
+            get("neftune_noise_alpha"),
+            "--neftune_noise_alpha",
+            "the noise of a prefix depends on the length of a row, and rows of several lengths share it; leave it out",
+        ),
+        (
+            (get("router_aux_loss_coef") or 0) > 0,
+            "--router_aux_loss_coef",
+            "it balances experts over the tokens of a sequence, in which a shared prefix is once; set it to 0",
+        ),
+    ):
+        if is_so:
+            raise ConfigError(f"{what} cannot be used with packing_share=media: {why}, or leave packing_share out")
 
 
 def _many(value: Any) -> list[str]:

@@ -194,4 +194,5 @@ class RunEvents:
 
 def _as_line(record: PackRecord, step: int) -> dict[str, Any]:
     ids = [str(sample_id) for sample_id in record.sample_ids]
-    return {"step": step, "epoch": record.epoch, "pack": record.number, "ids": ids}
+    shared = {"shared": list(record.shared)} if record.shared else {}
+    return {"step": step, "epoch": record.epoch, "pack": record.number, "ids": ids, **shared}

@@ -1,6 +1,6 @@
 """Train packs with ms-swift's trainer: one sequence is one batch.
 
-The feed knows the data and how it is packed. The trainer asks the feed, and does not know planned from streamed
+The feed knows the data and how it is packed. The trainer asks the feed, and works alike for every kind of feed
 (`feed/feed.py`):
 
     train      feed.begin(epoch) -> feed.loader(...) -> training_step(batch) -> count_step -> feed.consumed(records)
@@ -82,10 +82,11 @@ class PackingTrainer(EvaluatesRows):
         self.is_first_batch_proved = not self.feed.config.packing_verify
         num_workers = training_args.dataloader_num_workers
         tolerate_packs_without_images(kwargs["model"], training_args)
-        self._towers_skipped: list[str] | None = None  # towers that packs without media skip; None until it is known
-        self._supervised: list[torch.Tensor] = []  # targets of this rank in each step since the last log line
-        self.lengths_in_sequence: tuple[int, ...] = ()  # lengths of the samples in the sequence that is trained now
-        self._sequences_of_steps: Iterator[int] = iter(())  # sequences of each step to come, if their number varies
+        self._towers_skipped: list[str] | None = None  # by a sequence without media; None until it is known
+        self._supervised: list[torch.Tensor] = []  # tokens of each step of this rank since the last log line
+        self.lengths_in_sequence: tuple[int, ...] = ()  # of the sequence that is trained now
+        self._own_lengths: tuple[int, ...] = ()  # of its samples, if some share a prefix
+        self._sequences_of_steps: Iterator[int] = iter(())  # of the steps to come, where they keep their samples
         super().__init__(*args, **kwargs)
         if training_args.fsdp and not self.is_fsdp_enabled:
             _warn("--fsdp has no effect: accelerate shards on devices, and under --use_cpu this run is plain DDP")
@@ -169,10 +170,19 @@ class PackingTrainer(EvaluatesRows):
         record = inputs.record
         assert record is not None
         self.lengths_in_sequence = record.lengths_in_sequence
+        self._own_lengths = (*record.own_lengths, record.num_padding) if record.shared else ()
         with layout(self.template, packed=True):
             loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
         self.events.trained(record)
         return loss
+
+    def get_cu_seqlens(self, position_ids: Any, logits_to_keep: Any) -> torch.Tensor:
+        """Say where samples start, for the loss by channel and the accuracy. A branch begins with what is its own."""
+        if self._own_lengths and self.model.training:
+            starts = [torch.arange(num, device=position_ids.device) for num in self._own_lengths if num]
+            position_ids = torch.cat(starts)[None]
+        cu_seqlens: torch.Tensor = super().get_cu_seqlens(position_ids, logits_to_keep)
+        return cu_seqlens
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Count the operations of a pack, or of all packs of a step."""
@@ -196,7 +206,7 @@ class PackingTrainer(EvaluatesRows):
         if not record.sample_ids:
             return
         metrics = self.custom_metrics["train"]
-        metrics["pack/fill"].update(sum(record.lengths) / self.feed.config.packing_length)
+        metrics["pack/fill"].update(record.num_tokens / self.feed.config.packing_length)
         metrics["pack/samples"].update(float(len(record.sample_ids)))
         metrics["pack/images"].update(float(record.num_images))
 

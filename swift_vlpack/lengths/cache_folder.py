@@ -1,9 +1,9 @@
 """Find, list and remove the files of cached lengths.
 
 For every source and context (template and settings) the folder has files named SOURCE-DIGEST: `.lengths`, `.failures`,
-`.CUTTING.parts` and `.notes` (`cache.py`), `.RANKofN.keys` (`known_keys.py`), `.about`, which names their source and
-model, and `.damaged-PID`, a file that was set aside. All sources share CONTEXT.trust (`trust.py`), CONTEXT.observed
-(`observed.py`) and unreachable.urls.
+`.CUTTING.parts` and `.notes` (`cache.py`), `.RANKofN.keys` (`known_keys.py`), `.prefixes` (`prefixes.py`), `.about`,
+which says what they belong to, and `.damaged-PID`, a file that was set aside. Sources share CONTEXT.trust (`trust.py`),
+CONTEXT.observed (`observed.py`), media.digests (`media_digests.py`) and unreachable.urls.
 A file is ours if both its name and its first bytes say so; other files in the folder are neither listed nor removed.
 """
 
@@ -24,12 +24,15 @@ from swift_vlpack.files import write_json
 from swift_vlpack.lengths.length_file import KEYS_MAGIC, MAGIC, read_records
 
 UNREACHABLE_URLS = "unreachable.urls"
+MEDIA_DIGESTS = "media.digests"
 _OF_SOURCE = re.compile(
     r"(?P<stem>.+?-[0-9a-f]{12})\."
-    r"(?P<kind>lengths|notes|failures|about|damaged-\d+|\d+of\d+\.keys|[0-9a-f]{12}\.(?:notes\.)?parts)"
+    r"(?P<kind>lengths|notes|prefixes|failures|about|damaged-\d+|\d+of\d+\.keys|[0-9a-f]{12}\.(?:notes\.)?parts)"
 )
-_SHARED = re.compile(rf"[0-9a-f]{{32}}\.(?:trust|observed|damaged-\d+)|{re.escape(UNREACHABLE_URLS)}")
-_BINARY = ("lengths", "notes")
+_SHARED = re.compile(
+    rf"[0-9a-f]{{32}}\.(?:trust|observed|damaged-\d+)|{re.escape(UNREACHABLE_URLS)}|{re.escape(MEDIA_DIGESTS)}"
+)
+_BINARY = ("lengths", "notes", "prefixes")
 _ABOUT = ".about"
 
 

@@ -16,7 +16,7 @@
   const haystack = new Map();
   const text = (pack) => {
     if (!haystack.has(pack)) {
-      haystack.set(pack, pack.members.flatMap((one) => [one.id, one.where, ...one.pieces.map((piece) => piece[2])])
+      haystack.set(pack, [...pack.members, ...pack.prefixes].flatMap((one) => [one.id || "", one.where || "", ...one.pieces.map((piece) => piece[2])])
         .join("\n").toLowerCase());
     }
     return haystack.get(pack);
@@ -69,7 +69,8 @@
 
   const whole = (pack) => [
     el("h2", { id: "headline" }, `Epoch ${pack.epoch}, pack ${pack.number}`),
-    el("p", {}, `${pack.tokens} of ${pack.capacity} tokens (${percent(pack.fill)}), ${pack.members.length} samples, `
+    el("p", {}, `${pack.tokens} of ${pack.capacity} tokens (${percent(pack.fill)})`
+      + (pack.prefixes.length ? ` for ${pack.alone} of the samples alone` : "") + `, ${pack.members.length} samples, `
       + `${share(pack.supervised, pack.tokens)} supervised, ${share(pack.vision, pack.tokens)} vision; rank ${pack.rank}`
       + (pack.step === null ? "" : `, step ${pack.step}`)),
     bar(pack),
@@ -78,34 +79,69 @@
     el("p", { class: "legend", "aria-label": "Legend" }, ...kinds.map((kind) => el("span", { class: kind }, {
       prompt: "prompt", supervised: "supervised: trained", masked: "masked: of an answer, not trained", vision: "image tokens",
     }[kind]))),
-    ...pack.members.map(sample),
+    ...units(pack).map(([prefix, members]) => prefix === null ? sample(...members[0])
+      : el("div", { class: "unit" }, prefixSection(prefix, members), ...members.map((one) => sample(...one)))),
   ];
 
+  // Samples as [sample, index], by unit: those of one prefix together, every other one alone.
+  const units = (pack) => {
+    const found = [];
+    pack.members.forEach((one, at) => {
+      const prefix = one.prefix === null ? null : pack.prefixes[one.prefix], last = found[found.length - 1];
+      if (prefix !== null && last && last[0] === prefix) last[1].push([one, at]);
+      else found.push([prefix, [[one, at]]]);
+    });
+    return found;
+  };
+  const prefixId = (members) => `p${members[0][1]}`;
+  const rows = (members) => `${members.length} rows`;
+
   const bar = (pack) => el("div", { class: "bar", role: "group", "aria-label": "Samples to scale" },
-    ...pack.members.map((one, at) => {
-      const said = `${one.id}: ${one.tokens} tokens`;
-      return el("a", { href: `#s${at}`, title: said, "aria-label": said, style: `flex:${one.tokens} 1 0;background:${colour(at)}` });
-    }),
+    ...units(pack).flatMap(([prefix, members]) => [
+      ...(prefix === null ? [] : [block(`prefix of ${rows(members)}: ${prefix.tokens} tokens`, prefixId(members), prefix.tokens)]),
+      ...members.map(([one, at]) => block(`${one.id}: ${one.tokens} tokens`, `s${at}`, one.tokens, colour(at))),
+    ]),
     el("span", { class: "free", style: `flex:${Math.max(0, pack.capacity - pack.tokens)} 1 0` }));
+
+  const block = (said, to, tokens, background = null) => el("a", {
+    href: `#${to}`, title: said, "aria-label": said, class: background === null ? "prefix" : null,
+    style: `flex:${tokens} 1 0` + (background === null ? "" : `;background:${background}`),
+  });
 
   const table = (pack) => el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Samples of the pack" },
     el("table", { class: "members" },
       el("thead", {}, el("tr", {}, ...[["sample", ""], ["tokens", "n"], ["supervised", "n"], ["vision", "n"], ["images", "wide"]]
         .map(([name, of]) => el("th", { scope: "col", class: of }, name)))),
-      el("tbody", {}, ...pack.members.map((one, at) => el("tr", {},
-        el("td", {}, el("span", { class: "chip", style: `background:${colour(at)}`, "aria-hidden": "true" }),
-          el("a", { href: `#s${at}` }, one.id)),
-        el("td", { class: "n" }, one.tokens), el("td", { class: "n" }, one.supervised),
-        el("td", { class: "n" }, share(one.vision, one.tokens)),
-        el("td", { class: "wide" }, one.pictures.map((picture) => picture.text).join(", ")))))));
+      el("tbody", {}, ...units(pack).flatMap(([prefix, members]) => [
+        ...(prefix === null ? [] : [line(el("b", {}, chip(), el("a", { href: `#${prefixId(members)}` }, `prefix of ${rows(members)}`)),
+          prefix, prefix.tokens, 0)]),
+        ...members.map(([one, at]) => line(el("span", { class: prefix === null ? null : "branch" }, chip(colour(at)),
+          el("a", { href: `#s${at}` }, one.id)), one, (prefix === null ? "" : "+ ") + one.tokens, one.supervised)),
+      ]))));
+
+  const chip = (background = null) => el("span", { class: background === null ? "chip prefix" : "chip",
+    style: background === null ? null : `background:${background}`, "aria-hidden": "true" });
+
+  const line = (name, one, tokens, supervised) => el("tr", {},
+    el("td", {}, name), el("td", { class: "n" }, tokens), el("td", { class: "n" }, supervised),
+    el("td", { class: "n" }, share(one.vision, one.tokens)),
+    el("td", { class: "wide" }, one.pictures.map((picture) => picture.text).join(", ")));
+
+  const prefixSection = (prefix, members) => el("section", { class: "sample prefix", id: prefixId(members), tabindex: "-1" },
+    el("h3", {}, `Prefix of ${rows(members)}, computed once`),
+    ...content(prefix));
 
   const sample = (one, at) => el("section", { class: "sample", id: `s${at}`, tabindex: "-1", style: `border-color:${colour(at)}` },
     el("h3", {}, one.id),
     el("p", { class: "muted mono" }, one.where),
-    el("p", { class: "muted" }, `tokens ${one.start}-${one.start + one.tokens - 1} of the row; positions: ${one.positions.join(", ")}`),
+    ...content(one));
+
+  const content = (one) => [
+    el("p", { class: "muted" }, `tokens ${one.start}-${one.start + one.tokens - 1} of the sequence; positions: ${one.positions.join(", ")}`),
     one.pictures.length ? el("ul", { class: "thumbs" }, ...one.pictures.map(picture)) : "",
     el("p", { class: "text" }, ...one.pieces.map(([kind, tokens, words]) =>
-      el("span", { class: kinds[kind], title: `${kinds[kind]}, ${tokens} tokens` }, words))));
+      el("span", { class: kinds[kind], title: `${kinds[kind]}, ${tokens} tokens` }, words))),
+  ];
 
   const picture = (one) => el("li", {}, el("figure", {},
     (one.thumbnail || "").startsWith("data:image/jpeg;base64,") ? el("img", { src: one.thumbnail, alt: "" }) : "",

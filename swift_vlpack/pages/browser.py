@@ -9,8 +9,8 @@ from typing import Any
 
 from swift_vlpack.pages.page import asset, data, page, subject
 from swift_vlpack.pages.safe_text import visible, without_home
-from swift_vlpack.pages.terminal import step_headline
-from swift_vlpack.pages.values import KINDS, Member, PackShown, StepShown
+from swift_vlpack.pages.terminal import step_headline, tokens_text
+from swift_vlpack.pages.values import KINDS, Member, PackShown, SharedPrefix, StepShown
 
 _MB = 1e6
 
@@ -81,6 +81,11 @@ def _summary(overview: Mapping[str, Any] | None, said: str) -> str:
             f"{overview['num_ranks']} rank{'s' * (overview['num_ranks'] > 1)}, {overview['num_samples']} samples, mean "
             f"fill {overview['mean_fill']:.1%}. "
         )
+        if shared := overview.get("shared"):
+            facts += (
+                f"Shared: {shared['num_in_units']} samples in {shared['num_units']} units, "
+                f"{shared['num_tokens']} of {shared['num_tokens_alone']} tokens computed. "
+            )
     return (
         f'<p id="said">{escape(facts)}On this page: {escape(said)}.</p><noscript>This page needs JavaScript.</noscript>'
     )
@@ -93,7 +98,7 @@ def _steps(steps: Sequence[StepShown]) -> str:
 def _step(step: StepShown) -> str:
     rows = "".join(
         f'<tr><td class="n">{pack.rank}</td><td class="n">{pack.epoch}</td><td class="n">{pack.number}</td>'
-        f'<td class="n">{pack.lengths[at] if pack.lengths else ""}</td><td>{escape(visible(name))}</td>'
+        f'<td class="n">{tokens_text(pack, at)}</td><td>{escape(visible(name))}</td>'
         f'<td class="muted">{escape(visible(without_home(pack.where[at]))) if pack.where else ""}</td></tr>'
         for pack in step.packs
         for at, name in enumerate(pack.ids)
@@ -121,6 +126,8 @@ def _as_data(pack: PackShown) -> dict[str, Any]:
         "vision": pack.num_vision,
         "left_out": [without_home(f"{one['id']}: {one['reason']}: {one['error']}") for one in pack.left_out],
         "members": [_member(member) for member in pack.members],
+        "prefixes": [_prefix(prefix) for prefix in pack.prefixes],
+        "alone": pack.num_tokens_alone,
     }
 
 
@@ -133,9 +140,27 @@ def _member(member: Member) -> dict[str, Any]:
         "tokens": member.num_tokens,
         "supervised": member.num_supervised,
         "vision": member.num_vision,
-        "positions": [f"{axis} {low}-{high}" for axis, (low, high) in member.positions.items()],
+        "prefix": member.prefix,
+        **_content(member),
+    }
+
+
+def _prefix(prefix: SharedPrefix) -> dict[str, Any]:
+    return {
+        "members": list(prefix.members),
+        "start": prefix.start,
+        "tokens": prefix.num_tokens,
+        "vision": prefix.num_vision,
+        **_content(prefix),
+    }
+
+
+def _content(one: Member | SharedPrefix) -> dict[str, Any]:
+    return {
+        "positions": [f"{axis} {low}-{high}" for axis, (low, high) in one.positions.items()],
         "pictures": [
-            {"text": str(one), "name": without_home(one.name), "thumbnail": one.thumbnail} for one in member.pictures
+            {"text": str(picture), "name": without_home(picture.name), "thumbnail": picture.thumbnail}
+            for picture in one.pictures
         ],
-        "pieces": [[KINDS.index(piece.kind), piece.num_tokens, piece.text] for piece in member.pieces],
+        "pieces": [[KINDS.index(piece.kind), piece.num_tokens, piece.text] for piece in one.pieces],
     }

@@ -18,7 +18,7 @@ import binascii
 import io
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -38,8 +38,11 @@ from swift_vlpack.pages.values import (
     Picture,
     Piece,
     SequenceTensors,
+    SharedPrefix,
 )
+from swift_vlpack.plan.boundaries import Boundaries
 from swift_vlpack.plan.epoch import EpochPlan
+from swift_vlpack.plan.report import sharing_report
 from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.media import is_name, media, real_file
 from swift_vlpack.rows.samples import SampleId
@@ -62,6 +65,8 @@ def overview_of(plan: EpochPlan) -> dict[str, Any]:
     counts = np.bincount(tenths, minlength=_TENTHS + 1)
     labels = [f"{10 * tenth}-{10 * tenth + 9}%" for tenth in range(_TENTHS)] + ["100%"]
     sources = plan.schedule.source[packs.members]
+    own = plan.lengths[packs.members] - packs.shared_of_members
+    shared = {"shared": sharing_report(packs)} if packs.config.shares_media else {}
     return {
         "epoch": plan.epoch,
         "num_ranks": plan.num_ranks,
@@ -74,13 +79,14 @@ def overview_of(plan: EpochPlan) -> dict[str, Any]:
         "sources": {
             name: {
                 "samples": int((sources == number).sum()),
-                "tokens": int(plan.lengths[packs.members][sources == number].sum()),
+                "tokens": int(own[sources == number].sum()),
             }
             for number, name in enumerate(plan.schedule.names)
         },
         "longest": int(tokens.argmax()),
         "emptiest": int(np.flatnonzero(has_samples)[fills.argmin()]),
         "num_left_out": len(plan.schedule) - len(packs.members),
+        **shared,
     }
 
 
@@ -116,18 +122,24 @@ def pack_shown(batch: Batch, place: Place, lookup: SampleLookup, packing_length:
     assert record is not None
     sequence = tensors_of(batch)
     positions = _positions(batch)
-    members = [
-        member_of(
-            sample_id,
-            sequence.input_ids[start:stop],
-            sequence.labels[start:stop],
-            lookup,
-            start=start,
-            positions=positions,
+    members: list[Member] = []
+    prefixes: dict[int, SharedPrefix] = {}  # by where they begin
+    lengths = tuple(stop - start for start, stop in pairwise(sequence.cu_seqlens))
+    # Not strict, because padding after the samples has boundaries and no sample.
+    for sample_id, tokens in zip(record.sample_ids, Boundaries(lengths, tuple(sequence.parents)).samples, strict=False):
+        *prefix, own = (slice(*one) for one in tokens)
+        ids, labels = (
+            [token for part in (*prefix, own) for token in of_sequence[part]]
+            for of_sequence in (sequence.input_ids, sequence.labels)
         )
-        # Not strict, because padding after the samples has boundaries and no sample.
-        for sample_id, (start, stop) in zip(record.sample_ids, pairwise(sequence.cu_seqlens), strict=False)
-    ]
+        sample = SampleTokens(sample_id, ids, labels, num_shared=len(ids) - (own.stop - own.start))
+        member = member_of(sample, lookup, start=own.start, positions=positions)
+        if prefix:
+            start = prefix[0].start
+            before = prefixes.get(start) or prefix_of(sample, lookup, start=start, positions=positions)
+            prefixes[start] = replace(before, members=[*before.members, len(members)])
+            member = replace(member, prefix=[*prefixes].index(start))
+        members.append(member)
     return PackShown(
         epoch=record.epoch,
         number=record.number,
@@ -138,49 +150,97 @@ def pack_shown(batch: Batch, place: Place, lookup: SampleLookup, packing_length:
         members=members,
         left_out=[{"id": str(one.sample_id), "reason": one.reason, "error": one.detail} for one in record.left_out],
         sequence=sequence,
+        prefixes=list(prefixes.values()),
     )
 
 
 def tensors_of(batch: Batch) -> SequenceTensors:
     """Copy the tensors of a batch into lists."""
-    positions = batch["position_ids"]
+    positions, ends = batch["position_ids"], batch["cu_seq_lens_q"]
+    ends = ends.reshape(-1, ends.shape[-1])  # a second line has the prefixes, if samples share any
     return SequenceTensors(
         input_ids=batch["input_ids"][0].tolist(),
         labels=batch["labels"][0].tolist(),
         position_ids=positions.reshape(-1, positions.shape[-1]).tolist(),
-        cu_seqlens=batch["cu_seq_lens_q"].tolist(),
+        cu_seqlens=ends[0].tolist(),
+        parents=ends[1][1:].tolist() if len(ends) > 1 else [],
     )
 
 
+class SampleTokens(NamedTuple):
+    """A whole sample; its first `num_shared` tokens are those of a prefix."""
+
+    sample_id: SampleId
+    ids: Sequence[int]
+    labels: Sequence[int]
+    num_shared: int = 0
+
+
 def member_of(
-    sample_id: SampleId,
-    ids: Sequence[int],
-    labels: Sequence[int],
+    sample: SampleTokens,
     lookup: SampleLookup,
     *,
     start: int = 0,
     positions: Mapping[str, list[int]] = MappingProxyType({}),
 ) -> Member:
-    """Make the shown value of a sample, which begins at `start` of a sequence with these `positions`."""
-    answer = lookup.answer_of(sample_id)
-    is_same_encoding = answer is not None and len(answer) == len(ids)
-    kinds = kinds_of(ids, labels, lookup.placeholders, answer if is_same_encoding else None)
-    row = lookup.row_of(sample_id)
-    nums = [stop - first for kind, first, stop in _runs(kinds) if kind == VISION]
-    pictures = [] if row is None else pictures_of(row, nums, with_thumbnails=lookup.with_thumbnails)
-    inside = slice(start, start + len(ids))
+    """Show the tokens of a sample that are its own, which begin at `start` of a sequence with these `positions`."""
+    sample_id, ids, labels, num_shared = sample
+    kinds, pictures = _looked_up(sample, lookup)
+    pictures = pictures[_num_in_prefix(kinds, pictures, num_shared) :]
+    own_ids, own_kinds = ids[num_shared:], kinds[num_shared:]
     return Member(
         id=str(sample_id),
         where=lookup.where_of(sample_id),
         source=sample_id.source,
         start=start,
-        num_tokens=len(ids),
-        num_supervised=sum(label != NO_LABEL for label in labels),
-        num_vision=kinds.count(VISION),
-        positions={name: (min(numbers[inside]), max(numbers[inside])) for name, numbers in positions.items()},
+        num_tokens=len(own_ids),
+        num_supervised=sum(label != NO_LABEL for label in labels[num_shared:]),
+        num_vision=own_kinds.count(VISION),
+        positions=_ranges(positions, start, len(own_ids)),
         pictures=pictures,
-        pieces=pieces_of(ids, kinds, pictures, lookup.decode),
+        pieces=pieces_of(own_ids, own_kinds, pictures, lookup.decode),
     )
+
+
+def prefix_of(
+    sample: SampleTokens, lookup: SampleLookup, *, start: int, positions: Mapping[str, list[int]]
+) -> SharedPrefix:
+    """Show the tokens of a sample that it shares, which begin at `start` of a sequence with these `positions`."""
+    ids, num_tokens = sample.ids, sample.num_shared
+    kinds, pictures = _looked_up(sample, lookup)
+    pictures = pictures[: _num_in_prefix(kinds, pictures, num_tokens)]
+    return SharedPrefix(
+        members=(),
+        start=start,
+        num_tokens=num_tokens,
+        num_vision=kinds[:num_tokens].count(VISION),
+        positions=_ranges(positions, start, num_tokens),
+        pictures=pictures,
+        pieces=pieces_of(ids[:num_tokens], kinds[:num_tokens], pictures, lookup.decode),
+    )
+
+
+def _looked_up(sample: SampleTokens, lookup: SampleLookup) -> tuple[list[str], list[Picture]]:
+    """Tell the kinds of the tokens of a whole sample, and list its images and videos."""
+    sample_id, ids, labels, _ = sample
+    answer = lookup.answer_of(sample_id)
+    is_same_encoding = answer is not None and len(answer) == len(ids)
+    kinds = kinds_of(ids, labels, lookup.placeholders, answer if is_same_encoding else None)
+    row = lookup.row_of(sample_id)
+    nums = [stop - first for kind, first, stop in _runs(kinds) if kind == VISION]
+    return kinds, [] if row is None else pictures_of(row, nums, with_thumbnails=lookup.with_thumbnails)
+
+
+def _num_in_prefix(kinds: Sequence[str], pictures: Sequence[Picture], num_tokens: int) -> int:
+    """Count the images and videos whose tokens are in a prefix: all, unless some have tokens after it."""
+    if not num_tokens or VISION in kinds[num_tokens:]:
+        return sum(kind == VISION for kind, _, _ in _runs(kinds[:num_tokens]))
+    return len(pictures)
+
+
+def _ranges(positions: Mapping[str, list[int]], start: int, num_tokens: int) -> dict[str, tuple[int, int]]:
+    inside = slice(start, start + num_tokens)
+    return {name: (min(numbers[inside]), max(numbers[inside])) for name, numbers in positions.items()}
 
 
 def _positions(batch: Batch) -> dict[str, list[int]]:

@@ -86,6 +86,8 @@ def _trained(report: Report) -> Iterator[Line]:
     yield "fill", f"{percent(trained['fill_mean'])} mean, {trained['samples_per_pack']} samples a pack"
     if trained["num_padding"]:
         yield "padding", f"{grouped(trained['num_padding'])} tokens after the samples of packs (packing_pad_to)"
+    if shared := trained["shared"]:
+        yield from _shared(trained, shared)
     yield "single-long", f"{counted(trained['num_single_long'], 'sample')} too large for a pack, alone in a sequence"
     if trained["vision_share"] is not None:
         yield "vision", f"{percent(trained['vision_share'])} of the tokens"
@@ -95,6 +97,16 @@ def _trained(report: Report) -> Iterator[Line]:
     if balance["trained"] is not None:
         planned = f"; planned {balance['planned']:.3f} by cost" if balance["planned"] is not None else ""
         yield "balance", f"the slowest rank of a step has {balance['trained']:.3f} x the mean rank's tokens{planned}"
+
+
+def _shared(trained: Report, shared: Report) -> Iterator[Line]:
+    units, alone = counted(shared["num_units"], "unit"), grouped(shared["num_tokens_alone"])
+    less = 1 - trained["num_tokens"] / max(1, shared["num_tokens_alone"])
+    yield "shared", f"{grouped(shared['num_in_units'])} samples in {units}, {grouped(shared['num_alone'])} alone"
+    yield "", f"{grouped(trained['num_tokens'])} of {alone} tokens computed, {percent(less)} less"
+    if shared["num_apart"]:
+        apart = counted(shared["num_apart"], "sample was", "samples were")
+        yield "", f"{apart} planned to share and, once encoded, did not; the log names them"
 
 
 def _unpacked(unpacked: Report | None) -> Iterator[Line]:

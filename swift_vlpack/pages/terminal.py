@@ -16,7 +16,18 @@ from rich.table import Table
 from rich.text import Text
 
 from swift_vlpack.pages.safe_text import visible
-from swift_vlpack.pages.values import MASKED, PROMPT, SUPERVISED, VISION, Member, PackShown, Picture, StepShown
+from swift_vlpack.pages.values import (
+    MASKED,
+    PROMPT,
+    SUPERVISED,
+    VISION,
+    Member,
+    PackShown,
+    Picture,
+    SharedPrefix,
+    StepShown,
+    TrainedPack,
+)
 from swift_vlpack.words import counted
 
 STYLES = {PROMPT: "", SUPERVISED: "bold green", MASKED: "dim strike", VISION: "magenta"}
@@ -24,6 +35,8 @@ MARKS = {PROMPT: " ", SUPERVISED: "+", MASKED: "-", VISION: "#"}
 """Mark at the beginning of every line of text, for readers without colour."""
 _SAMPLES = ("cyan", "yellow", "green", "magenta", "blue", "red")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_PREFIX = "="
+"""Stands for a prefix where letters stand for samples."""
 WIDEST_BAR = 100
 _WIDEST_FILL_BAR = 40
 _NUM_NAMED = 4
@@ -56,6 +69,10 @@ def overview_parts(overview: Mapping[str, Any]) -> Iterator[RenderableType]:
         yield Text(f"{label:>10} full {count:>8}  ").append(bar, "cyan")
     for name, source in overview["sources"].items():
         yield Text(visible(f"{name}: {source['samples']} samples, {source['tokens']} tokens"), "dim")
+    if shared := overview.get("shared"):
+        units = f"{shared['num_in_units']} samples in {counted(shared['num_units'], 'unit')}"
+        tokens = f"{shared['num_tokens']} of {shared['num_tokens_alone']} tokens computed"
+        yield Text(f"shared: {units}, {shared['num_alone']} alone, {tokens}", "dim")
     yield Text(
         f"longest pack {overview['longest']}, emptiest pack {overview['emptiest']}, rows in no pack "
         f"{overview['num_left_out']}\n",
@@ -72,12 +89,18 @@ def pack_parts(pack: PackShown, width: int) -> Iterator[RenderableType]:
         yield Text(visible(f"left out: {one['id']}: {one['reason']}: {one['error']}"), "yellow")
     yield Text(
         f"boundaries (cu_seqlens): {', '.join(map(str, pack.sequence.cu_seqlens if pack.sequence else ()))}\n"
-        f"{MARKS[SUPERVISED]} supervised   {MARKS[MASKED]} masked (of an answer, not trained)   "
+        + (f"{_PREFIX} prefix, computed once: the samples below it go on from it\n" if pack.prefixes else "")
+        + f"{MARKS[SUPERVISED]} supervised   {MARKS[MASKED]} masked (of an answer, not trained)   "
         f"{MARKS[VISION]} vision   no mark: prompt",
         "dim",
     )
-    for at, member in enumerate(pack.members):
-        yield from member_parts(member, width, letter(at), _colour(at))
+    at = 0
+    for segment in pack.segments:
+        if isinstance(segment, SharedPrefix):
+            yield from _prefix_parts(segment, width)
+            continue
+        yield from member_parts(segment, width, letter(at), _colour(at))
+        at += 1
     yield Text()
 
 
@@ -85,9 +108,10 @@ def headline(pack: PackShown) -> str:
     """Return the headline of a pack: its place in the run, its fill, its shares of supervised and vision tokens."""
     of = "" if pack.num_packs is None else f" of {pack.num_packs} (numbered from 0)"
     step = "" if pack.step is None else f", trained in step {pack.step}"
+    shared = f" for {pack.num_tokens_alone} of the samples alone" if pack.prefixes else ""
     return (
         f"epoch {pack.epoch}, pack {pack.number}{of}, rank {pack.rank}{step}: "
-        f"{pack.num_tokens} of {pack.packing_length} tokens ({pack.fill:.1%}), "
+        f"{pack.num_tokens} of {pack.packing_length} tokens ({pack.fill:.1%}){shared}, "
         f"{_share(pack.num_supervised, pack.num_tokens)} supervised, {_share(pack.num_vision, pack.num_tokens)} vision"
     )
 
@@ -113,10 +137,15 @@ def bar_widths(lengths: Sequence[int], capacity: int, width: int) -> list[int]:
 
 
 def _bar(pack: PackShown, width: int) -> Iterator[Text]:
-    widths = bar_widths([member.num_tokens for member in pack.members], pack.packing_length, width)
-    bar = Text("[")
-    for at, cells in enumerate(widths):
+    segments = pack.segments
+    widths = bar_widths([one.num_tokens for one in segments], pack.packing_length, width)
+    bar, at = Text("["), 0
+    for one, cells in zip(segments, widths, strict=True):
+        if isinstance(one, SharedPrefix):
+            bar.append(_PREFIX * cells, "bold reverse")
+            continue
         bar.append(letter(at) * cells, f"black on {_colour(at)}")
+        at += 1
     bar.append("." * (width - sum(widths)), "dim")
     yield bar.append("]")
 
@@ -129,17 +158,39 @@ def _members(pack: PackShown) -> RenderableType:
         table.add_column(name, justify="right")
     table.add_column("images", overflow="fold")
     table.add_column("where", overflow="fold")
-    for at, member in enumerate(pack.members):
+    at = 0
+    for member in pack.segments:
+        if isinstance(member, SharedPrefix):
+            table.add_row(
+                Text(_PREFIX, "bold"),
+                Text(f"prefix of {letters(member)}", "bold"),
+                str(member.num_tokens),
+                "0",
+                f"{member.num_vision / max(1, member.num_tokens):.0%}",
+                Text(visible(pictures_text(member.pictures))),
+                "",
+            )
+            continue
         table.add_row(
             Text(letter(at), _colour(at)),
             Text(visible(member.id)),
-            str(member.num_tokens),
+            str(member.num_tokens) if member.prefix is None else f"+ {member.num_tokens}",
             str(member.num_supervised),
             f"{member.share_of_vision:.0%}",
             Text(visible(pictures_text(member.pictures))),
             Text(visible(member.where), "dim"),
         )
+        at += 1
     return table
+
+
+def letters(prefix: SharedPrefix) -> str:
+    """Return the letters of the branches of a prefix.
+
+    >>> letters(SharedPrefix(members=[1, 2, 4], start=0, num_tokens=9, num_vision=4, positions={}))
+    'B, C, E'
+    """
+    return ", ".join(map(letter, prefix.members))
 
 
 def pictures_text(pictures: Sequence[Picture]) -> str:
@@ -168,7 +219,16 @@ def member_parts(member: Member, width: int, name: str, colour: str) -> Iterator
     yield from piece_lines(member, width)
 
 
-def piece_lines(member: Member, width: int) -> Iterator[Text]:
+def _prefix_parts(prefix: SharedPrefix, width: int) -> Iterator[Text]:
+    """Show a prefix: where it is in the sequence, then its text."""
+    positions = ", ".join(f"{axis} {low}-{high}" for axis, (low, high) in prefix.positions.items())
+    last = prefix.start + prefix.num_tokens - 1
+    of = f"tokens {prefix.start}-{last} of the sequence, for {letters(prefix)}"
+    yield Text(f"\n{_PREFIX} prefix: {of}; positions: {positions}", "bold")
+    yield from piece_lines(prefix, width)
+
+
+def piece_lines(member: Member | SharedPrefix, width: int) -> Iterator[Text]:
     """Write the text of a sample, with a mark before every line, also where the width breaks a line."""
     console = Console(width=width, file=io.StringIO())
     for piece in member.pieces:
@@ -202,12 +262,26 @@ def step_parts(step: StepShown) -> Iterator[RenderableType]:
     for pack in step.packs:
         for at, sample in enumerate(pack.ids):
             of_pack = (str(pack.rank), str(pack.epoch), str(pack.number)) if at == 0 else ("", "", "")
-            tokens = str(pack.lengths[at]) if pack.lengths else ""
+            tokens = tokens_text(pack, at)
             where = pack.where[at] if pack.where else ""
             table.add_row(*of_pack, tokens, Text(visible(sample)), Text(visible(where), "dim"))
         if not pack.ids:
             table.add_row(str(pack.rank), str(pack.epoch), str(pack.number), "", Text("no sample, and so no loss"))
     yield table
+
+
+def tokens_text(pack: TrainedPack, at: int) -> str:
+    """Write the tokens of a sample of a step: those of its row, and how many it shares with the sample before it.
+
+    >>> pack = TrainedPack(rank=0, epoch=0, number=0, ids=["a:0", "a:1"], lengths=[90, 80], shared=[0, 60])
+    >>> tokens_text(pack, 0), tokens_text(pack, 1)
+    ('90', '80 (60 shared)')
+    """
+    num_shared = pack.shared[at] if pack.shared else 0
+    shared = f"{num_shared} shared" if num_shared else ""
+    if not pack.lengths:
+        return shared
+    return f"{pack.lengths[at]} ({shared})" if shared else str(pack.lengths[at])
 
 
 def step_headline(step: StepShown) -> str:

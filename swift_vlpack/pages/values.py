@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 PROMPT, SUPERVISED, MASKED, VISION = KINDS = ("prompt", "supervised", "masked", "vision")
@@ -51,12 +51,15 @@ class Member:
     start: int
     """Index of its first token in the sequence."""
     num_tokens: int
+    """Of a branch, without those of its prefix."""
     num_supervised: int
     num_vision: int
     positions: Mapping[str, tuple[int, int]]
     """Lowest and highest position on each axis."""
     pictures: Sequence[Picture] = ()
     pieces: Sequence[Piece] = ()
+    prefix: int | None = None
+    """Index of its prefix in `PackShown.prefixes`; None for a sample that shares none."""
 
     @property
     def share_of_vision(self) -> float:
@@ -65,12 +68,36 @@ class Member:
 
     def as_json(self) -> dict[str, Any]:
         """Return the sample for other programs, without thumbnails."""
-        pictures = [{**picture._asdict(), "thumbnail": None} for picture in self.pictures]
-        for picture in pictures:
-            del picture["thumbnail"]  # a copy of the image for pages only
-        pieces = [piece._asdict() for piece in self.pieces]
         share = round(self.share_of_vision, 4)
-        return {**asdict(self), "pictures": pictures, "pieces": pieces, "share_of_vision": share}
+        shown = {"pictures": _without_thumbnails(self.pictures), "pieces": _as_dicts(self.pieces)}
+        return {**asdict(self), **shown, "share_of_vision": share}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedPrefix:
+    """The beginning that several samples of a pack share, which the sequence has once."""
+
+    members: Sequence[int]
+    """Indices of its branches among the members of the pack."""
+    start: int
+    num_tokens: int
+    num_vision: int
+    positions: Mapping[str, tuple[int, int]]
+    pictures: Sequence[Picture] = ()
+    pieces: Sequence[Piece] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the prefix for other programs, without thumbnails."""
+        return {**asdict(self), "pictures": _without_thumbnails(self.pictures), "pieces": _as_dicts(self.pieces)}
+
+
+def _without_thumbnails(pictures: Sequence[Picture]) -> list[dict[str, Any]]:
+    # A thumbnail is a copy of the image for pages only.
+    return [{name: value for name, value in one._asdict().items() if name != "thumbnail"} for one in pictures]
+
+
+def _as_dicts(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+    return [piece._asdict() for piece in pieces]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +108,12 @@ class SequenceTensors:
     labels: list[int]
     position_ids: list[list[int]]
     cu_seqlens: list[int]
-    """Start of every sample, then of the padding if there is any, then the end of the sequence."""
+    """Where samples begin, and padding after them if there is any; the last number is the end.
+
+    Where samples share prefixes, where prefixes and branches begin.
+    """
+    parents: list[int] = field(default_factory=list)
+    """Of each segment the index of its prefix, or -1; empty if no samples share a prefix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,11 +131,22 @@ class PackShown:
     members: Sequence[Member]
     left_out: Sequence[Mapping[str, str]] = ()
     sequence: SequenceTensors | None = None
+    prefixes: Sequence[SharedPrefix] = ()
+
+    @property
+    def segments(self) -> list[Member | SharedPrefix]:
+        """Return prefixes and samples as they follow each other in the sequence."""
+        return sorted((*self.prefixes, *self.members), key=lambda one: one.start)
 
     @property
     def num_tokens(self) -> int:
-        """Return the tokens of all samples."""
-        return sum(member.num_tokens for member in self.members)
+        """Return the tokens of all samples, those of a prefix once."""
+        return sum(one.num_tokens for one in self.segments)
+
+    @property
+    def num_tokens_alone(self) -> int:
+        """Return the tokens that the samples have alone, when none shares a prefix."""
+        return self.num_tokens + sum(one.num_tokens * (len(one.members) - 1) for one in self.prefixes)
 
     @property
     def fill(self) -> float:
@@ -118,13 +161,14 @@ class PackShown:
     @property
     def num_vision(self) -> int:
         """Return the tokens that stand for images and videos."""
-        return sum(member.num_vision for member in self.members)
+        return sum(one.num_vision for one in self.segments)
 
     def as_json(self) -> dict[str, Any]:
         """Return the pack for other programs."""
         made = asdict(self)
         made["row"] = made.pop("sequence")  # an older name of this key, which scripts read (docs/concepts.md)
         made["members"] = [member.as_json() for member in self.members]
+        made["prefixes"] = [prefix.as_json() for prefix in self.prefixes]
         counts = {"num_tokens": self.num_tokens, "fill": round(self.fill, 4), "num_supervised": self.num_supervised}
         return {**made, **counts, "num_vision": self.num_vision}
 
@@ -139,6 +183,8 @@ class TrainedPack:
     ids: Sequence[str]
     where: Sequence[str] = ()
     lengths: Sequence[int] = ()
+    shared: Sequence[int] = ()
+    """The tokens that each sample shares with the one before it; empty if none does."""
 
 
 @dataclass(frozen=True, kw_only=True)

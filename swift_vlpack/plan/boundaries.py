@@ -7,31 +7,99 @@
 >>> Boundaries((3, 2)).segment_ids(num_tokens=7)
 (1, 1, 1, 2, 2, 0, 0)
 
-Each sample is a segment that sees no other sample. If rows shared a prefix (the same image, the same chat), boundaries
-would become a forest of depth one: a prefix, and branches that each see the prefix and themselves. An entry of
-`lengths` would then get a parent, which is absent in the flat case; `cu_seqlens` would stay the same, and positions of
-a branch would continue those of its prefix.
+A *segment* is a run of tokens. Usually each sample is one segment, and sees no other. Rows that begin with the same
+media can share that beginning: it is there once, as a *prefix*, and the rest of each row is a *branch*, which sees the
+prefix and itself. So boundaries are a forest of depth one, and positions of a branch go on from its prefix:
+
+>>> shared = Boundaries((3, 2, 1, 4), parents=(ROOT, 0, 0, ROOT))  # a prefix, its two branches, a sample of its own
+>>> shared.position_ids
+(0, 1, 2, 3, 4, 3, 0, 1, 2, 3)
+>>> shared.samples
+(((0, 3), (3, 5)), ((0, 3), (5, 6)), ((6, 10),))
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 
 from swift_vlpack.errors import BoundaryError
 
+ROOT = -1
+"""The parent of a segment that has none: a sample of its own, or a prefix."""
+Tokens = tuple[int, int]
+"""Some tokens of a sequence: the first of them, and the one after the last."""
+
 
 @dataclass(frozen=True, slots=True)
 class Boundaries:
-    """The lengths of the samples of one pack, in the order of the sequence."""
+    """The lengths of the segments of one pack, in the order of the sequence."""
 
     lengths: tuple[int, ...]
+    parents: tuple[int, ...] = ()
+    """The index of the prefix of each segment, or `ROOT`; empty if no segment has a prefix."""
 
     def __post_init__(self) -> None:
         for number, length in enumerate(self.lengths, start=1):
             if length <= 0:
                 raise BoundaryError(f"sample {number} of the pack has length {length}; it must be positive")
+        if self.parents:
+            self._check_parents()
+
+    def _check_parents(self) -> None:
+        if len(self.parents) != len(self.lengths):
+            raise BoundaryError(f"{len(self.parents)} parents for {len(self.lengths)} segments")
+        for segment, parent in enumerate(self.parents):
+            # Directly after the prefix or after another of its branches, so a unit is one run of tokens.
+            if parent != ROOT and not (parent == segment - 1 or (segment and self.parents[segment - 1] == parent)):
+                raise BoundaryError(f"segment {segment} does not follow its prefix, segment {parent}")
+            if parent != ROOT and self.parents[parent] != ROOT:
+                raise BoundaryError(f"the prefix of segment {segment}, segment {parent}, is itself a branch")
+
+    @classmethod
+    def of_samples(cls, lengths: Sequence[int], shared: Sequence[int] = ()) -> Boundaries:
+        """Lay out samples end to end; `shared` counts the tokens that each shares with the sample before it.
+
+        >>> Boundaries.of_samples((5, 4, 4), shared=(0, 3, 0))
+        Boundaries(lengths=(3, 2, 1, 4), parents=(-1, 0, 0, -1))
+        """
+        if not any(shared):
+            return cls(tuple(lengths))
+        segments: list[int] = []
+        parents: list[int] = []
+        prefix = ROOT
+        for at, (length, num_shared) in enumerate(zip(lengths, shared, strict=True)):
+            begins_unit = not num_shared
+            if begins_unit:
+                of_next = shared[at + 1] if at + 1 < len(shared) else 0
+                prefix = len(segments) if of_next else ROOT
+                if of_next:
+                    segments.append(of_next)
+                    parents.append(ROOT)
+            segments.append(length if prefix == ROOT else length - segments[prefix])
+            parents.append(prefix)
+        return cls(tuple(segments), tuple(parents))
+
+    @property
+    def samples(self) -> tuple[tuple[Tokens, ...], ...]:
+        """Return the tokens of each sample: of its segment, or of its prefix and its branch."""
+        tokens = tuple(pairwise(self.cu_seqlens))
+        if not self.parents:
+            return tuple((one,) for one in tokens)
+        prefixes = set(self.parents)
+        return tuple(
+            (one,) if parent == ROOT else (tokens[parent], one)
+            for segment, (one, parent) in enumerate(zip(tokens, self.parents, strict=True))
+            if segment not in prefixes
+        )
+
+    @property
+    def starts_of_positions(self) -> tuple[int, ...]:  # (num_segments,)
+        """Return the position of the first token of each segment: 0, or the length of its prefix."""
+        if not self.parents:
+            return (0,) * len(self.lengths)
+        return tuple(0 if parent == ROOT else self.lengths[parent] for parent in self.parents)
 
     @property
     def num_tokens(self) -> int:
@@ -39,22 +107,28 @@ class Boundaries:
         return sum(self.lengths)
 
     @property
-    def cu_seqlens(self) -> tuple[int, ...]:  # (num_samples + 1,)
+    def cu_seqlens(self) -> tuple[int, ...]:  # (num_segments + 1,)
         """Return the cumulative lengths, from 0, which variable-length attention kernels take."""
         return (0, *accumulate(self.lengths))
 
     @property
-    def document_starts(self) -> tuple[int, ...]:  # (num_samples,)
-        """Return the index of the first token of each sample."""
+    def document_starts(self) -> tuple[int, ...]:  # (num_segments,)
+        """Return the index of the first token of each segment."""
         return self.cu_seqlens[:-1]
 
     @property
     def position_ids(self) -> tuple[int, ...]:  # (num_tokens,)
-        """Return positions that restart at 0 with every sample."""
-        return tuple(chain.from_iterable(range(length) for length in self.lengths))
+        """Return positions that restart at 0 with every sample; those of a branch go on from its prefix."""
+        if not self.parents:
+            return tuple(chain.from_iterable(range(length) for length in self.lengths))
+        return tuple(chain.from_iterable(self._positions()))
+
+    def _positions(self) -> Iterable[range]:
+        for start, length in zip(self.starts_of_positions, self.lengths, strict=True):
+            yield range(start, start + length)
 
     def segment_ids(self, num_tokens: int | None = None) -> tuple[int, ...]:  # (num_tokens,)
-        """Return the number of the sample of every token, from 1; 0 for the padding up to `num_tokens`."""
+        """Return the number of the segment of every token, from 1; 0 for the padding up to `num_tokens`."""
         total = self.num_tokens if num_tokens is None else num_tokens
         if total < self.num_tokens:
             raise BoundaryError(f"a sequence of {total} tokens cannot hold the {self.num_tokens} tokens of the pack")
@@ -65,6 +139,9 @@ class Boundaries:
         """Raise `BoundaryError` unless positions count up from 0 and restart at 0 at the start of every sample."""
         if len(position_ids) != self.num_tokens:
             raise BoundaryError(f"{len(position_ids)} positions for a pack of {self.num_tokens} tokens")
+        if self.parents:
+            self._check_positions_of_branches(position_ids)
+            return
         # Attention that reads boundaries from positions takes every 0 for a start, so a wrong 0 cuts a sample in two.
         starts = {index for index, position in enumerate(position_ids) if position == 0}
         expected = set(self.document_starts)
@@ -76,6 +153,11 @@ class Boundaries:
         if extra := sorted(starts - expected):
             raise BoundaryError(f"positions restart at token {extra[0]}, in the middle of a sample")
         self._check_steps(position_ids, expected)
+
+    def _check_positions_of_branches(self, position_ids: Sequence[int]) -> None:
+        for index, (found, expected) in enumerate(zip(position_ids, self.position_ids, strict=True)):
+            if found != expected:
+                raise BoundaryError(f"token {index} has position {found}; in its row alone it has {expected}")
 
     def _check_steps(self, position_ids: Sequence[int], starts: set[int]) -> None:
         for index, (before, after) in enumerate(pairwise(position_ids), start=1):

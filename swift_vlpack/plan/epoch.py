@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import DataError, StateMismatch
 from swift_vlpack.plan.cuts import Cut, is_finished, num_consumed, replay, share
-from swift_vlpack.plan.items import is_left_out
+from swift_vlpack.plan.items import is_left_out, must_be_alone
 from swift_vlpack.plan.mix import Mix, Schedule
 from swift_vlpack.plan.packs import Plan
 from swift_vlpack.plan.parts import CutRows, Part, Span
@@ -35,6 +35,7 @@ from swift_vlpack.plan.planner import plan
 from swift_vlpack.plan.registry import WINDOW
 from swift_vlpack.plan.resume_schedule import num_steps
 from swift_vlpack.plan.same_steps import IN_NO_STEP, UnpackedRows, UnpackedStep, pack_steps
+from swift_vlpack.plan.units import NO_KEY, Prefixes, Units, sizes_in_units, stand_together
 from swift_vlpack.plan.windows import can_be_in_windows, end_to_end
 
 LENGTH, IMAGES, PATCHES, SUPERVISED = range(4)
@@ -55,6 +56,8 @@ class Recipe:
     """The sizes of all rows, by source."""
     cut: tuple[CutRows | None, ...] = ()
     """The parts of cut rows, by source; empty if rows are not cut."""
+    prefixes: tuple[Prefixes | None, ...] = ()
+    """The prefixes that rows share, by source; empty if rows share nothing."""
     mix: Mix
     config: PackingConfig
     seed: int = 0
@@ -78,6 +81,8 @@ class DrawnEpoch:
     """(5, num_positions): the fields of `Span`, 0 for rows that are not cut; None if no row is cut."""
     batch: NDArray[np.int32] | None = None
     """The un-packed batch of each position, which decides its optimizer step; None if steps are not kept."""
+    shared: NDArray[np.int32] | None = None
+    """The tokens that each sample shares with the one at the position before it; None if no sample shares any."""
 
     @property
     def lengths(self) -> NDArray[Any]:
@@ -242,6 +247,8 @@ def pack_epoch(recipe: Recipe, epoch: int, name_of: NameOfRow | None = None) -> 
     readable = np.flatnonzero(sizes[LENGTH])
     if not len(readable):
         raise DataError(f"epoch {epoch}: none of the {len(drawn.schedule)} rows can be packed; the log has the reasons")
+    if drawn.shared is not None:
+        return _pack_units(recipe, drawn, drawn.shared, name_of)
     of_readable = sizes if len(readable) == sizes.shape[1] else sizes[:, readable]
     made = plan(
         of_readable[LENGTH],
@@ -256,6 +263,28 @@ def pack_epoch(recipe: Recipe, epoch: int, name_of: NameOfRow | None = None) -> 
         raise DataError(f"epoch {epoch} has no pack; all {len(readable)} rows were left out: {made.num_dropped}")
     # A `Plan` needs no supervised tokens, because they decide nothing.
     packs = made if of_readable is sizes else made.renumbered(readable, sizes[: PATCHES + 1])
+    return PackedEpoch(**of_drawn(drawn), packs=packs)
+
+
+def _pack_units(recipe: Recipe, drawn: DrawnEpoch, shared: NDArray[np.int32], name_of: NameOfRow | None) -> PackedEpoch:
+    """Pack samples that share prefixes: each unit is one item, with its prefix counted once."""
+    units = Units.of(shared)
+    sizes = _sizes_of(units, drawn.sizes, shared)
+    # A sample that cannot be encoded is a unit of its own, of no length.
+    is_readable = sizes[LENGTH] > 0
+    numbers = np.flatnonzero(is_readable)
+    made = plan(
+        sizes[LENGTH, numbers],
+        recipe.config,
+        images=sizes[IMAGES, numbers],
+        patches=sizes[PATCHES, numbers],
+        seed=recipe.seed + drawn.epoch,
+        label=None if name_of is None else lambda item: name_of(*drawn.sample(int(units.starts[numbers[item]]))),
+    )
+    readable = Units(units.starts[numbers], units.counts[numbers])
+    packs = made.of_samples(readable, drawn.sizes[: PATCHES + 1], shared)
+    if not len(packs):
+        raise DataError(f"epoch {drawn.epoch} has no pack; all its rows were left out: {packs.num_dropped}")
     return PackedEpoch(**of_drawn(drawn), packs=packs)
 
 
@@ -279,7 +308,10 @@ def draw_epoch(recipe: Recipe, epoch: int) -> DrawnEpoch:
             is_usable = _at(schedule, usable, (), bool)
             batch = ((np.cumsum(is_usable) - 1).clip(0) // recipe.step.batch_size).astype(np.int32)
     drawn = DrawnEpoch(epoch=epoch, schedule=schedule, sizes=_sizes_at(schedule, recipe.sizes), batch=batch)
-    return _in_windows(drawn, cut, config) if config.packing_strategy == WINDOW else _in_parts(drawn, cut)
+    if config.packing_strategy == WINDOW:
+        return _in_windows(drawn, cut, config)
+    drawn = _in_parts(drawn, cut)
+    return _in_units(drawn, recipe) if config.shares_media else drawn
 
 
 def saved_digest(packed: PackedEpoch, cuts: Sequence[Cut]) -> str:
@@ -314,9 +346,22 @@ def _for_ranks(packed: PackedEpoch, num_ranks: int) -> Plan:
 def _steps_packed(drawn: DrawnEpoch, step: UnpackedStep, config: PackingConfig, num_ranks: int, seed: int) -> Plan:
     """Pack each step of a drawn epoch for `num_ranks` ranks."""
     assert drawn.batch is not None
-    lengths, images, patches, _ = drawn.sizes
+    units = None if drawn.shared is None else Units.of(drawn.shared)
+    sizes, batch = drawn.sizes, drawn.batch
+    if units is not None and drawn.shared is not None:
+        sizes, batch = _sizes_of(units, drawn.sizes, drawn.shared), batch[units.starts]
+    lengths, images, patches, _ = sizes
     columns = {"images": images, "patches": patches}
-    return pack_steps(lengths, drawn.batch, step, config=config, num_ranks=num_ranks, seed=seed, **columns)
+    packs = pack_steps(lengths, batch, step, config=config, num_ranks=num_ranks, seed=seed, **columns)
+    if units is None or drawn.shared is None:
+        return packs
+    return packs.of_samples(units, drawn.sizes[: PATCHES + 1], drawn.shared)
+
+
+def _sizes_of(units: Units, sizes: Sizes, shared: NDArray[np.int32]) -> Sizes:
+    """Add up the sizes of the samples of each unit, with what they share once."""
+    made: Sizes = np.add.reduceat(sizes_in_units(sizes, shared), units.starts, axis=1)
+    return made
 
 
 def _in_kept_steps(recipe: Recipe, packed: PackedEpoch, cuts: Sequence[Cut]) -> EpochPlan:
@@ -404,6 +449,62 @@ def _in_parts(drawn: DrawnEpoch, cut: Sequence[CutRows | None]) -> DrawnEpoch:
     in_parts = replace(schedule, source=schedule.source[at], row=schedule.row[at])
     batch = None if drawn.batch is None else drawn.batch[at]
     return replace(drawn, schedule=in_parts, sizes=sizes, spans=spans, batch=batch)
+
+
+def prefixes_in(drawn: DrawnEpoch, prefixes: Sequence[Prefixes | None], config: PackingConfig) -> Prefixes:
+    """Return the prefix that each sample of an epoch could share; `prefixes` are those of the rows, by source."""
+    schedule, sizes = drawn.schedule, drawn.sizes
+    key = np.zeros(len(schedule), dtype=np.uint64)
+    prefix = np.zeros(len(schedule), dtype=np.int32)
+    for number, of_source in enumerate(prefixes):
+        if of_source is not None:
+            here = schedule.source == number
+            key[here], prefix[here] = of_source.key[schedule.row[here]], of_source.length[schedule.row[here]]
+    # A part of a row, and a sample that fills a pack, share with no other.
+    is_alone = must_be_alone(sizes[LENGTH], sizes[IMAGES], sizes[PATCHES], config) | (sizes[LENGTH] == 0)
+    if drawn.spans is not None:
+        is_alone |= drawn.spans.any(axis=0)
+    key[is_alone] = NO_KEY
+    return Prefixes(key, prefix)
+
+
+def num_shared_anywhere(drawn: DrawnEpoch, prefixes: Sequence[Prefixes | None], config: PackingConfig) -> int:
+    """Count the tokens that units save if they form anywhere in the epoch, whatever steps keep their samples."""
+    key, prefix = prefixes_in(drawn, prefixes, config)
+    capacity, most = config.packing_length, config.packing_share_max
+    return int(stand_together(key, prefix, drawn.lengths, capacity=capacity, most=most).shared.sum())
+
+
+def _in_units(drawn: DrawnEpoch, recipe: Recipe) -> DrawnEpoch:
+    """Bring samples together that share a prefix: anywhere in the epoch, or within a step whose samples are kept."""
+    schedule, config, sizes = drawn.schedule, recipe.config, drawn.sizes
+    key, prefix = prefixes_in(drawn, recipe.prefixes, config)
+    if drawn.batch is not None and recipe.step is not None:
+        key = _keys_in_steps(key, drawn.batch // recipe.step.num_batches)
+    together = stand_together(
+        key,
+        prefix,
+        sizes[LENGTH],
+        capacity=config.packing_length,
+        most=config.packing_share_max,
+        row=np.lexsort((schedule.row, schedule.source)).argsort(),
+    )
+    order = together.order
+    return replace(
+        drawn,
+        schedule=replace(schedule, source=schedule.source[order], row=schedule.row[order]),
+        sizes=sizes[:, order],
+        spans=None if drawn.spans is None else drawn.spans[:, order],
+        batch=None if drawn.batch is None else drawn.batch[order],
+        shared=together.shared,
+    )
+
+
+def _keys_in_steps(key: NDArray[np.uint64], step: NDArray[Any]) -> NDArray[Any]:
+    """Return other keys for the samples of each step, so that only samples of one step share."""
+    _, numbers = np.unique(np.stack([key, step.astype(np.int64).view(np.uint64)]), axis=1, return_inverse=True)
+    in_steps: NDArray[Any] = np.where((key == NO_KEY) | (step < 0), NO_KEY, numbers.ravel() + 1)
+    return in_steps
 
 
 def _in_windows(drawn: DrawnEpoch, cut: Sequence[CutRows | None], config: PackingConfig) -> DrawnEpoch:

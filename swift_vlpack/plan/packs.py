@@ -19,6 +19,7 @@ from swift_vlpack.errors import PlanError
 from swift_vlpack.plan.items import is_single_long
 from swift_vlpack.plan.steps import Balance, CostModel, balance_of, balanced_order, packs_to_split, spread_empty
 from swift_vlpack.plan.strategies import lower_bound
+from swift_vlpack.plan.units import Units
 from swift_vlpack.reasons import Reason
 from swift_vlpack.words import counted
 
@@ -39,6 +40,11 @@ class Plan(Sequence[list[int]]):
     """The strategy that made the packs, or `best_fit over the epoch` if that needed fewer packs than `exact`."""
     cost: CostModel = field(default_factory=CostModel)
     seed: int = 0
+    shared: NDArray[np.int32] | None = None
+    """The tokens that each item shares with the item numbered before it, if that is before it in its pack, too.
+
+    None if no item shares any (`units.py`).
+    """
     num_ranks: int = 1
     """Ranks take the packs in turn: rank `p % num_ranks` trains pack p."""
     batches: NDArray[np.int64] | None = None
@@ -76,9 +82,33 @@ class Plan(Sequence[list[int]]):
 
     @cached_property
     def num_tokens_per_pack(self) -> NDArray[np.int64]:
-        """Count the tokens of each pack."""
+        """Count the tokens of each pack; a prefix that several of its samples share counts once."""
         # Use 64 bits: ten million samples of a thousand tokens are more than 2^31.
-        return self._sum_per_pack(self.lengths[self.members].astype(np.int64))
+        return self._sum_per_pack(self.lengths[self.members].astype(np.int64) - self.shared_of_members)
+
+    @cached_property
+    def shared_of_members(self) -> Any:
+        """Return, by member, the tokens that it shares with the member before it in its pack; 0 if no item shares."""
+        if self.shared is None:
+            return 0
+        follows = np.concatenate(([False], np.diff(self.members) == 1))[: len(self.members)]
+        follows[self.offsets[:-1][self.offsets[:-1] < len(follows)]] = False
+        return np.where(follows, self.shared[self.members], 0)
+
+    def shared_in(self, pack: int) -> tuple[int, ...]:
+        """Return, for each sample of a pack, the tokens that it shares with the one before it; empty if none does."""
+        if self.shared is None:
+            return ()
+        inside: list[int] = self.shared_of_members[self.offsets[pack] : self.offsets[pack + 1]].tolist()
+        return tuple(inside) if any(inside) else ()
+
+    @property
+    def patches_of_members(self) -> NDArray[np.int32] | None:
+        """Return, by member, the vision patches that it does not share with the member before it in its pack."""
+        if self.patches is None or self.shared is None:
+            return None if self.patches is None else self.patches[self.members]
+        made: NDArray[np.int32] = np.where(self.shared_of_members > 0, 0, self.patches[self.members])
+        return made
 
     @property
     def num_padding(self) -> int:
@@ -88,7 +118,7 @@ class Plan(Sequence[list[int]]):
     @cached_property
     def cost_per_pack(self) -> NDArray[np.float64]:
         """Return the cost of each pack under the cost model."""
-        return self._sum_per_pack(self._sample_costs()[self.members])
+        return self._sum_per_pack(self._costs_of_members())
 
     @property
     def num_dropped(self) -> dict[str, int]:
@@ -119,7 +149,12 @@ class Plan(Sequence[list[int]]):
     @cached_property
     def lower_bound(self) -> int:
         """Return a number of packs that no strategy can go below for the items in the plan."""
-        return lower_bound(self.lengths[self.members], self.config.packing_length)
+        lengths = self.lengths[self.members]
+        if self.shared is not None and len(lengths):
+            # A unit is one item of the bound: its samples can only be apart by repeating their prefix.
+            shared = self.shared_of_members
+            lengths = np.add.reduceat(lengths - shared, np.flatnonzero(shared == 0))
+        return lower_bound(lengths, self.config.packing_length)
 
     @property
     def num_packs_per_rank(self) -> int:
@@ -138,7 +173,7 @@ class Plan(Sequence[list[int]]):
         if self.batches is not None:  # ranks wait for each other at the end of a step, not after each pack
             first = np.concatenate(([0], np.cumsum(self.batches)[:-1]))
             costs = np.add.reduceat(costs.reshape(-1, self.num_ranks), first).ravel()
-        return balance_of(costs, self._sample_costs()[self.members], self.num_ranks)
+        return balance_of(costs, self._costs_of_members(), self.num_ranks)
 
     def digest(self) -> str:
         """Return 16 hexadecimal digits that are equal if packs, their order, ranks and remainder are equal."""
@@ -146,6 +181,8 @@ class Plan(Sequence[list[int]]):
         parts = hashlib.sha256(str(self.num_ranks).encode())
         if self.batches is not None:
             parts.update(self.batches.astype("<i8").tobytes())
+        if self.shared is not None:
+            parts.update(self.shared.astype("<i4").tobytes())
         for numbers in (self.offsets.astype("<i8"), self.members.astype("<i4"), self.remainder.astype("<i4")):
             parts.update(numbers.tobytes())
         return parts.hexdigest()[:16]
@@ -209,12 +246,15 @@ class Plan(Sequence[list[int]]):
 
     def _cut_in_two(self, packs: NDArray[np.int64]) -> Plan:
         """Cut each of `packs` into two halves with tokens as equal as possible. Halves keep their place and order."""
-        cuts = []
+        cuts, shared = [], np.broadcast_to(self.shared_of_members, len(self.members))
+        own = self.lengths[self.members] - shared
         for pack in packs:
             first, last = int(self.offsets[pack]), int(self.offsets[pack + 1])
             # Leave out the last sum: a cut after the last sample would leave an empty half.
-            tokens = np.cumsum(self.lengths[self.members[first:last]])[:-1]
-            cuts.append(first + 1 + int(np.abs(2 * tokens - self.num_tokens_per_pack[pack]).argmin()))
+            tokens = np.cumsum(own[first:last])[:-1]
+            # A second half that begins within a unit repeats its prefix.
+            both = self.num_tokens_per_pack[pack] + shared[first + 1 : last]
+            cuts.append(first + 1 + int(np.abs(2 * tokens - both).argmin()))
         return replace(self, offsets=np.sort(np.concatenate((self.offsets, np.array(cuts, dtype=np.int64)))))
 
     def _with_empty(self, num_more: int) -> Plan:
@@ -250,8 +290,30 @@ class Plan(Sequence[list[int]]):
             dropped={reason: renumber[items] for reason, items in self.dropped.items()},
         )
 
-    def _sample_costs(self) -> NDArray[np.float64]:
-        return self.cost.of_samples(self.lengths, self.patches)
+    def _costs_of_members(self) -> NDArray[np.float64]:
+        if self.shared is None:
+            return self.cost.of_samples(self.lengths, self.patches)[self.members]
+        shared = np.asarray(self.shared_of_members)
+        whole = self.cost.of_samples(self.lengths[self.members], self.patches_of_members)
+        return whole - self.cost.of_samples(shared, None)
+
+    def of_samples(self, units: Units, columns: NDArray[Any], shared: NDArray[np.int32]) -> Plan:
+        """Return the same packs over the samples of units, where the items of this plan are the units.
+
+        `columns` has length, images and patches of the samples.
+        """
+        lengths, images, patches = columns.astype(np.int32, copy=False)
+        counts = np.concatenate(([0], np.cumsum(units.counts[self.members])))
+        return replace(
+            self,
+            lengths=lengths,
+            images=images,
+            patches=patches,
+            members=units.samples(self.members),
+            offsets=counts[self.offsets],
+            dropped={reason: units.samples(items) for reason, items in self.dropped.items()},
+            shared=shared,
+        )
 
     def _sum_per_pack(self, values: NDArray[Any]) -> NDArray[Any]:
         # Take differences of one running total: a loop over a million packs would take seconds.

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_vlpack.config import PAD_TO_LENGTH, PackingConfig
+from swift_vlpack.plan.boundaries import Boundaries
 from swift_vlpack.plan.packs import Plan
 from swift_vlpack.words import counted
 
@@ -41,7 +42,8 @@ def plan_report(made: Plan, aligned: Plan, *, num_rows: int, seconds: float) -> 
         "excess_per_cent": round(100 * excess, 3),
         "mean_fill": round(made.mean_fill, 4),
         "num_samples": len(made.members),
-        "num_tokens": int(made.num_tokens_per_pack.sum()),
+        # A pack that is cut within a unit repeats the prefix.
+        "num_tokens": int(aligned.num_tokens_per_pack.sum()),
         "num_padding": made.num_padding,
         "packing_pad_to": made.config.packing_pad_to,
         "num_rows": num_rows,
@@ -62,6 +64,68 @@ def plan_report(made: Plan, aligned: Plan, *, num_rows: int, seconds: float) -> 
         "config_digest": made.config.digest(),
         "plan_digest": aligned.digest(),
     }
+
+
+def sharing_report(packs: Plan) -> dict[str, int]:
+    """Count what samples of these packs share, with and without: `num_..._alone` is without."""
+    shared = np.broadcast_to(packs.shared_of_members, packs.members.shape)
+    is_branch = shared > 0
+    num_units = int((is_branch[1:] & ~is_branch[:-1]).sum())
+    num_in_units = int(is_branch.sum()) + num_units  # the first sample of a unit shares with none before it
+    num_tokens = int(packs.num_tokens_per_pack.sum())
+    report = {
+        "num_units": num_units,
+        "num_in_units": num_in_units,
+        "num_alone": len(packs.members) - num_in_units,
+        "num_tokens": num_tokens,
+        "num_tokens_alone": num_tokens + int(shared.sum()),
+    }
+    if packs.images is not None:
+        images = packs.images[packs.members]
+        report |= {"num_images": int(images[~is_branch].sum()), "num_images_alone": int(images.sum())}
+    if packs.patches is not None:
+        patches = packs.patches[packs.members]
+        report |= {"num_patches": int(patches[~is_branch].sum()), "num_patches_alone": int(patches.sum())}
+    return report
+
+
+def share_lines(share: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Say what sharing saves, and which rows share nothing, as labels and lines."""
+    units = f"{counted(share['num_in_units'], 'row')} in {counted(share['num_units'], 'unit')}"
+    saved = [
+        _saved(share[f"num_{what}"], share[f"num_{what}_alone"], what)
+        for what in ("tokens", "patches")
+        if share.get(f"num_{what}_alone")
+    ]
+    lines = [("shared", f"{units}, {counted(share['num_alone'], 'row')} alone: {', '.join(saved)}")]
+    if rows := share["rows_per_prefix"]:
+        of = f"of {counted(rows['num_prefixes'], 'prefix', 'prefixes')} that rows share"
+        at_most = f"at most {share['packing_share_max']} rows a unit (packing_share_max)"
+        lines.append(("", f"rows an image: median {rows['median']}, p95 {rows['p95']}, {of}; {at_most}"))
+    if (anywhere := share.get("num_tokens_anywhere")) is not None:
+        lines.append(
+            (
+                "",
+                "packing_batch=samples: rows share within a step only; packing_batch=packs would compute about "
+                f"{anywhere} tokens ({_times(share['num_tokens_alone'], anywhere)} fewer)",
+            )
+        )
+    if not share["num_units"]:
+        of_step = "" if anywhere is None else " of a step"
+        nothing = f"PACKING_SHARE=MEDIA SAVES NOTHING: no two rows{of_step} begin with the same tokens and media"
+        lines.append(("", nothing))
+    for cause, alone in share["alone"].items():
+        of = f"{counted(alone['num_rows'], 'row')}, as rows {cause}"
+        lines.append(("alone", f"{of} (such as {alone['example']}): {alone['way_out']}"))
+    return lines
+
+
+def _saved(num: int, num_alone: int, what: str) -> str:
+    return f"{num} of {num_alone} {what} ({_times(num_alone, num)} fewer)"
+
+
+def _times(whole: int, part: int) -> str:
+    return f"{whole / max(1, part):.2f}x"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +232,23 @@ def long_sequence_warning(num_tokens_per_pack: NDArray[Any], config: PackingConf
         f"({config.packing_length}) and alone in a sequence of twice as many tokens, or the next multiple: another "
         "shape. Raise packing_length, or leave such samples out by packing_allow_single_long=false"
     )
+
+
+def typical_boundaries(packs: Plan | None, capacity: int) -> Boundaries:
+    """Return the boundaries of a sequence like those of a run: a pack in which samples share, or typical lengths.
+
+    Attention is tried and timed on it, so where samples share it has to have prefixes and branches.
+    """
+    if packs is None:
+        return Boundaries(typical_lengths((), capacity))
+    shared = np.broadcast_to(packs.shared_of_members, len(packs.members))
+    if not shared.any():
+        return Boundaries(typical_lengths(packs.lengths, capacity))
+    # The pack in the middle by how much its samples share.
+    in_packs = np.add.reduceat(np.append(shared, 0), packs.offsets[:-1]) * (packs.num_samples_per_pack > 0)
+    sharing = np.flatnonzero(in_packs)
+    number = int(sharing[np.argsort(in_packs[sharing], kind="stable")[len(sharing) // 2]])
+    return Boundaries.of_samples(packs.lengths[packs[number]].tolist(), packs.shared_in(number))
 
 
 def typical_lengths(lengths: Sequence[int] | NDArray[np.integer], capacity: int) -> tuple[int, ...]:

@@ -36,11 +36,20 @@ class Profile:
     first: int | None
     """First token that differs, and `last` the last one; None if no token differs."""
     last: int | None
+    num_prefix: int = 0
+    """Tokens of the prefix that the sample shares with others in the sequence."""
+    unit: int | None = None
+    """Number of that prefix; None if the sample shares none."""
 
     @property
     def differs(self) -> bool:
         """Return whether any token differs."""
         return self.first is not None
+
+    @property
+    def differs_in_branch(self) -> bool:
+        """Return whether the sample shares a prefix and differs only after it."""
+        return self.unit is not None and self.first is not None and self.first >= self.num_prefix
 
     @property
     def is_edge(self) -> bool:
@@ -164,6 +173,11 @@ def _of_moved(evidence: Evidence) -> str:
         )
     if evidence.handed is not None and (why := why_not_apart(evidence.handed, evidence.attention)):
         return why
+    if all(_are_siblings(evidence.profiles, *pair) for pair in evidence.moved):
+        return (
+            "branches of one prefix see each other, or their prefix sees them: attention takes the prefix and its "
+            "branches for one sample (it reads no second line in cu_seq_lens)"
+        )
     if any(moved < changed for changed, moved in evidence.moved):
         return (
             "samples before a changed one moved too, so attention is not causal over the sequence and knows no "
@@ -196,6 +210,8 @@ def _of_moved(evidence: Evidence) -> str:
 def _of_differing(evidence: Evidence) -> str:
     """Name the cause if no sample moved when another one changed, but packed differs from alone."""
     differing = [profile for profile in evidence.profiles if profile.differs]
+    if differing and all(profile.differs_in_branch for profile in differing):
+        return _of_branches(evidence)
     with_media = [profile for profile in evidence.profiles if profile.has_media]
     is_all_media = len(with_media) == len(evidence.profiles)
     is_of_media = evidence.layer == EMBEDDINGS or evidence.given or not is_all_media
@@ -226,6 +242,26 @@ def _of_differing(evidence: Evidence) -> str:
             "at the boundaries, or has room for fewer tokens than the sequence has"
         )
     return _of_attention(evidence, differing)
+
+
+def _are_siblings(profiles: Sequence[Profile], one: int, other: int) -> bool:
+    """Return whether two samples share a prefix."""
+    return profiles[one].unit is not None and profiles[one].unit == profiles[other].unit
+
+
+def _of_branches(evidence: Evidence) -> str:
+    """Name the cause if samples are right up to the end of a prefix that they share, and their branches differ."""
+    units = [profile.unit for profile in evidence.profiles]
+    firsts = [at for at, unit in enumerate(units) if unit is not None and unit not in units[:at]]
+    if any(evidence.profiles[at].differs for at in firsts):
+        return (
+            "branches do not see their prefix as their rows alone do, while the prefix is right: it is hidden from "
+            "them, seen twice, or at another distance"
+        )
+    return (
+        "branches after the first one of a prefix differ, and none sees another: siblings between the prefix and a "
+        "branch are counted (in positions, or in a window, which has to be counted in the row alone)"
+    )
 
 
 def _over_the_sequence(module: Module) -> str:

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from swift_vlpack.errors import DataError
 from swift_vlpack.feed.packs import Packs
-from swift_vlpack.plan.epoch import Where
+from swift_vlpack.plan.epoch import EpochPlan, Where
 from swift_vlpack.plan.packs import Plan
+from swift_vlpack.proof.branches import PREFIX, as_planned
 from swift_vlpack.proof.perturb import kinds_of_media
 from swift_vlpack.proof.proof_model import length_of
 from swift_vlpack.rows.contents import contents_of
@@ -30,6 +31,8 @@ NUM_STREAMED = 64
 _FIRST, _SPREAD = 6, 18
 """Rows that are tried of each kind: this many of the shortest, then this many spread over all lengths, because broken
 rows are often short."""
+_BRANCHES = 3
+"""Most rows of a unit in the pack that is measured: one between two siblings."""
 _LOOKED_AT = 250
 """Most rows that are opened to find kinds of media that the lengths do not count."""
 
@@ -42,6 +45,8 @@ def chosen_samples(packs: Packs, is_usable: Callable[[Encoded], bool]) -> list[E
     """
     kinds = [filter(is_usable, kind) for kind in candidates_from(packs)]
     chosen = [sample for kind in kinds if (sample := next(kind, None)) is not None]
+    # Units stand together, because only neighbours share a prefix.
+    chosen += [sample for unit in units_from(packs, is_usable) for sample in unit]
     # Twice the length, because each kind of media gets a twin (`perturb.with_twins`).
     needed = sum(length_of(sample) * (2 if kinds_of_media(sample) else 1) for sample in chosen)
     room = packs.config.packing_length - needed
@@ -101,11 +106,44 @@ def candidates_from(packs: Packs) -> list[Iterator[Encoded]]:
     return [_encoded(packs, plan.samples(_spread(np.array(kind), _SPREAD))) for kind in kinds if kind]
 
 
+def units_from(packs: Packs, is_usable: Callable[[Encoded], bool]) -> list[list[Encoded]]:
+    """Return a short unit of each kind that the epoch has: a prefix with up to `_BRANCHES` of its rows, marked."""
+    plan = packs.epoch_plan
+    if plan is None or plan.packs.shared is None:
+        return []
+    members, shared = plan.packs.members, plan.packs.shared_of_members
+    joins = np.flatnonzero(shared > 0)
+    firsts = joins[shared[joins - 1] == 0] - 1
+    cheap = firsts[np.argsort(_tokens_of_two(plan.lengths[members], shared, firsts), kind="stable")]
+    found = []
+    for kind in (plan.images > 0, (plan.images == 0) & (plan.patches > 0), (plan.images == 0) & (plan.patches == 0)):
+        of_kind = cheap[kind[members[cheap]]]
+        units = (_unit(packs, plan, int(first), is_usable) for first in _spread(of_kind, _SPREAD))
+        unit = next((unit for unit in units if len(unit) > 1), None)
+        found += [] if unit is None else [unit]
+    return found
+
+
+def _tokens_of_two(lengths: NDArray[Any], shared: NDArray[Any], firsts: NDArray[Any]) -> NDArray[Any]:
+    """Return the tokens of the first two rows of units, with their prefix once."""
+    tokens: NDArray[Any] = lengths[firsts] + lengths[firsts + 1] - shared[firsts + 1]
+    return tokens
+
+
+def _unit(packs: Packs, plan: EpochPlan, first: int, is_usable: Callable[[Encoded], bool]) -> list[Encoded]:
+    """Encode the first rows of the unit that begins at a member of the plan's packs, and mark their prefix."""
+    shared = plan.packs.shared_of_members[first : first + _BRANCHES].tolist()
+    num = 1 + next((at for at, num_shared in enumerate(shared[1:]) if not num_shared), len(shared) - 1)
+    samples = _encoded_or_none(packs, plan.samples(plan.packs.members[first : first + num].tolist()))
+    unit = as_planned([sample for sample in samples if sample and is_usable(sample)], shared[:num])
+    return [sample for sample in unit if PREFIX in sample and is_usable(sample)]
+
+
 def sequences_of_plan(packs: Packs, window: int | None = None) -> list[list[Encoded]]:
     """Choose sequences of the plan: those with the most samples, the most images (or patches), the longest sample.
 
-    For a model with a `window`, add the sequence of the shortest sample that is longer than it. Of a stream, fill one
-    sequence with its first samples.
+    For a model with a `window`, add the sequence of the shortest sample that is longer than it. If samples share
+    prefixes, add the sequence with the most branches. Of a stream, fill one sequence with its first samples.
     """
     epoch = packs.epoch_plan
     if epoch is None:
@@ -119,10 +157,13 @@ def sequences_of_plan(packs: Packs, window: int | None = None) -> list[list[Enco
         most = np.flatnonzero(scores == scores.max())
         if not set(most.tolist()) & set(chosen):
             chosen.append(int(most[0]))
-    # Cheap ones first, because the first is always compared, and the others while the budget of tokens lasts.
+    # Cheap ones first, because the first is always compared, and the others while the budget of tokens lasts. Before
+    # them those with a prefix, if samples share any.
     tokens = plan.num_tokens_per_pack
-    chosen.sort(key=lambda number: int(tokens[number]))
-    sequences = [list(_encoded(packs, epoch.samples(plan[number]))) for number in chosen]
+    chosen.sort(key=lambda number: (not plan.shared_in(number), int(tokens[number])))
+    sequences = [
+        as_planned(_encoded_or_none(packs, epoch.samples(plan[number])), plan.shared_in(number)) for number in chosen
+    ]
     return [sequence for sequence in sequences if sequence]
 
 
@@ -141,6 +182,8 @@ def _scores(plan: Plan, window: int | None) -> Iterator[NDArray[Any]]:
         if counts is not None and counts.any():
             yield _of_packs(np.add, pack_of, counts[plan.members], len(plan))
             break
+    if plan.shared is not None:
+        yield _of_packs(np.add, pack_of, plan.shared_of_members > 0, len(plan))
     yield plan.num_samples_per_pack
 
 
@@ -158,12 +201,19 @@ def tokens_of_epoch(packs: Packs) -> int:
 
 
 def _encoded(packs: Packs, samples: Iterable[Where]) -> Iterator[Encoded]:
-    """Yield the samples that can be encoded. Random draws of a template depend on the row alone."""
+    """Yield the samples that can be encoded, when they are asked for."""
+    for where in samples:
+        yield from filter(None, _encoded_or_none(packs, [where]))
+
+
+def _encoded_or_none(packs: Packs, samples: Iterable[Where]) -> list[Encoded | None]:
+    """Encode samples; None for one that cannot be. Random draws of a template depend on the row alone."""
+    encoded: list[Encoded | None] = []
     for where in samples:
         with RandomStream("proof", *where[:2]):
             sample = packs.dataset.sample_or_error(Address(*where))
-        if not isinstance(sample, SampleError):
-            yield sample
+        encoded.append(None if isinstance(sample, SampleError) else sample)
+    return encoded
 
 
 def _filled(samples: Iterable[Encoded], capacity: int) -> list[Encoded]:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from swift_vlpack.attention import attention
+from swift_vlpack.proof.branches import num_prefix_of, units_in
 from swift_vlpack.proof.causes import (
     ALONE,
     ANOTHER,
@@ -57,7 +59,8 @@ def evidence_of(proof_model: ProofModel, sequence: Sequence[Encoded], limits: Li
             moved = _moved(
                 proof_model, sequence, limits, to_change, lambda sample: _with_other_tokens(proof_model, sample)
             )
-            by_media = _moved(proof_model, sequence, limits, to_change, _with_other_media)
+            siblings = {at: unit for unit in units_in(sequence) for at in unit}  # which have their media in common
+            by_media = _moved(proof_model, sequence, limits, to_change, _with_other_media, siblings)
             layer = None if worst is None else first_layer(proof_model, sequence, worst, limits)
             module = _module_of(proof_model, sequence, limits, worst, moved)
             given = _given(proof_model, sequence, profiles, limits)
@@ -241,12 +244,15 @@ def hidden_states(layers: Sequence[torch.nn.Module]) -> Iterator[list[torch.Tens
 
 def _profiles(proof_model: ProofModel, sequence: Sequence[Encoded], limits: Limits) -> list[Profile]:
     packed = proof_model.run(sequence, packed=True).logits
-    profiles = []
+    units = units_in(sequence)
+    unit_of = {at: (num_prefix_of(sequence[at]), number) for number, unit in enumerate(units) for at in unit}
+    profiles: list[Profile] = []
     for logits, sample in zip(packed, sequence, strict=True):
         by_token = gap_by_token(logits, run_alone(proof_model, sample).logits[0])
         wrong = torch.nonzero(~(by_token <= limits.alone)).flatten().tolist()
         first, last = (wrong[0], wrong[-1]) if wrong else (None, None)
-        profiles.append(Profile(len(logits), bool(kinds_of_media(sample)), first, last))
+        num_prefix, unit = unit_of.get(len(profiles), (0, None))
+        profiles.append(Profile(len(logits), bool(kinds_of_media(sample)), first, last, num_prefix, unit))
     return profiles
 
 
@@ -256,17 +262,22 @@ def _moved(
     limits: Limits,
     to_change: Sequence[int],
     change: Callable[[Encoded], Encoded | None],
+    together: Mapping[int, Sequence[int]] = MappingProxyType({}),
 ) -> dict[tuple[int, int], int]:
-    """Change samples one at a time. Returns how many tokens of each other sample moved, by (changed, moved)."""
+    """Change samples one at a time. Returns how many tokens of each other sample moved, by (changed, moved).
+
+    `together` has the samples that have to change with one, because they share what is changed.
+    """
     before = proof_model.run(sequence, packed=True).logits
     pairs = {}
     for changed in to_change:
-        if (other := change(sequence[changed])) is None:
+        if change(sequence[changed]) is None:
             continue
-        after = proof_model.run([*sequence[:changed], other, *sequence[changed + 1 :]], packed=True).logits
+        others = {at: change(sequence[at]) for at in together.get(changed, [changed])}
+        after = proof_model.run([others.get(at) or one for at, one in enumerate(sequence)], packed=True).logits
         for moved, (one, two) in enumerate(zip(before, after, strict=True)):
             num_tokens = int((~(gap_by_token(one, two) <= limits.moved)).sum())
-            if moved != changed and num_tokens:
+            if moved not in others and num_tokens:
                 pairs[changed, moved] = num_tokens
     return pairs
 

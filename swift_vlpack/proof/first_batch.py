@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
 from swift_vlpack.feed.feed import CannotReadAgain, Feed
 from swift_vlpack.feed.sequence import layout, packed_sequence
-from swift_vlpack.proof.perturb import kinds_of_media, replaced, with_other_media
-from swift_vlpack.proof.proof_model import without_extras
+from swift_vlpack.proof.branches import PREFIX, Prefix, as_trained, marked, without_extras
+from swift_vlpack.proof.perturb import kinds_of_media, replaced, with_other_media, with_other_prefix
+from swift_vlpack.proof.proof_model import Slot, slots_in
 from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.samples import Encoded, PackRecord, SampleId
-
-Span = tuple[int, int]
 
 TARGETS_OF_SAMPLE, TARGETS_OF_SEQUENCE, FEWEST_TARGETS = 8, 256, 2
 """Targets of which the loss is taken: so many of a sample, fewer if the sequence would have more than that many, but at
@@ -61,9 +59,34 @@ class FirstSequence:
     is_ordinary: Callable[[int], bool]
 
     @cached_property
-    def spans(self) -> list[Span]:
-        """Return the range of tokens of each sample."""
-        return list(pairwise([0, *accumulate(self.record.lengths)]))
+    def slots(self) -> list[Slot]:
+        """Return where each sample lies in the sequence."""
+        return slots_in(self.record.boundaries)
+
+    @cached_property
+    def places(self) -> list[slice | torch.Tensor]:
+        """Return the index of the tokens of each sample, those of a prefix that it shares first."""
+        return [slot.places for slot in self.slots]
+
+    @cached_property
+    def units(self) -> list[list[int]]:
+        """Return the samples of each prefix that samples share."""
+        units: dict[int, list[int]] = {}
+        for at, slot in enumerate(self.slots):
+            if slot.num_prefix:
+                units.setdefault(slot.prefix_start, []).append(at)
+        return list(units.values())
+
+    @property
+    def has_units(self) -> bool:
+        """Return whether samples share a prefix."""
+        return bool(self.units)
+
+    @cached_property
+    def whole_rows(self) -> list[Encoded]:
+        """Return the samples encoded again, with marks of the prefixes that they share in the sequence."""
+        assert not isinstance(self.samples, str)
+        return marked(self.samples, self.record.shared)
 
     @cached_property
     def watched(self) -> list[int]:
@@ -72,14 +95,14 @@ class FirstSequence:
         From the second on, because a sample sees the neighbour before it if the mask is causal and has no boundaries.
         """
         labels = self.inputs["labels"][0]
-        has_target = [bool((labels[start + 1 : end] != NO_LABEL).any()) for start, end in self.spans]
+        has_target = [bool((labels[places][1:] != NO_LABEL).any()) for places in self.places]
         number = len(has_target)
         return list(range(1 if any(has_target[1::2]) else 0, number, 2))
 
     @cached_property
     def others(self) -> list[int]:
         """Return the samples that are not watched."""
-        return [at for at in range(len(self.spans)) if at not in self.watched]
+        return [at for at in range(len(self.slots)) if at not in self.watched]
 
     @cached_property
     def is_learnt(self) -> torch.Tensor:
@@ -89,8 +112,8 @@ class FirstSequence:
             is_target &= weights[0] != 0
         most = max(FEWEST_TARGETS, min(TARGETS_OF_SAMPLE, TARGETS_OF_SEQUENCE // max(1, len(self.watched))))
         is_learnt = torch.zeros_like(is_target)
-        for start, end in map(self.spans.__getitem__, self.watched):
-            targets = start + is_target[start:end].nonzero().flatten()
+        for slot in map(self.slots.__getitem__, self.watched):  # a prefix has no target
+            targets = slot.start + is_target[slot.tokens].nonzero().flatten()
             spread = torch.linspace(0, len(targets) - 1, min(most, len(targets)), device=targets.device)
             is_learnt[targets[spread.long()]] = True
         return is_learnt
@@ -100,33 +123,49 @@ class FirstSequence:
         return {**self.inputs, "labels": self.inputs["labels"].masked_fill(~self.is_learnt, NO_LABEL)}
 
     def with_other(self, which: Sequence[int]) -> dict[str, Any]:
-        """Return `for_watched()` with other tokens and media in the samples `which`; lengths, grids and labels stay."""
+        """Return `for_watched()` with other tokens and media in the samples `which`; lengths, grids and labels stay.
+
+        A prefix stays, with its media, because other samples share it.
+        """
         inputs = self.for_watched()
         inputs["input_ids"] = inputs["input_ids"].clone()
-        for start, end in map(self.spans.__getitem__, which):
-            tokens = {"input_ids": inputs["input_ids"][0, start:end].tolist()}
-            inputs["input_ids"][0, start:end] = torch.tensor(replaced(tokens, self.is_ordinary)["input_ids"])
-        if not isinstance(self.samples, str) and any(kinds_of_media(self.samples[at]) for at in which):
-            changed = [with_other_media(one) if at in which else one for at, one in enumerate(self.samples)]
-            names = {name for one in changed for name in kinds_of_media(one)} & set(inputs)
-            made = packed_sequence(
-                self.template, list(map(without_extras, changed)), multiple=self.record.sequence_multiple
-            )
-            inputs |= {name: made[name].to(inputs[name]) for name in names if isinstance(inputs[name], torch.Tensor)}
-        return inputs
+        for slot in map(self.slots.__getitem__, which):
+            row = {"input_ids": slot.of(inputs["input_ids"]).tolist(), PREFIX: Prefix(slot.num_prefix)}
+            own = replaced(row, self.is_ordinary)["input_ids"][slot.num_prefix :]
+            inputs["input_ids"][0, slot.tokens] = torch.tensor(own)
+        return inputs | self._other_media([at for at in which if not self.slots[at].num_prefix])
+
+    def with_other_prefixes(self, units: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """Return `for_watched()` with other tokens and media in the prefixes of these units."""
+        inputs = self.for_watched()
+        inputs["input_ids"] = inputs["input_ids"].clone()
+        for slot in (self.slots[unit[0]] for unit in units):
+            row = {"input_ids": slot.of(inputs["input_ids"]).tolist(), PREFIX: Prefix(slot.num_prefix)}
+            if (others := with_other_prefix([row], self.is_ordinary)) is not None:
+                inputs["input_ids"][0, slot.prefix] = torch.tensor(others[0]["input_ids"][: slot.num_prefix])
+        return inputs | self._other_media([at for unit in units for at in unit])
+
+    def _other_media(self, which: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Return the inputs with media, with others in the samples `which`; nothing if these have none."""
+        if isinstance(self.samples, str) or not any(kinds_of_media(self.samples[at]) for at in which):
+            return {}
+        changed = [with_other_media(one) if at in which else one for at, one in enumerate(self.whole_rows)]
+        names = {name for one in changed for name in kinds_of_media(one)} & set(self.inputs)
+        made = packed_sequence(self.template, as_trained(changed), multiple=self.record.sequence_multiple)
+        return {name: made[name].to(self.inputs[name]) for name in names if isinstance(self.inputs[name], torch.Tensor)}
 
     def alone(self, at: int) -> dict[str, Any]:
         """Collate one sample as the host does un-packed, with the targets and weights that it has in the sequence."""
         assert not isinstance(self.samples, str)
         with layout(self.template, packed=False):
             made: dict[str, Any] = self.template.data_collator([without_extras(self.samples[at])])
-        span, places = slice(*self.spans[at]), is_token(made)
+        here, places = self.places[at], is_token(made)
         is_learnt = torch.zeros_like(places)
-        is_learnt[places] = self.is_learnt[span].cpu()
+        is_learnt[places] = self.is_learnt[here].cpu()
         made["labels"] = made["labels"].masked_fill(~is_learnt, NO_LABEL)
         if self.inputs.get("loss_scale") is not None:
             weights = torch.zeros(made["labels"].shape, dtype=self.inputs["loss_scale"].dtype)
-            weights[places] = self.inputs["loss_scale"][0, span].cpu()
+            weights[places] = self.inputs["loss_scale"][0, here].cpu()
             made["loss_scale"] = weights
         return made
 

@@ -4,7 +4,9 @@
     samples, and keep lengths and grids, so that the same random numbers are drawn. Nothing of the watched samples may
     change: neither their hidden states nor the gradients of their tokens and of parameters.
 (b) Switch random draws off: each watched sample must give what it gives alone by the model's own attention.
-(c) Measure the noise drawn for embeddings: it must be as large as it is for each sample alone.
+(c) If samples share prefixes, replace the tokens and media of every second prefix: its branches must change, and no
+    other sample may.
+(d) Measure the noise drawn for embeddings: it must be as large as it is for each sample alone.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from swift_vlpack.comm import OfAll
 from swift_vlpack.feed.waiting import waiting
 from swift_vlpack.proof import gradients
 from swift_vlpack.proof.choose_samples import shortest_of_each_kind
-from swift_vlpack.proof.first_batch import FirstSequence, Span, is_token
+from swift_vlpack.proof.first_batch import FirstSequence, is_token
 from swift_vlpack.proof.limits import (
     FLOORS,
     TIMES_NOISE,
@@ -34,6 +36,7 @@ from swift_vlpack.proof.limits import (
     without_noise,
     worst,
 )
+from swift_vlpack.proof.measure import OtherPrefix
 from swift_vlpack.proof.passes import Pass, Passes
 from swift_vlpack.proof.proof_model import length_of
 from swift_vlpack.proof.reference import (
@@ -70,6 +73,8 @@ class InTraining:
     """Measurements on one sequence of the trainer, in units of the hidden states."""
 
     num_samples: int
+    num_prefixes: int
+    """Prefixes that samples share."""
     num_tokens: int
     num_targets: int
     """Targets of the watched samples of which the loss was taken."""
@@ -82,6 +87,7 @@ class InTraining:
     """Largest change of hidden states: of each watched sample when the others changed, then of each other sample when
     the watched samples changed."""
     of_changed: Gradients | None
+    of_prefix: OtherPrefix
     beside: float
     """Gradient at tokens of samples without a loss, as a share of the gradient at the watched samples; should be 0."""
     gaps: Sequence[Gap]
@@ -121,8 +127,9 @@ def measure_in_training(passes: Passes, sequence: FirstSequence, results_of_all:
         # With sharded parameters every pass is a collective, so a rank with fewer samples runs as many passes.
         of_ranks = _on_all(passes, compared.begin, results_of_all)
         if passes.is_sharded:
-            compared.has_drawn = any(has_drawn for has_drawn, _ in of_ranks)
-            compared.num_alone = max(number for _, number in of_ranks)
+            compared.has_drawn = any(has_drawn for has_drawn, _, _ in of_ranks)
+            compared.num_alone = max(number for _, number, _ in of_ranks)
+            compared.has_prefixes = any(has_prefixes for _, _, has_prefixes in of_ranks)
         _on_all(passes, compared.finish, results_of_all)
         return compared.result
 
@@ -148,14 +155,18 @@ class _Compared:
         self.encoded = [] if isinstance(sequence.samples, str) else [sequence.samples[at] for at in self.watched]
         self.has_drawn = False
         self.num_alone = len(self.encoded)
+        self.has_prefixes = sequence.has_units
         self.quick_is_equal = True
         self.is_checkpointed = any(
             getattr(module, "gradient_checkpointing", False) is True or hasattr(module, "_checkpoint_wrapped_module")
             for module in passes.model.modules()
         )
 
-    def begin(self) -> tuple[bool, int]:
-        """Run the sequence as it trains. Returns whether it draws at random, and how many samples to run alone."""
+    def begin(self) -> tuple[bool, int, bool]:
+        """Run the sequence as it trains.
+
+        Returns whether it draws at random, how many samples to run alone, and whether samples share prefixes.
+        """
         found: list[Pass] = []
         self.dtype = precision_of(self.passes.model, lambda: found.append(self._packed(self.sequence.for_watched())))
         self.original = found[0]
@@ -164,12 +175,13 @@ class _Compared:
             self.quick_is_equal = self._is_quick_equal()
         if self._long() and not self.quick_is_equal:
             self.encoded, self.num_alone = [], 0
-        return self.has_drawn, self.num_alone
+        return self.has_drawn, self.num_alone, self.has_prefixes
 
     def finish(self) -> None:
         """Run all other passes, compare them, and set `result`."""
         original, model, sequence = self.original, self.passes.model, self.sequence
         moved, of_changed, beside, own = self._changed()
+        of_prefix = self._with_other_prefixes()
         # Without random draws a sample can be compared with what it gives alone, where it would draw other numbers.
         still = original
         sizes = self._embedded_alone()
@@ -194,7 +206,8 @@ class _Compared:
         exact = limits._replace(moved=floor.moved * max(1.0, largest), gradient=floor.gradient)
         together = self._of_watched(still)
         self.result = InTraining(
-            num_samples=len(sequence.spans),
+            num_samples=len(sequence.slots),
+            num_prefixes=len(sequence.units),
             num_tokens=int(sequence.inputs["input_ids"].shape[-1]),
             num_targets=int(sequence.is_learnt.sum()),
             names=[str(sequence.record.sample_ids[at]) for at in self.watched],
@@ -203,9 +216,10 @@ class _Compared:
             is_checkpointed=self.is_checkpointed,
             moved=moved,
             of_changed=of_changed,
+            of_prefix=of_prefix,
             beside=beside,
             gaps=[_gap(*pair) for pair in zip(together, alone, strict=False)] if alone else (),
-            of_alone=_apart(_joined(together, still.gradient), _joined(alone)) if alone else None,
+            of_alone=_apart(_joined(together, still.gradient), _joined(self._as_in_sequence(alone))) if alone else None,
             noise_sizes=self._noise_sizes(still, sizes),
             largest=largest,
             limits=limits,
@@ -226,33 +240,68 @@ class _Compared:
         Returns `moved`, `of_changed` and `beside` of `InTraining`, and how far the changed samples moved themselves.
         """
         sequence, original = self.sequence, self.original
-        if len(sequence.spans) < 2 and not self.passes.is_sharded:
+        if len(sequence.slots) < 2 and not self.passes.is_sharded:
             return [], None, 0.0, 0.0
         # The second pass goes without a backward: the loss is that of the watched samples, which changed themselves.
         changed = self._packed(sequence.with_other(sequence.others))
         turned = self._packed(sequence.with_other(self.watched), backward=False)
-        moved = [_most(original.hidden, changed.hidden, sequence.spans[at]) for at in self.watched]
-        moved += [_most(original.hidden, turned.hidden, sequence.spans[at]) for at in sequence.others]
+        moved = [_most(original.hidden, changed.hidden, sequence.places[at]) for at in self.watched]
+        moved += [_most(original.hidden, turned.hidden, sequence.places[at]) for at in sequence.others]
         before, after = self._of_watched(original), self._of_watched(changed)
         apart = _apart(_joined(before, original.gradient), _joined(after, changed.gradient))
-        own = worst([_most(original.hidden, changed.hidden, sequence.spans[at]) for at in sequence.others])
+        own = worst([_most(original.hidden, changed.hidden, sequence.places[at]) for at in sequence.others])
         return moved, apart, self._beside(original), own
+
+    def _with_other_prefixes(self) -> OtherPrefix:
+        """Run the sequence, forward only, with other tokens and media in every second prefix."""
+        if not self.has_prefixes:
+            return OtherPrefix({}, ())
+        sequence, before = self.sequence, self.original.hidden
+        units = sequence.units[::2]
+        after = self._packed(sequence.with_other_prefixes(units), backward=False).hidden
+        moving = [at for unit in units for at in unit]
+        # A prefix without words, whose media cannot be replaced, stays as it was.
+        changed = [at for at in moving if _most(before, after, sequence.slots[at].prefix) > 0]
+        return OtherPrefix(
+            {at: _most(before, after, sequence.slots[at].tokens) for at in changed},
+            [_most(before, after, places) for at, places in enumerate(sequence.places) if at not in moving],
+        )
 
     def _beside(self, original: Pass) -> float:
         """Return the gradient at samples without a loss, as a share of the gradient at the watched samples."""
         if original.of_inputs is None:
             return 0.0
         squares = original.of_inputs.float().square().sum(dim=-1)
-        # The lengths of two vectors: the gradients at all tokens of each group of samples.
+        # The lengths of two vectors: the gradients at all tokens of each group of samples, but not at prefixes: these
+        # have the gradients of all branches.
         of = [
-            float(sum(squares[slice(*self.sequence.spans[at])].sum() for at in which))
+            float(sum(squares[self.sequence.slots[at].tokens].sum() for at in which))
             for which in (self.sequence.others, self.watched)
         ]
         return (of[0] / max(of[1], 1e-30)) ** 0.5 if of[1] > 0 else 0.0
 
+    def _as_in_sequence(self, alone: list[Pass]) -> list[Pass]:
+        """Give samples alone the gradients at a prefix that it has in the sequence: the sum of those of its branches.
+
+        The gradient of parameters needs no change, because it is the sum over all samples anyway.
+        """
+        made: dict[int, Pass] = dict(zip(self.watched, alone, strict=False))
+        for unit in self.sequence.units:
+            num_prefix = self.sequence.slots[unit[0]].num_prefix
+            branches = [at for at in unit if at in made]
+            for name in ("of_loss", "of_inputs", "of_embedded"):
+                parts = [getattr(made[at], name) for at in branches]
+                if any(part is None for part in parts):
+                    continue
+                total = sum(part[:num_prefix] for part in parts)
+                for at, part in zip(branches, parts, strict=True):
+                    changed: Any = {name: torch.cat([total, part[num_prefix:]])}
+                    made[at] = replace(made[at], **changed)
+        return list(made.values())
+
     def _of_watched(self, whole: Pass) -> list[Pass]:
         """Cut the results of the watched samples out of a pass."""
-        return [whole.at(slice(*self.sequence.spans[at])) for at in self.watched]
+        return [whole.at(self.sequence.places[at]) for at in self.watched]
 
     def _alone(self, numbers: Sequence[int]) -> list[Pass]:
         """Run the watched samples of these numbers alone, as the host does without packing.
@@ -325,7 +374,7 @@ class _Compared:
         embed, ids = self.passes.model.get_input_embeddings(), self.sequence.inputs["input_ids"]
         with torch.no_grad():
             return [
-                embed(ids[:, slice(*self.sequence.spans[at])].to(self.original.hidden.device)).detach()[0]
+                embed(ids[:, self.sequence.places[at]].to(self.original.hidden.device)).detach()[0]
                 for at in self.watched
             ]
 
@@ -337,8 +386,8 @@ class _Compared:
             return []
         sizes = []
         for at, own in zip(self.watched, alone, strict=False):
-            span = slice(*self.sequence.spans[at])
-            squares = [(one.float() - right[span].float()).square().flatten() for one in (drawn[span], own)]
+            places = self.sequence.places[at]
+            squares = [(one.float() - right[places].float()).square().flatten() for one in (drawn[places], own)]
             means = [float(one.mean()) for one in squares]
             if max(means) > 0:
                 chance = sum(float(one.var()) / (4 * len(one) * max(float(one.mean()), 1e-30) ** 2) for one in squares)
@@ -385,8 +434,8 @@ def _gap(one: Pass, other: Pass) -> Gap:
     return gap_of(one.hidden, other.hidden)
 
 
-def _most(one: torch.Tensor, other: torch.Tensor, span: Span) -> float:
-    return gap_of(one[slice(*span)], other[slice(*span)]).most
+def _most(one: torch.Tensor, other: torch.Tensor, places: slice | torch.Tensor) -> float:
+    return gap_of(one[places], other[places]).most
 
 
 class _Joined(NamedTuple):

@@ -11,6 +11,7 @@ import torch
 
 from swift_vlpack.feed.waiting import is_of_collective
 from swift_vlpack.proof import gradients
+from swift_vlpack.proof.branches import units_in
 from swift_vlpack.proof.choose_samples import shortest_of_each_kind
 from swift_vlpack.proof.each_alone import each_alone
 from swift_vlpack.proof.limits import (
@@ -27,7 +28,7 @@ from swift_vlpack.proof.limits import (
     rounds_coarsely,
     worst,
 )
-from swift_vlpack.proof.perturb import replaced, twins, with_other_media
+from swift_vlpack.proof.perturb import replaced, twins, with_other_media, with_other_prefix
 from swift_vlpack.proof.proof_model import ProofModel, RunResult, length_of, with_cut_head
 from swift_vlpack.proof.reference import (
     Reference,
@@ -40,7 +41,8 @@ from swift_vlpack.proof.reference import (
     words_of,
 )
 from swift_vlpack.proof.same_inputs import (
-    lengths_end_to_end,
+    boundaries_in,
+    is_further_branch,
     wrong_boundaries,
     wrong_media,
     wrong_positions,
@@ -75,11 +77,11 @@ class AgainstAlone(NamedTuple):
 
         `alone` may be a generator: it is read one sample at a time, because logits are large.
         """
-        lengths = lengths_end_to_end(packed.slots)
+        boundaries = boundaries_in(packed.slots)
         gaps, targets, inputs = [], [], []
-        tokens = [wrong_boundaries(packed.inputs, lengths) if lengths else None]
+        tokens = [wrong_boundaries(packed.inputs, boundaries) if boundaries else None]
         for at, (sample, ran) in enumerate(zip(samples, alone, strict=True)):
-            inputs.append({} if ran is None else ran.inputs)
+            inputs.append({} if ran is None or is_further_branch(packed.slots, at) else ran.inputs)
             if ran is None:
                 continue
             gaps.append(gap_of(packed.logits[at], ran.logits[0]))
@@ -89,6 +91,15 @@ class AgainstAlone(NamedTuple):
         in_batch = [inputs[at] for at in sorted(range(len(inputs)), key=lambda at: packed.slots[at])]
         media = wrong_media(packed.inputs, in_batch) if len(gaps) == len(samples) else None
         return cls(samples, gaps, next(filter(None, targets), None), media, next(filter(None, tokens), None))
+
+
+class OtherPrefix(NamedTuple):
+    """Changes of logits when the tokens of prefixes were replaced; empty if no samples share a prefix."""
+
+    own: Mapping[int, float]
+    """Largest change after the prefix, for each sample that has it."""
+    moves: Sequence[float]
+    """Largest changes of samples that do not have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +133,7 @@ class Measurements:
     """Largest change of a logit of each sample when the tokens of its neighbours were replaced."""
     moves_by_media: Sequence[float]
     """Largest change of a logit of samples whose own media stayed, when the media of others were replaced."""
+    of_prefix: OtherPrefix
     compared: Sequence[AgainstAlone]
     """The pack, the pack with its samples in reverse order, and sequences of the plan."""
     gradient: Mapping[str, float]
@@ -193,6 +205,7 @@ def measure_pack(
         # Some kernels add in another order each time. That is noise; a cache or a draw that stays moves far more.
         repeated = worst(_moved(proof_model, samples, packs.packed))
         own, own_media, moves, moves_by_media = _changed(proof_model, samples, packs.packed)
+        of_prefix = _with_other_prefixes(proof_model, samples, packs.packed)
         # In 16 bits rounding hides all but gross mistakes, so a few samples are compared in float32, too. Where that
         # fails, the difference of a padded batch tells how much of the rounding comes from other shapes alone.
         few = [samples[at] for at in packs.few]
@@ -214,6 +227,7 @@ def measure_pack(
             repeated=repeated,
             moves=moves,
             moves_by_media=moves_by_media,
+            of_prefix=of_prefix,
             compared=[*packs.against_alone(samples), *looked_at],
             gradient=packs.gradient,
             num_parameters=packs.num_parameters,
@@ -361,9 +375,14 @@ class _PackRuns:
 
 
 def _short_of_each_kind(samples: Sequence[Encoded]) -> list[int]:
-    """Choose the two shortest samples, and the shortest with each kind of media: a vision tower rounds, too."""
+    """Choose the two shortest samples, the shortest with each kind of media, and two branches of a prefix.
+
+    With media, because a vision tower rounds, too.
+    """
     by_length = sorted(range(len(samples)), key=lambda at: length_of(samples[at]))
-    return list(dict.fromkeys([*by_length[:2], *shortest_of_each_kind(samples)]))
+    branches = next(iter(units_in(samples)), [])[:2]
+    few = list(dict.fromkeys([*by_length[:2], *shortest_of_each_kind(samples)]))
+    return sorted({*few, *branches}) if branches else few
 
 
 def _changed(
@@ -390,11 +409,46 @@ def _changed(
     # One twin only: if the other one, or a sample of text, moves with it, media reached the wrong tokens.
     for one, _ in pairs:
         changed[one] = with_other_media(samples[one], 2)
-    sizes = _moved(proof_model, changed, packed)
-    own_media = {one: min(sizes[one], gap_of(packed.logits[one], packed.logits[other]).most) for one, other in pairs}
+    again = proof_model.run(changed, packed=True)
+    own_media = {
+        one: min(_branch_moved(packed, again, one), gap_of(_branch(packed, one), _branch(packed, other)).most)
+        for one, other in pairs
+    }
+    sizes = _sizes(packed, again)
     return own, own_media, moves, [size for at, size in enumerate(sizes) if at not in own_media]
 
 
+def _with_other_prefixes(proof_model: ProofModel, samples: Sequence[Encoded], packed: RunResult) -> OtherPrefix:
+    """Replace the tokens of every second prefix, then of the others: all branches must move, and nothing else."""
+    own: dict[int, float] = {}
+    moves: list[float] = []
+    units = units_in(samples)
+    for parity in (0, 1):
+        changed, moving = list(samples), []
+        for unit in units[parity::2]:
+            others = with_other_prefix([samples[at] for at in unit], proof_model.is_ordinary)
+            for at, other in zip(unit, others or [], strict=False):
+                changed[at] = other
+                moving.append(at)
+        if moving:
+            again = proof_model.run(changed, packed=True)
+            own |= {at: _branch_moved(packed, again, at) for at in moving}
+            moves += [size for at, size in enumerate(_sizes(packed, again)) if at not in moving]
+    return OtherPrefix(own, moves)
+
+
 def _moved(proof_model: ProofModel, changed: Sequence[Encoded], packed: RunResult) -> list[float]:
-    again = proof_model.run(changed, packed=True)
-    return [gap_of(before, after).most for before, after in zip(packed.logits, again.logits, strict=True)]
+    return _sizes(packed, proof_model.run(changed, packed=True))
+
+
+def _sizes(one: RunResult, other: RunResult) -> list[float]:
+    return [gap_of(before, after).most for before, after in zip(one.logits, other.logits, strict=True)]
+
+
+def _branch(ran: RunResult, at: int) -> torch.Tensor:
+    """Return the logits of a sample without those of a prefix that it shares."""
+    return ran.logits[at][ran.slots[at].num_prefix :]
+
+
+def _branch_moved(one: RunResult, other: RunResult, at: int) -> float:
+    return gap_of(_branch(one, at), _branch(other, at)).most

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from swift_vlpack.feed.collate import UNUSED_COLUMNS
+from swift_vlpack.proof.branches import PREFIX, Prefix, num_prefix_of, units_in
 from swift_vlpack.rows.samples import Encoded
 
 # Fields with one value for each token: no media, whatever their type.
@@ -24,16 +25,35 @@ _BRIGHTEST = 255
 
 
 def can_be_replaced(sample: Encoded, is_ordinary: Callable[[int], bool]) -> bool:
-    """Return whether a sample has two different ordinary tokens to exchange."""
-    return len({token for token in sample["input_ids"] if is_ordinary(token)}) > 1
+    """Return whether a sample has two different ordinary tokens to exchange, and one of its own beside a prefix."""
+    tokens = sample["input_ids"]
+    return len({token for token in tokens if is_ordinary(token)}) > 1 and any(
+        map(is_ordinary, tokens[num_prefix_of(sample) :])
+    )
 
 
 def replaced(sample: Encoded, is_ordinary: Callable[[int], bool]) -> Encoded:
-    """Replace every ordinary token by another one. Media and control tokens stay, so positions stay, too."""
-    # The next larger token of the same sample: one that the model knows, and another one for every token.
-    ordinary = sorted({token for token in sample["input_ids"] if is_ordinary(token)})
+    """Replace every ordinary token by another one. Media and control tokens stay, so positions stay, too.
+
+    The tokens of a prefix stay, because they are those of other samples, too (`with_other_prefix`).
+    """
+    others, num_prefix = _others(sample["input_ids"], is_ordinary), num_prefix_of(sample)
+    return {**sample, "input_ids": [*sample["input_ids"][:num_prefix], *others[num_prefix:]]}
+
+
+def with_other_prefix(unit: Sequence[Encoded], is_ordinary: Callable[[int], bool]) -> list[Encoded] | None:
+    """Replace the ordinary tokens of the prefix that samples share; None if it has no such token."""
+    prefix = _others(unit[0]["input_ids"], is_ordinary)[: num_prefix_of(unit[0])]
+    if prefix == list(unit[0]["input_ids"][: len(prefix)]):
+        return None
+    return [{**sample, "input_ids": [*prefix, *sample["input_ids"][len(prefix) :]]} for sample in unit]
+
+
+def _others(tokens: Sequence[int], is_ordinary: Callable[[int], bool]) -> list[int]:
+    """Replace every ordinary token by the next larger one of the same sample, which the model knows."""
+    ordinary = sorted({token for token in tokens if is_ordinary(token)})
     following = dict(zip(ordinary, [*ordinary[1:], *ordinary[:1]], strict=True))
-    return {**sample, "input_ids": [following.get(token, token) for token in sample["input_ids"]]}
+    return [following.get(token, token) for token in tokens]
 
 
 def with_other_media(sample: Encoded, number: int = 1) -> Encoded:
@@ -57,16 +77,21 @@ def kinds_of_media(sample: Encoded) -> frozenset[str]:
 
 
 def with_twins(samples: Sequence[Encoded]) -> list[Encoded]:
-    """Append a twin of one sample for each kind of media: the same tokens with other pixels.
+    """Append a twin of one sample for each kind of media, and of each unit: the same tokens with other pixels.
 
     Twins show when a sample is given the images of another one, even if all images have the same size.
     """
     twins, seen = [], set[frozenset[str]]()
-    for sample in samples:
+    units = units_in(samples)
+    in_units = {at for unit in units for at in unit}
+    for at, sample in enumerate(samples):
         kinds = kinds_of_media(sample)
-        if kinds and kinds not in seen:
+        if kinds and kinds not in seen and at not in in_units:
             seen.add(kinds)
             twins.append(with_other_media(sample))
+    for unit in units:
+        prefix = Prefix(num_prefix_of(samples[unit[0]]))
+        twins += [{**with_other_media(samples[at]), PREFIX: prefix} for at in unit if kinds_of_media(samples[at])]
     return [*samples, *twins]
 
 

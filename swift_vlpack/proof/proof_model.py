@@ -13,14 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from swift_vlpack.feed.collate import NOT_FOR_THE_MODEL, UNUSED_COLUMNS, on_device
+from swift_vlpack.feed.collate import NOT_FOR_THE_MODEL, on_device
 from swift_vlpack.feed.sequence import layout, packed_sequence
 from swift_vlpack.feed.waiting import is_of_collective
+from swift_vlpack.plan.boundaries import Boundaries
+from swift_vlpack.proof.branches import as_trained, boundaries_of, without_extras
 from swift_vlpack.proof.shards import class_of
 from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.samples import Encoded
@@ -40,15 +41,45 @@ class Slot(NamedTuple):
     row: int
     start: int
     length: int
+    prefix_start: int = 0
+    """First token of the prefix that the sample shares with others."""
+    num_prefix: int = 0
+    """Tokens of that prefix; 0 if the sample shares none. They are not in `start` and `length`."""
 
     @property
     def tokens(self) -> slice:
-        """Return the tokens in the row."""
+        """Return the tokens in the row, without those of a shared prefix."""
         return slice(self.start, self.start + self.length)
+
+    @property
+    def first(self) -> int:
+        """Return the first token of the sample in the row, which may be that of its prefix."""
+        return self.prefix_start if self.num_prefix else self.start
+
+    @property
+    def prefix(self) -> slice:
+        """Return the tokens of the prefix that the sample shares."""
+        return slice(self.prefix_start, self.prefix_start + self.num_prefix)
+
+    @property
+    def places(self) -> slice | torch.Tensor:
+        """Return the index of all tokens of the sample in the row, those of its prefix first."""
+        if not self.num_prefix:
+            return self.tokens
+        return torch.cat([torch.arange(tokens.start, tokens.stop) for tokens in (self.prefix, self.tokens)])
 
     def of(self, per_token: torch.Tensor) -> torch.Tensor:
         """Cut a tensor of (batch_size, num_tokens, ...) to the tokens of the sample."""
-        return per_token[self.row, self.tokens]
+        return per_token[self.row, self.places]
+
+
+def slots_in(boundaries: Boundaries) -> list[Slot]:
+    """Return where samples lie in a packed sequence of these boundaries."""
+    slots = []
+    for *prefix, (start, stop) in boundaries.samples:
+        prefix_start, prefix_stop = prefix[0] if prefix else (0, 0)
+        slots.append(Slot(0, start, stop - start, prefix_start, prefix_stop - prefix_start))
+    return slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +117,11 @@ class TemplateBatches:
     @contextmanager
     def batch(self, samples: Sequence[Encoded], *, packed: bool) -> Iterator[Collated]:
         """Collate copies of the samples, because the template adds to them and takes from them."""
-        copies = list(map(without_extras, samples))
         with layout(self.template, packed=packed):
             if packed:
-                yield Collated.of(packed_sequence(self.template, copies, multiple=self.multiple))
+                yield Collated.of(packed_sequence(self.template, as_trained(samples), multiple=self.multiple))
             else:
-                yield Collated.of(self.template.data_collator(copies))
+                yield Collated.of(self.template.data_collator(list(map(without_extras, samples))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +188,7 @@ class ProofModel:
         """Run one forward; with `parameters` also a backward from the logits of all targets."""
         with self.batches.batch(samples, packed=packed) as batch:
             mask = batch.inputs.get("attention_mask")
-            slots = tuple(batch.slots or _slots(list(map(length_of, samples)), mask, packed=packed))
+            slots = tuple(batch.slots or _slots(samples, mask, packed=packed))
             with (
                 cut_head(self.model) if self.is_head_cut else nullcontext(),
                 rotary_positions(self.model) as positions,
@@ -261,12 +291,7 @@ def _positions_by_sample(positions: torch.Tensor, batch_size: int, slots: Sequen
     """Cut positions of (axes, batch, tokens), or (batch, tokens), into the samples."""
     axes = positions if positions.dim() == 3 else positions[None]
     axes = axes.expand(-1, batch_size, -1)
-    return tuple(axes[:, slot.row, slot.tokens] for slot in slots)
-
-
-def without_extras(sample: Encoded) -> Encoded:
-    """Copy a sample without the columns that the template does not know; the template may change the copy."""
-    return {name: value for name, value in sample.items() if name != UNUSED_COLUMNS}
+    return tuple(axes[:, slot.row, slot.places] for slot in slots)
 
 
 def length_of(sample: Encoded) -> int:
@@ -308,16 +333,16 @@ def _places(labels: torch.Tensor, slots: Sequence[Slot]) -> torch.Tensor:
     """Number the tokens of each sample from 0, in the shape of `labels`; tokens of no sample are 0."""
     places = torch.zeros(labels.shape, dtype=torch.long)
     for slot in slots:
-        places[slot.row, slot.tokens] = torch.arange(slot.length)
+        places[slot.row, slot.places] = torch.arange(slot.num_prefix + slot.length)
     return places
 
 
-def _slots(lengths: Sequence[int], mask: torch.Tensor | None, *, packed: bool) -> list[Slot]:
-    """Return where samples lie by the host's rules: end to end in one row, or one a row, padded on either side."""
+def _slots(samples: Sequence[Encoded], mask: torch.Tensor | None, *, packed: bool) -> list[Slot]:
+    """Return where samples lie by the host's rules: in one sequence, or one a row, padded on either side."""
     if packed:
-        return [Slot(0, start, length) for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False)]
+        return slots_in(boundaries_of(samples))
     if mask is None or mask.dim() != 2:
-        return [Slot(row, 0, length) for row, length in enumerate(lengths)]
+        return [Slot(row, 0, length_of(sample)) for row, sample in enumerate(samples)]
     kept = mask.bool().int()
     starts, counts = kept.argmax(-1).tolist(), kept.sum(-1).tolist()
     return [Slot(row, start, length) for row, (start, length) in enumerate(zip(starts, counts, strict=True))]

@@ -4,20 +4,22 @@ Both proofs ask the same. Before training, a sequence of the proof is compared w
 alone. On the first batch, the trainer's own sequence is compared with its samples encoded again. Whole numbers must be
 equal, because nothing here rounds. Each function describes the first mistake in words, or returns None.
 
->>> wrong_boundaries({"cu_seq_lens_q": torch.tensor([0, 3, 9])}, lengths=[3, 4, 2])
+>>> wrong_boundaries({"cu_seq_lens_q": torch.tensor([0, 3, 9])}, Boundaries((3, 4, 2)))
 'the boundary before sample 3 of the sequence is lost (wrong cu_seq_lens_q)'
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import Any
 
 import torch
 
 from swift_vlpack.feed.sequence import packed_sequence
-from swift_vlpack.proof.proof_model import RunResult, Slot, length_of, without_extras
+from swift_vlpack.plan.boundaries import ROOT, Boundaries
+from swift_vlpack.proof.branches import without_extras
+from swift_vlpack.proof.proof_model import RunResult, Slot, length_of, slots_in
 from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.samples import Encoded, PackRecord
 
@@ -37,11 +39,16 @@ _LAST_BITS = 1e-3
 by far more."""
 
 
-def wrong_boundaries(inputs: Mapping[str, Any], lengths: Sequence[int], *, is_whole: bool = False) -> str | None:
-    """Compare the boundaries with the lengths of the samples. More may follow, for padding, unless `is_whole`."""
-    ends = [0, *accumulate(lengths)]
+def wrong_boundaries(inputs: Mapping[str, Any], boundaries: Boundaries, *, is_whole: bool = False) -> str | None:
+    """Compare the boundaries with those of the samples. More may follow, for padding, unless `is_whole`."""
+    ends = list(boundaries.cu_seqlens)
     for name in _ENDS:
-        if (given := inputs.get(name)) is None or given.flatten().tolist() == ends:
+        if (given := inputs.get(name)) is None:
+            continue
+        if (given.dim() == 2 or boundaries.parents) and (wrong := _wrong_prefixes(given, boundaries, name)):
+            return wrong
+        given = given[0] if given.dim() == 2 else given
+        if given.flatten().tolist() == ends:
             continue
         found = [end for end in dict.fromkeys(given.flatten().tolist()) if end <= ends[-1]]
         if found == ends:
@@ -54,6 +61,31 @@ def wrong_boundaries(inputs: Mapping[str, Any], lengths: Sequence[int], *, is_wh
         place = f"where sample {lost} of the sequence starts"
         return f"a boundary is shifted: {place}, {name} has another token (wrong {name})"
     return None
+
+
+def _wrong_prefixes(given: torch.Tensor, boundaries: Boundaries, name: str) -> str | None:
+    """Compare the prefixes of segments; attention reads them in the second line of the boundaries."""
+    expected = list(boundaries.parents) or [ROOT] * len(boundaries.lengths)
+    found = given[1, 1:].tolist()[: len(expected)] if given.dim() == 2 else [ROOT] * len(expected)
+    wrong = [at for at, parents in enumerate(zip_longest(found, expected)) if parents[0] != parents[1]]
+    if not wrong:
+        return None
+    at = wrong[0]
+    right = "has no prefix" if expected[at] == ROOT else f"has segment {expected[at] + 1} as its prefix"
+    return f"a prefix is lost or another one: segment {at + 1} of the sequence {right}, but not in {name}"
+
+
+def wrong_fork(name: str, labels: torch.Tensor, num_prefix: int) -> str | None:
+    """Describe a target where samples share a prefix; `labels` are those of one sample.
+
+    The prefix is in the sequence once, so a target there would count once for all samples. The token before a branch
+    may be another branch's, which would learn a target at the fork.
+    """
+    targets = torch.nonzero(labels[: num_prefix + 1] != NO_LABEL).flatten().tolist() if num_prefix else []
+    if not targets:
+        return None
+    place = "directly after its prefix" if targets == [num_prefix] else "in the prefix that it shares"
+    return f"{name} has a target {place}, at its token {targets[0]}"
 
 
 def wrong_targets(  # noqa: PLR0913 - what a loss is made of, twice
@@ -122,9 +154,10 @@ def wrong_targets_of(sample: Encoded, at: int, packed: RunResult, alone: RunResu
     assert labels is not None
     assert expected is not None
     weights = packed.weights[at], alone.weights[0]
-    slot = packed.slots[at]
-    is_first = not any(one.row == slot.row and one.tokens.stop == slot.start for one in packed.slots)
-    return wrong_targets(name_of(sample, at), labels, expected, *weights, is_first=is_first)
+    slot, name = packed.slots[at], name_of(sample, at)
+    is_first = not any(one.row == slot.row and one.tokens.stop == slot.first for one in packed.slots)
+    wrong = wrong_fork(name, labels, slot.num_prefix)
+    return wrong or wrong_targets(name, labels, expected, *weights, is_first=is_first)
 
 
 def wrong_positions(sample: Encoded, at: int, packed: RunResult, alone: RunResult) -> str | None:
@@ -179,11 +212,32 @@ def _of_tokens(ran: RunResult, at: int, name: str) -> torch.Tensor | None:
     return ran.slots[at].of(value).cpu() if is_whole and value.shape == ran.shape else None
 
 
-def lengths_end_to_end(slots: Sequence[Slot]) -> list[int] | None:
-    """Return the lengths of samples that lie end to end in one row, in their order; None if they lie otherwise."""
-    starts = [*accumulate((slot.length for slot in slots), initial=0)]
-    is_so = all(slot.row == 0 and slot.start == start for slot, start in zip(slots, starts, strict=False))
-    return [slot.length for slot in slots] if is_so else None
+def boundaries_in(slots: Sequence[Slot]) -> Boundaries | None:
+    """Return the boundaries of samples that lie end to end in one row, in their order; None if they lie otherwise."""
+    lengths: list[int] = []
+    parents: list[int] = []
+    prefixes: dict[int, int] = {}  # by its first token, the number of its segment
+    end = 0
+    for slot in slots:
+        if slot.row:
+            return None
+        if slot.num_prefix and slot.prefix_start == end:
+            prefixes[end] = len(lengths)
+            lengths.append(slot.num_prefix)
+            parents.append(ROOT)
+            end += slot.num_prefix
+        if slot.start != end or (slot.num_prefix and slot.prefix_start not in prefixes):
+            return None
+        lengths.append(slot.length)
+        parents.append(prefixes[slot.prefix_start] if slot.num_prefix else ROOT)
+        end += slot.length
+    return Boundaries(tuple(lengths), tuple(parents) if prefixes else ())
+
+
+def is_further_branch(slots: Sequence[Slot], at: int) -> bool:
+    """Return whether a sample shares a prefix with the one before it, which has the media of the prefix."""
+    before, slot = slots[at - 1], slots[at]
+    return at > 0 and slot.num_prefix > 0 and (before.num_prefix, before.first) == (slot.num_prefix, slot.first)
 
 
 def name_of(sample: Encoded, at: int) -> str:
@@ -204,14 +258,17 @@ def wrong_in_first_batch(
     sequence = _on_cpu(batch)
     if wrong := _wrong_shape(sequence, record):
         return wrong
-    starts, num_tokens = accumulate(record.lengths_in_sequence, initial=0), sum(record.lengths_in_sequence)
+    slots, num_tokens = slots_in(record.boundaries), sum(record.lengths_in_sequence)
     media: list[dict[str, Any]] = []
-    for at, (key, sample, start) in enumerate(zip(record.sample_ids, samples, starts, strict=False)):
+    for at, (key, sample, slot) in enumerate(zip(record.sample_ids, samples, slots, strict=True)):
         alone = packed_sequence(template, [without_extras(sample)])
         if not set(alone) <= set(sequence):
             return f"the batch has no {', '.join(sorted(set(alone) - set(sequence)))}"
-        span = slice(start, start + length_of(sample))
-        labels, weights = sequence["labels"][0, span], _weights_of(sequence, span)
+        if slot.num_prefix + slot.length != length_of(sample):
+            return f"{key} has {slot.num_prefix + slot.length} tokens, and {length_of(sample)} when it is encoded anew"
+        labels, weights = slot.of(sequence["labels"]), _weights_of(sequence, slot)
+        if wrong := wrong_fork(str(key), labels, slot.num_prefix):
+            return wrong
         own = torch.as_tensor(sample["labels"])
         own_weights = None if sample.get("loss_scale") is None else torch.as_tensor(sample["loss_scale"])
         if weighs_samples:
@@ -224,9 +281,9 @@ def wrong_in_first_batch(
                 continue
             whole = sequence[name]
             if whole.dim() and whole.shape[-1] == num_tokens and value.shape[-1] == length_of(sample):
-                if not torch.equal(whole[..., span], value):
+                if not torch.equal(whole[..., slot.places], value):
                     return f"{name} of {key} are not those that it has when it is encoded anew"
-            else:
+            elif not is_further_branch(slots, at):
                 media[-1][name] = value
     wrong = wrong_media(sequence, media, tolerance=_LAST_BITS)
     return None if wrong is None else f"{wrong} are not those of the samples, one after the other"
@@ -253,15 +310,18 @@ def _wrong_shape(sequence: Mapping[str, Any], record: PackRecord) -> str | None:
     lengths = record.lengths_in_sequence
     if sequence["input_ids"].shape != (1, sum(lengths)):
         return f"the batch has {tuple(sequence['input_ids'].shape)} tokens, and its samples {sum(lengths)}"
-    if wrong := wrong_boundaries(sequence, lengths, is_whole=True):
+    padding = (record.num_padding,) * bool(record.num_padding)
+    parents = (*record.boundaries.parents, *(ROOT for _ in padding)) if record.shared else ()
+    if wrong := wrong_boundaries(sequence, Boundaries(lengths, parents), is_whole=True):
         return wrong
-    name = next((name for name in _LONGEST if name in sequence and int(sequence[name]) != max(lengths)), None)
-    return f"{name} of the batch is {int(sequence[name])}, and its longest sample has {max(lengths)}" if name else None
+    longest = max((*record.lengths, *padding), default=0) if record.shared else max(lengths)
+    name = next((name for name in _LONGEST if name in sequence and int(sequence[name]) != longest), None)
+    return f"{name} of the batch is {int(sequence[name])}, and its longest sample has {longest}" if name else None
 
 
-def _weights_of(sequence: Mapping[str, Any], span: slice) -> torch.Tensor | None:
+def _weights_of(sequence: Mapping[str, Any], slot: Slot) -> torch.Tensor | None:
     weights = sequence.get("loss_scale")
-    return None if weights is None else weights[0, span]
+    return None if weights is None else slot.of(weights)
 
 
 def _rescaled(given: torch.Tensor | None, own: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from swift_vlpack.proof.branches import units_in
 from swift_vlpack.proof.in_training import Gradients, InTraining
 from swift_vlpack.proof.limits import Limits, worst
 from swift_vlpack.proof.measure import NOTHING_LEFT_OUT, InFloat32, LeftOut, Measurements
@@ -19,6 +20,8 @@ from swift_vlpack.proof.same_inputs import name_of
 from swift_vlpack.rows.samples import Encoded
 from swift_vlpack.words import counted
 
+_OF_PREFIX = "shared prefix"
+_BLIND_BRANCH = "a branch does not see its prefix, and all of what its row has before it is in there"
 NOISE_LIMIT, STEPS_OF_CHANCE = 0.1, 10
 """Sizes of noise on embeddings may differ by this share, plus this many standard deviations of their estimate."""
 
@@ -60,6 +63,10 @@ class Proof:
     """Number of samples that were compared in whole sequences."""
     others: str = "sequences of the plan"
     """Where those samples are, in words."""
+    num_branches: int = 0
+    """Number of those samples, in the pack and in sequences, that share a prefix with others."""
+    num_prefixes: int = 0
+    """Number of prefixes that they share."""
     left_out: LeftOut = NOTHING_LEFT_OUT
     """Sequences and samples of the plan that were not compared."""
     limits: Limits | None = None
@@ -79,13 +86,16 @@ class Proof:
     def of(cls, measured: Measurements) -> Proof:
         """Summarize the measurements, whether or not the proof holds."""
         gaps = [gap for compared in measured.compared for gap in compared.gaps]
+        units = [unit for samples in (measured.samples, *_sequences(measured)) for unit in units_in(samples)]
         return cls(
             num_samples=len(measured.samples),
-            moved=worst([*measured.moves, *measured.moves_by_media]),
+            moved=worst([*measured.moves, *measured.moves_by_media, *measured.of_prefix.moves]),
             alone=worst([gap.most for gap in gaps]),
             gradient=worst(list(measured.gradient.values())) if measured.gradient else None,
             largest_logit=measured.largest_logit,
             num_more=sum(len(compared.gaps) for compared in measured.of_plan),
+            num_branches=sum(map(len, units)),
+            num_prefixes=len(units),
             left_out=measured.left_out,
             limits=measured.limits,
             dtype=str(measured.dtype).removeprefix("torch."),
@@ -142,6 +152,9 @@ class Proof:
             in_dtype = f" in {self.dtype}" if self.in_float32 is not None else ""
             verb = "does" if self.num_more == 1 else "do"
             yield f"so {verb} {counted(self.num_more, 'sample')} in {self.others}{in_dtype}"
+        if self.num_prefixes:
+            are = counted(self.num_branches, "branch", "branches")
+            yield f"{are} of {counted(self.num_prefixes, 'shared prefix', 'shared prefixes')} among them"
         if self.left_out.num_sequences:
             yield (
                 f"{counted(self.left_out.num_sequences, 'long sequence')} of the plan left out, "
@@ -149,6 +162,10 @@ class Proof:
             )
         if self.left_out.num_samples:
             yield f"{counted(self.left_out.num_samples, 'sample')} too long for the model's own attention left out"
+
+
+def _sequences(measured: Measurements) -> list[Sequence[Encoded]]:
+    return [compared.samples for compared in measured.of_plan]
 
 
 def _float32_gaps(measured: InFloat32) -> Float32Gaps:
@@ -179,7 +196,8 @@ def _findings(measured: Measurements) -> Iterator[Finding]:
             f"the same sequence gave logits that differ by {measured.repeated:.3g} when it was run again {said}",
             _cause_of_repeated(measured),
         )
-    for what, moves in (("tokens", measured.moves), ("media", measured.moves_by_media)):
+    in_turn = (("tokens", measured.moves), ("media", measured.moves_by_media), (_OF_PREFIX, measured.of_prefix.moves))
+    for what, moves in in_turn:
         if not (moved := worst(moves)) <= limits.moved:
             yield Finding(
                 f"samples of a pack see each other: replacing the {what} of one moved the logits of another by "
@@ -256,6 +274,10 @@ def _blindness(measured: Measurements, said: str) -> Iterator[Finding]:
             f"replacing the tokens of {name} did not move its own logits {said}",
             "the model does not look at its tokens, so nothing can be seen by changing them",
         )
+    blind = [at for at, moved in measured.of_prefix.own.items() if not moved > least]
+    if blind:
+        name = name_of(measured.samples[blind[0]], blind[0])
+        yield Finding(f"replacing the tokens of the prefix of {name} did not move its branch {said}", _BLIND_BRANCH)
     blind = [at for at, moved in measured.own_media.items() if not moved > least]
     if blind:
         name = name_of(measured.samples[blind[0]], blind[0])
@@ -287,6 +309,8 @@ def _gradients(measured: Measurements) -> Iterator[Finding]:
 def line_in_training(measured: InTraining) -> str:
     """Return the line for the log. It says "verified" only of what a limit would have noticed."""
     what = f"{counted(measured.num_samples, 'sample')} of {measured.num_tokens} tokens"
+    if measured.num_prefixes:
+        what += f", {counted(measured.num_prefixes, 'prefix', 'prefixes')} with branches"
     drawn = "with all that is drawn at random" if measured.has_drawn else "nothing is drawn at random"
     again = ", layers run again in the backward" if measured.is_checkpointed else ""
     whole = ", which is what its samples are when they are encoded anew" if measured.is_encoded_again else ""
@@ -339,6 +363,12 @@ def _findings_in_training(measured: InTraining) -> Iterator[Finding]:
     )
     leak = drawn if without else "samples of the trainer's own sequence see each other"
     wrong = [size for size in measured.moved if not size <= exact.moved]
+    of_prefix = [size for size in measured.of_prefix.moves if not size <= exact.moved]
+    if of_prefix:
+        said = f"another prefix moved hidden states of samples that do not share it by {worst(of_prefix):.3g}{without}"
+        yield Finding(said, leak)
+    if not all(size > 0 for size in measured.of_prefix.own.values()):
+        yield Finding("another prefix did not move the hidden states of a branch", _BLIND_BRANCH)
     if wrong:
         said = f"other neighbours moved hidden states by {worst(wrong):.3g} of up to {measured.largest:.3g}{without}"
         yield Finding(said, leak)

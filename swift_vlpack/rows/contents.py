@@ -50,6 +50,8 @@ PER_MEDIUM = frozenset(
     name for one in (*BY_PATCHES, *BY_TILES.values()) for name in (one.grid, one.pixels, one.beside) if name is not None
 )
 """Fields of a sample that are known to divide by image or video."""
+OF_MEDIA = frozenset({*PER_MEDIUM, *_OF_VISION})
+"""Fields of a sample that are about its media and not about its tokens."""
 _KNOWN = {*PER_TOKEN, *_OF_SAMPLE, *_OF_HEADERS, *PER_MEDIUM}
 """All fields that cutting can handle. A sample with any other field stays whole."""
 _TOKENS_OF_TIME = 12

@@ -122,6 +122,22 @@ RESTARTED = (
 )
 """Layers of transformers that carry a state along the sequence, and that were tested: with the state reset at every
 sample (`attention/linear_attention.py`), packed samples give what they give alone."""
+KEEPS_STATE = ("linear", "conv", "mamba", "recurrent", "hybrid")
+"""Parts of the names that configs give to kinds of layers which carry a state along the sequence."""
+SHARE_NOTHING = {
+    "it has a prefix-LM mask: the tokens of the image see the question": ("paligemma", "git", "kosmos-2", "kosmos-2.5"),
+    "its vision tower reads the question": ("instructblip", "instructblipvideo", "blip-2"),
+    "its text layers see images by cross-attention": ("mllama", "idefics", "evolla", "florence2"),
+    "its layers keep a state along the sequence": (
+        *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe"),
+        *("mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"),
+        *("qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv", "zamba", "zamba2"),
+    ),
+}
+"""Model types whose rows cannot share a prefix, by the reason: a prefix would depend on a branch, or a state would pass
+from branch to branch."""
+_CAPACITIES = ("expert_capacity", "capacity_factor", "moe_expert_capacity_factor")
+"""Settings by which an expert drops tokens, depending on the other tokens of the sequence."""
 GIVEN_BOUNDARIES_BY_SWIFT = ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
 """Layers to whose flash-linear-attention kernels ms-swift itself passes where samples start."""
 
@@ -188,6 +204,27 @@ def text_config_of(config: Any) -> Any:
     """Return the config of the language model: `config` itself, or a config inside it (two levels deep in Omni)."""
     config = getattr(config, "thinker_config", config)
     return getattr(config, "text_config", config)
+
+
+def refuse_sharing(config: Any) -> None:
+    """Refuse a model in which rows cannot share the beginning that they have in common.
+
+    Raises:
+        ConfigError: The model's config says so; names the reason.
+    """
+    text = text_config_of(config)
+    types = {getattr(one, "model_type", None) for one in (config, getattr(config, "thinker_config", None), text)}
+    reason = next((why for why, listed in SHARE_NOTHING.items() if types & {*listed}), None)
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
+    if keeping := sorted({kind for kind in map(str, kinds) if any(word in kind for word in KEEPS_STATE)}):
+        reason = f"its layers of the kind {', '.join(keeping)} keep a state along the sequence"
+    if capacity := next((name for name in _CAPACITIES if getattr(text, name, None)), None):
+        reason = f"its experts drop tokens by a capacity ({capacity}={getattr(text, capacity)})"
+    if reason is not None:
+        raise ConfigError(
+            f"packing_share=media cannot be used with the model {getattr(config, 'model_type', '')}: {reason}; leave "
+            "packing_share out"
+        )
 
 
 def is_packed(template: Any) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -30,6 +30,7 @@ from swift_vlpack.plan.windows import lost_part
 from swift_vlpack.rows.contents import contents_of, size_of
 from swift_vlpack.rows.cutting import left_out_part, part_sizes
 from swift_vlpack.rows.encoder import RowEncoder, Template, sample_or_error
+from swift_vlpack.rows.prefixes import without_pixels
 from swift_vlpack.rows.randomness import RandomStream
 from swift_vlpack.rows.samples import Address, Encoded, LeftOut, SampleError, SampleId
 from swift_vlpack.rows.sizes import LengthIndex, RowSize
@@ -46,7 +47,7 @@ class FusionCaptionDataset(Dataset[Encoded]):
     that cannot be encoded ends the run; otherwise it raises `SampleError`, which feeds turn into a counted reason.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what it reads, then how it is drawn and encoded
         self,
         sources: Sequence[RowSource],
         template: Template,
@@ -55,13 +56,16 @@ class FusionCaptionDataset(Dataset[Encoded]):
         strict: bool = False,
         shuffle: bool = True,
         ratio_by: str = "rows",
+        pixel_free: Callable[[Any], Any] | None = None,
     ) -> None:
+        """`pixel_free` makes of a template one that encodes rows without pixels; without it, images are decoded."""
         if not sources:
             raise DataError("there is no source of data; give at least one")
         self.sources = tuple(sources)
         self.template = template
         self.strict = strict
         self.mix = mix_of(self.sources, seed=seed, shuffle=shuffle, ratio_by=ratio_by)
+        self._pixel_free = pixel_free
         self._take_encoder(RowEncoder(template))
         self.epoch = 0
         self._schedule: Schedule | None = None  # made when `dataset[i]` is first used, which packing never does
@@ -109,6 +113,22 @@ class FusionCaptionDataset(Dataset[Encoded]):
         sample_id = source.sample_id(address.row_index)
         sample = encoder.sample(self.row(address) if row is None else row, sample_id, strict=self.strict)
         return sample if address.span is None else self._part(address, sample)
+
+    def encode_branch(self, address: Address, row: Row | None = None) -> Encoded | None:
+        """Encode a whole row whose media another row brings: without decoding them, and without pixels.
+
+        Every other field is as `encode` makes it. Returns None where that is not known for certain, as for videos or
+        without ms-swift's header encoding: then call `encode`.
+        """
+        encoder = self._branch_encoders[address.source]
+        if encoder is None or address.span is not None:
+            return None
+        row = self.row(address) if row is None else row
+        try:
+            sample = encoder.sample(row, self.sources[address.source].sample_id(address.row_index))
+        except SampleError:
+            return None  # the full encoding says why, or can do it
+        return without_pixels(sample)
 
     def _part(self, address: Address, row: Encoded) -> Encoded:
         cutter = self.encoder.cutter
@@ -210,6 +230,16 @@ class FusionCaptionDataset(Dataset[Encoded]):
     def _take_encoder(self, encoder: RowEncoder) -> None:
         self.encoder = encoder
         self.encoders = [encoder.for_source(source) for source in self.sources]
+        # Made here and not when they are asked for, because a spawned worker has no sizes to decide by.
+        self._branch_encoders = [self._branch_encoder(*one) for one in zip(self.sources, self.encoders, strict=True)]
+
+    def _branch_encoder(self, source: RowSource, encoder: RowEncoder) -> RowEncoder | None:
+        shares = self._pixel_free is not None and source.prefixes is not None and source.prefixes.num_sharing
+        # Headers that were found to be wrong would give other tokens.
+        if not shares or source.sizes is None or source.sizes.without_headers is not None:
+            return None
+        assert self._pixel_free is not None
+        return encoder.using(self._pixel_free(encoder.template))
 
     def with_sources(self, sources: Sequence[RowSource]) -> FusionCaptionDataset:
         """Return a copy with the same sources and encoders, but new facts about the sources, such as sizes."""

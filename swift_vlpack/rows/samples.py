@@ -59,6 +59,8 @@ class PackAddress(NamedTuple):
     samples: tuple[Address, ...]
     sizes: tuple[tuple[int, int, int, int], ...]
     """The planned size of each sample: the fields of `RowSize`."""
+    shared: tuple[int, ...] = ()
+    """The tokens that each sample shares with the one before it; empty if none does."""
 
 
 class LeftOut(NamedTuple):
@@ -123,6 +125,7 @@ class PackRecord:
     number: int
     sample_ids: tuple[SampleId, ...]
     lengths: tuple[int, ...]
+    """The tokens of each sample alone, also of those that it shares."""
     num_images: int
     single_long: bool = False
     left_out: tuple[LeftOut, ...] = field(default=())
@@ -134,33 +137,51 @@ class PackRecord:
     """Padding tokens after the samples, a segment of their own; known once the sequence is made."""
     num_vision_tokens: int = field(default=0, compare=False)
     """Tokens that stand for images, videos and sounds; known once the sequence is made."""
+    shared: tuple[int, ...] = ()
+    """The tokens that each sample shares with the one before it; empty if none does."""
+    num_apart: int = 0
+    """Samples that were planned to share a prefix and, once they were encoded, did not."""
 
     @property
     def boundaries(self) -> Boundaries:
-        """Return the places where samples start in the sequence."""
-        return Boundaries(self.lengths)
+        """Where samples start in the sequence, and prefixes with their branches."""
+        return Boundaries.of_samples(self.lengths, self.shared)
 
     @property
     def lengths_in_sequence(self) -> tuple[int, ...]:
-        """Return the lengths of the samples, and of the padding after them if there is any."""
-        return (*self.lengths, self.num_padding) if self.num_padding else self.lengths
+        """Lengths of the segments and of the padding after them, which make up the sequence."""
+        lengths = self.boundaries.lengths if self.shared else self.lengths
+        return (*lengths, self.num_padding) if self.num_padding else lengths
+
+    @property
+    def own_lengths(self) -> tuple[int, ...]:
+        """Tokens of each sample that are not those of the sample before it: together, those of the sequence."""
+        if not self.shared:
+            return self.lengths
+        return tuple(length - shared for length, shared in zip(self.lengths, self.shared, strict=True))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the sequence, without padding."""
+        return sum(self.own_lengths)
 
     def in_sequence_of(self, num_tokens: int, num_vision_tokens: int) -> PackRecord:
         """Return the record with the numbers that are known once the sequence is made."""
-        num_padding = num_tokens - sum(self.lengths) if self.sequence_multiple > 1 else 0
+        num_padding = num_tokens - self.num_tokens if self.sequence_multiple > 1 else 0
         return replace(self, num_padding=num_padding, num_vision_tokens=num_vision_tokens)
 
     def count_in(self, counts: Counts) -> None:
         """Add a trained pack to the counts. A pack without samples, which only completes a step, is not counted."""
         if self.sample_ids:
             counts.packed(
-                [(key.source, length) for key, length in zip(self.sample_ids, self.lengths, strict=True)],
+                [(key.source, length) for key, length in zip(self.sample_ids, self.own_lengths, strict=True)],
                 num_images=self.num_images,
                 num_vision_tokens=self.num_vision_tokens,
                 num_padding=self.num_padding,
                 single_long=self.single_long,
                 further=[key.source for key in self.sample_ids if key.is_further_part],
             )
+            counts.shared(self.shared, num_apart=self.num_apart)
 
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.sample_ids[:8]))

@@ -35,7 +35,9 @@ from numpy.typing import NDArray
 
 from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.plan.parts import Part
+from swift_vlpack.plan.units import Prefixes
 from swift_vlpack.rows.samples import SampleId
+from swift_vlpack.rows.shared import SharedPrefixes
 from swift_vlpack.rows.sizes import LengthIndex, RowSize
 from swift_vlpack.words import counted
 
@@ -78,6 +80,8 @@ class RowSource:
     """The lengths that a cached data set stores for its rows. They are compared with the measured ones, never used."""
     origin: str | None = None
     """Full path of the local file or folder, or the name on the hub; None for rows that a program made."""
+    prefixes: SharedPrefixes | None = None
+    """The beginnings that rows share; None unless `packing_share=media`."""
     places: NDArray[np.int64] | None = None
     """Place of each row among the rows of all sources, in the order of an un-packed run (packing_batch=samples)."""
 
@@ -86,6 +90,8 @@ class RowSource:
             raise ConfigError(f"source {self.name!r}: sample_limit must be at least 1, got {self.sample_limit}")
         if self.sizes is not None and len(self.sizes) != len(self.rows):
             raise DataError(f"source {self.name!r}: {len(self.sizes)} lengths for {len(self.rows)} rows")
+        if self.prefixes is not None and len(self.prefixes) != len(self.rows):
+            raise DataError(f"source {self.name!r}: {len(self.prefixes)} prefixes for {len(self.rows)} rows")
 
     def __repr__(self) -> str:
         limit = "" if self.sample_limit is None else f", at most {self.sample_limit} of them"
@@ -138,6 +144,11 @@ def rows_in_turn(rows: Any, indices: list[int]) -> Iterator[Row]:
     """Yield rows by index. A few are read at a time, because rows may hold images."""
     for start in range(0, len(indices), _NUM_ROWS_OF_READ):
         yield from rows_at(rows, indices[start : start + _NUM_ROWS_OF_READ])
+
+
+def prefixes_of(sources: Sequence[RowSource]) -> tuple[Prefixes | None, ...]:
+    """Return the prefixes that rows share, by source, as a plan takes them."""
+    return tuple(None if source.prefixes is None else source.prefixes.of_rows for source in sources)
 
 
 # -- compare rows by their content ------------------------------------------------------------------------------------

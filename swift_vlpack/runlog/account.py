@@ -34,6 +34,7 @@ def account_line(counts: Counts, **labels: Any) -> str:
         f"{counts.num_single_long} single-long ({_per_cent(counts.num_single_long, counts.num_read)}%), "
         f"{num_dropped} of {counts.num_read} left out ({_per_cent(num_dropped, counts.num_read)}%)"
         + (f": {by_reason(dict(sorted(counts.num_dropped.items())))}" if num_dropped else "")
+        + (f"; {shared_in_words(counts)}" if counts.num_units or counts.num_apart else "")
         + f"; {law_in_words(counts)}"
     )
 
@@ -61,7 +62,29 @@ def account_json(counts: Counts, **labels: Any) -> dict[str, Any]:
         "account": law_in_words(counts),
         "sources": {name: source.as_json() for name, source in sorted(counts.sources.items())},
         **(_cut_rows(counts) if counts.further or counts.lost_tokens else {}),
+        **({"shared": shared_json(counts)} if counts.num_units or counts.num_apart else {}),
     }
+
+
+def shared_json(counts: Counts) -> dict[str, int]:
+    """Return the counts of prefixes that samples shared: num_packed = num_in_units + num_alone."""
+    names = ("num_units", "num_in_units", "num_alone", "num_apart", "num_shared_tokens", "num_tokens_alone")
+    return {name: getattr(counts, name) for name in names}
+
+
+def shared_in_words(counts: Counts) -> str:
+    """Write which samples shared a prefix, and the tokens that this saved.
+
+    >>> counts = Counts(packing_length=100)
+    >>> counts.packed([("vqa", 40), ("vqa", 5), ("chat", 9)])
+    >>> counts.shared((0, 30, 0))
+    >>> print(shared_in_words(counts))
+    shared: 3 samples = 2 in 1 unit + 1 alone, 54 of 84 tokens computed
+    """
+    units = f"{counts.num_in_units} in {counted(counts.num_units, 'unit')} + {counts.num_alone} alone"
+    apart = f", {counts.num_apart} of them planned to share" if counts.num_apart else ""
+    tokens = f"{counts.num_tokens} of {counts.num_tokens_alone} tokens computed"
+    return f"shared: {counted(counts.num_packed, 'sample')} = {units}{apart}, {tokens}"
 
 
 def law_in_words(counts: Counts) -> str:

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from typing import Any
 
 from swift_vlpack.envelope import Named, Whole, check_shape
@@ -40,6 +41,8 @@ STATE = {
     "sources": _SOURCES,
 }
 """Shape of a saved state: the counts that the account of an epoch needs. All others are in the run log."""
+_STATE_OF_UNITS = dict.fromkeys(("num_units", "num_in_units", "num_apart", "num_shared_tokens"), Whole())
+"""Further fields of a saved state, if samples shared prefixes."""
 _STATE_OF_CUT_ROWS = {"further": _SOURCES, "lost_tokens": Named(Whole()), "lost_images": Named(Whole())}
 """Further fields of a saved state, if rows were cut."""
 
@@ -98,6 +101,14 @@ class Counts:
     """Tokens in packs that are not a single long sample; only these packs count for the fill."""
     num_room: int = 0
     """Tokens that these packs could hold."""
+    num_units: int = 0
+    """Prefixes that several samples of a pack shared."""
+    num_in_units: int = 0
+    """Samples that shared a prefix."""
+    num_apart: int = 0
+    """Samples that were planned to share a prefix and, once they were encoded, did not."""
+    num_shared_tokens: int = 0
+    """Tokens that were not computed again: those of prefixes, for each of their samples but the first."""
     num_tokens_unpacked: int = 0
     """Tokens of the same samples in padded batches, padding included."""
     num_steps: int = 0
@@ -159,6 +170,18 @@ class Counts:
         self.num_room += self.packing_length
         self.fill_histogram[min(NUM_FILL_BINS, NUM_FILL_BINS * num_tokens // self.packing_length)] += 1
 
+    def shared(self, shared: Sequence[int], *, num_apart: int = 0) -> None:
+        """Count the units of a pack: `shared` are the tokens that each sample shares with the one before it.
+
+        They are no part of the lengths that `packed` counts. `num_apart` samples left their unit once encoded.
+        """
+        self.num_apart += num_apart
+        for before, here in pairwise((0, *shared)):
+            begins_unit = bool(here and not before)
+            self.num_units += begins_unit
+            self.num_in_units += bool(here) + begins_unit  # the first sample of a unit shares with none before it
+            self.num_shared_tokens += here
+
     def dropped(
         self,
         source: str,
@@ -219,7 +242,17 @@ class Counts:
     @property
     def num_padding_saved(self) -> int:
         """Return the padding that packing saves; negative if `packing_pad_to` adds more than padded batches have."""
-        return self.num_tokens_unpacked - self.num_tokens - self.num_padding
+        return self.num_tokens_unpacked - self.num_tokens_alone - self.num_padding
+
+    @property
+    def num_tokens_alone(self) -> int:
+        """Return the tokens that the samples in packs have alone, when none shares a prefix."""
+        return self.num_tokens + self.num_shared_tokens
+
+    @property
+    def num_alone(self) -> int:
+        """Return how many samples in packs share no prefix."""
+        return self.num_packed - self.num_in_units
 
     @property
     def seconds(self) -> float:
@@ -257,6 +290,7 @@ class Counts:
     def state(self) -> dict[str, Any]:
         """Return the counts of an epoch for a checkpoint; `from_state` reads them."""
         names = [*STATE, *(_STATE_OF_CUT_ROWS if self.further or self.lost_tokens else ())]
+        names += _STATE_OF_UNITS if self.num_units or self.num_apart else ()
         state = {name: getattr(self, name) for name in names}
         return {
             name: {of: counts.as_json() for of, counts in value.items()} if name in ("sources", "further") else value
@@ -266,11 +300,11 @@ class Counts:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Counts:
         """Return the counts of a saved state. Raises `StateMismatch` if the state is damaged."""
-        state = {**{name: {} for name in _STATE_OF_CUT_ROWS}, **state}
-        check_shape(state, {**STATE, **_STATE_OF_CUT_ROWS}, "counted")
+        state = {**dict.fromkeys(_STATE_OF_UNITS, 0), **{name: {} for name in _STATE_OF_CUT_ROWS}, **state}
+        check_shape(state, {**STATE, **_STATE_OF_CUT_ROWS, **_STATE_OF_UNITS}, "counted")
         if len(state["fill_histogram"]) != NUM_FILL_BINS + 1:
             raise StateMismatch(f"damaged: counted.fill_histogram has {len(state['fill_histogram'])} numbers")
-        counts = cls(**{name: state[name] for name in STATE})
+        counts = cls(**{name: state[name] for name in (*STATE, *_STATE_OF_UNITS)})
         counts.sources, counts.further = _sources_from(state["sources"]), _sources_from(state["further"])
         counts.lost_tokens, counts.lost_images = Counter(state["lost_tokens"]), Counter(state["lost_images"])
         counts.num_room = (counts.num_packs - counts.num_single_long) * counts.packing_length
@@ -284,12 +318,14 @@ class Counts:
             if counts.num_packed
         }
         numbers = {name: getattr(self, name) for name in NUMBERS}
+        numbers = {name: number for name, number in numbers.items() if number or name not in _STATE_OF_UNITS}
         # The two sums are for people who read the file: `from_event` computes them from the sources.
         return {**numbers, "num_samples": self.num_packed, "num_tokens": self.num_tokens, "sources": sources}
 
     @classmethod
     def from_event(cls, event: Mapping[str, Any], packing_length: int) -> Counts:
         """Return the counts of a `steps` event. Packed samples count as read; fill percentiles are not known."""
+        event = {**dict.fromkeys(_STATE_OF_UNITS, 0), **event}
         counts = cls(packing_length, **{name: event[name] for name in NUMBERS})
         for name, source in event["sources"].items():
             num_samples = source["num_samples"]

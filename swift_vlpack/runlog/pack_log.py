@@ -2,9 +2,10 @@
 
     {"step": 12, "epoch": 0, "pack": 23, "ids": ["captions:17", ...]}
 
-Planned packs can be computed again, so they are recorded only on request. Packs of a stream cannot, so they are
-recorded unless the user switches it off. A file that the user did not ask for is bounded: it keeps the latest packs,
-some millions of samples.
+Where samples share prefixes, `shared` has the tokens that each shares with the sample before it.
+
+Planned packs can be computed again, so they are recorded only on request. Packs of a stream cannot, so they are always
+recorded unless that is switched off; then the file is bounded and keeps the latest packs, some millions of samples.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_vlpack.errors import StateMismatch
-from swift_vlpack.runlog.account import account_json
+from swift_vlpack.runlog.account import account_json, shared_json
 from swift_vlpack.runlog.counts import Counts, SourceCounts, share
 from swift_vlpack.runlog.events import FILE, FOLDER, RESUME
 from swift_vlpack.runlog.folder import ARGS, Checkpoint, RunFolder, checkpoints, epoch_reports, read_json
@@ -104,6 +104,9 @@ def _from_account(account: Mapping[str, Any]) -> Counts:
     counts.num_pack_tokens = num_filled * round(account["fill_mean"] * _FILL_UNITS)
     for name, source in account["sources"].items():
         counts.sources[name] = SourceCounts(num_packed=source["num_packed"], num_tokens=source["num_tokens"])
+    shared = account.get("shared", {})
+    for name in ("num_units", "num_in_units", "num_apart", "num_shared_tokens"):
+        setattr(counts, name, shared.get(name, 0))
     return counts
 
 
@@ -146,13 +149,15 @@ def _trained(counts: Counts, *, is_logged: bool) -> Report:
         "seconds": round(seconds, 1) or None,
         "tokens_per_second": round(counts.num_tokens / seconds, 1) if seconds else None,
         "samples_per_second": round(counts.num_packed / seconds, 3) if seconds else None,
+        "shared": shared_json(counts) if counts.num_units or counts.num_apart else None,
     }
 
 
 def _unpacked(counts: Counts, batch_size: int) -> Report:
     """Compare with the same samples in padded batches, assuming the same tokens a second, padding included."""
     num_packed, num_unpacked = counts.num_tokens + counts.num_padding, counts.num_tokens_unpacked
-    seconds = counts.seconds * (num_unpacked / num_packed if num_packed else 1.0)
+    # Without the tokens that samples share: these are saved by sharing, not by packing.
+    seconds = counts.seconds * (1 + share(counts.num_padding_saved, num_packed))
     return {
         "batch_size": batch_size,
         "reference": _reference(batch_size),

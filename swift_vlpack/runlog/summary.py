@@ -19,9 +19,10 @@ from collections.abc import Iterator, Mapping
 from textwrap import wrap
 from typing import Any
 
-from swift_vlpack.plan.report import StepSize, nothing_packed
+from swift_vlpack.plan.report import StepSize, nothing_packed, share_lines
 from swift_vlpack.plan.same_steps import KeptSteps
 from swift_vlpack.reasons import kept_by
+from swift_vlpack.runlog.account import shared_in_words
 from swift_vlpack.runlog.counts import Counts
 from swift_vlpack.words import by_reason, counted
 
@@ -55,6 +56,7 @@ def end_text(trained: Counts, *, step: int, num_steps: int, num_ranks: int, outp
             f"mean fill {trained.fill_mean:.1%}",
             2,
         ),
+        *([("", shared_in_words(trained), 2)] if trained.num_units or trained.num_apart else []),
         (
             "speed",
             f"{trained.num_tokens / seconds:.0f} tokens and {trained.num_packed / seconds:.1f} samples a second, in "
@@ -81,7 +83,7 @@ def _entries(facts: Mapping[str, Any]) -> Iterator[Entry]:
         yield "data", "a stream: rows are packed as they come, and counted when they are trained or left out", 1
     else:
         yield from _about_data(facts["data"], facts["plan"])
-        yield from _about_plan(facts["plan"], facts["epoch"])
+        yield from _about_plan(facts["plan"], facts["epoch"], facts["data"].get("share"))
     yield from _about_steps(facts)
     yield "attention", facts["attention"].removeprefix("attention ").partition(" (")[0], 2
     yield "proof", _proof(facts["proof"]), 2
@@ -117,7 +119,7 @@ def _left_out(data: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
     return ", ".join(said)
 
 
-def _about_plan(plan: Mapping[str, Any], epoch: int) -> Iterator[Entry]:
+def _about_plan(plan: Mapping[str, Any], epoch: int, share: Mapping[str, Any] | None) -> Iterator[Entry]:
     if nothing := nothing_packed(plan):
         yield "plan", nothing, 2
     yield (
@@ -127,6 +129,8 @@ def _about_plan(plan: Mapping[str, Any], epoch: int) -> Iterator[Entry]:
         f"{plan['num_samples'] / max(1, plan['num_packs']):.1f} samples a pack, {plan['single_long']} single-long",
         2,
     )
+    if share:
+        yield from ((label, text, 2) for label, text in share_lines(share))
     yield "balance", f"slowest rank {plan['balance']:.3f} x mean, in the steps of an epoch", 1
 
 

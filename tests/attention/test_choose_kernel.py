@@ -23,6 +23,7 @@ from swift_vlpack.attention.choose_kernel import (
 )
 from swift_vlpack.attention.kernels import KERNELS, CannotDo, by_flex, by_lengths, grouped, saves_calls, segments
 from swift_vlpack.errors import ConfigError
+from swift_vlpack.plan.boundaries import Boundaries
 from tests.attention.one_by_one import built, compared, packed, run, samples_of
 from tests.attention.test_honours import deepseek, gemma2, gemma3_vision, gpt_oss, llama4, mistral
 
@@ -306,8 +307,8 @@ def test_long_rows_are_scaled_down_to_be_timed():
     """ATTN-9: measuring takes seconds, not minutes."""
     (kind,) = layer_kinds(calls_of(built(mistral())))
     assert kind.num_layers == 2
-    assert kind.affordable(TYPICAL) == TYPICAL
-    less = kind.affordable((100_000, 50_000, 3))
+    assert kind.affordable(Boundaries(TYPICAL)) == Boundaries(TYPICAL)
+    less = kind.affordable(Boundaries((100_000, 50_000, 3))).lengths
     assert 100 < less[0] < 10_000
     assert abs(less[0] - 2 * less[1]) <= 1
     assert less[2] == 1

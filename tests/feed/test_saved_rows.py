@@ -6,6 +6,7 @@ import pytest
 from swift_vlpack.errors import StateMismatch
 from swift_vlpack.feed import saved_rows
 from swift_vlpack.feed.saved_rows import changes, from_bytes, row_digests, saved_source, to_bytes, with_sizes
+from swift_vlpack.rows.shared import SharedPrefixes
 from swift_vlpack.rows.sizes import LengthIndex, RowSize
 from swift_vlpack.rows.source import RowSource
 from tests.data_rows import text_row
@@ -45,6 +46,20 @@ def test_rows_go_through_a_file():
         assert np.array_equal(fact.contents, row_digests(made))
     again = with_sizes([source()], [saved(without([3]))])
     assert again[0].sizes.lengths[3] == 0
+
+
+def test_prefixes_go_through_a_file_and_are_those_of_the_saved_run():
+    """SHARE-10: a file that is gone would share with no other, and the plan would be another one."""
+    key, length = np.arange(NUM_ROWS, dtype=np.uint64) // 4 + 2**63, np.full(NUM_ROWS, 30, dtype=np.int32)
+    then = source(prefixes=SharedPrefixes(key, length))
+    facts = saved(then)
+    assert np.array_equal(facts.prefixes.key, key)
+    assert np.array_equal(facts.prefixes.length, length)
+    now = source(prefixes=SharedPrefixes(np.where(key == key[5], 0, key).astype(np.uint64), length))
+    [again] = with_sizes([now], [facts])
+    assert np.array_equal(again.prefixes.key, key)
+    assert with_sizes([then], [facts])[0] is then
+    assert saved(source()).prefixes is None
 
 
 def test_nothing_changed_is_nothing():

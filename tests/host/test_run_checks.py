@@ -9,7 +9,7 @@ from swift_vlpack.cli import main
 from swift_vlpack.config import PackingConfig
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.host import launch, run_flags
-from swift_vlpack.host.run_checks import Registered, check_run
+from swift_vlpack.host.run_checks import Registered, check_run, refuse_combinations
 from swift_vlpack.host.run_flags import given_options
 from tests.data_rows import text_row, write_jsonl
 from tests.environment import packing_options
@@ -224,3 +224,25 @@ def test_data_set_that_ms_swift_knows_by_a_path_is_no_missing_file(folder):
         check_run(options, config, Registered((), {"mine"}))
     with pytest.raises(ConfigError, match="--tuner_type must be one of lora, got 'mine'"):
         check_run(options, config, Registered({"./mine.jsonl"}, {"lora"}))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"attn_impl": "flash_attn"},
+            "--attn_impl flash_attn cannot be used with packing_share=media: it takes a prefix",
+        ),
+        ({"attn_impl": "flex_attention"}, "--attn_impl flex_attention cannot be used"),
+        ({"neftune_noise_alpha": 5.0}, "--neftune_noise_alpha cannot be used"),
+        ({"router_aux_loss_coef": 0.01}, "--router_aux_loss_coef cannot be used"),
+    ],
+)
+def test_options_that_train_rows_otherwise_are_refused_where_rows_share(options, said):
+    """SHARE-49"""
+    given = {"max_steps": 3, **options}
+    with pytest.raises(ConfigError, match=said):
+        refuse_combinations(given, PackingConfig(packing=True, packing_length=64, packing_share="media"))
+    refuse_combinations(given, PackingConfig(packing=True, packing_length=64))
+    usual = {"attn_impl": "sdpa", "router_aux_loss_coef": 0.0, "neftune_noise_alpha": None}
+    refuse_combinations(usual, PackingConfig(packing=True, packing_length=64, packing_share="media"))

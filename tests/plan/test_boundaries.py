@@ -4,6 +4,7 @@ import pytest
 
 from swift_vlpack import Boundaries
 from swift_vlpack.errors import BoundaryError
+from swift_vlpack.plan.boundaries import ROOT
 
 
 def test_everything_is_derived_from_the_lengths():
@@ -53,6 +54,50 @@ def test_random_packs_accept_their_own_positions_and_no_others():
         positions[rng.randrange(len(positions))] += 1
         with pytest.raises(BoundaryError):
             pack.check_positions(positions)
+
+
+def test_branches_are_their_rows_with_the_prefix_once():
+    """SHARE-1: against rows laid out one by one, which shares no code with the forest."""
+    rng = random.Random(1)
+    for _ in range(200):
+        lengths, shared, tokens, positions, of_rows = [], [], [], [], []
+        for _ in range(rng.randint(1, 4)):
+            prefix, num_rows = rng.randint(1, 5), rng.randint(1, 4)
+            start = len(tokens)
+            if num_rows > 1:
+                tokens += [None] * prefix
+                positions += range(prefix)
+            for number in range(num_rows):
+                own = rng.randint(1, 5)
+                lengths.append(prefix + own)
+                shared.append(prefix if number else 0)
+                here = range(len(tokens), len(tokens) + (own if num_rows > 1 else prefix + own))
+                of_rows.append([*range(start, start + prefix), *here] if num_rows > 1 else [*here])
+                positions += range(prefix if num_rows > 1 else 0, prefix + own)
+                tokens += [None] * len(here)
+        pack = Boundaries.of_samples(lengths, shared)
+        assert pack.num_tokens == len(tokens) == sum(lengths) - sum(shared)
+        assert list(pack.position_ids) == positions
+        assert [[token for part in row for token in range(*part)] for row in pack.samples] == of_rows
+        assert (ROOT in pack.parents) if any(shared) else pack.parents == ()
+        pack.check_positions(positions)
+        with pytest.raises(BoundaryError):
+            pack.check_positions([*positions[:-1], positions[-1] + 1])
+
+
+@pytest.mark.parametrize(
+    ("parents", "message"),
+    [
+        ((ROOT, 0), "2 parents for 3 segments"),
+        ((ROOT, ROOT, 0), "segment 2 does not follow its prefix, segment 0"),
+        ((ROOT, 0, 1), "the prefix of segment 2, segment 1, is itself a branch"),
+        ((0, ROOT, ROOT), "segment 0 does not follow its prefix"),
+    ],
+)
+def test_forests_of_another_shape_are_refused(parents, message):
+    """SHARE-1"""
+    with pytest.raises(BoundaryError, match=message):
+        Boundaries((2, 2, 2), parents)
 
 
 E, P, B = 2, 0, 1

@@ -1,0 +1,570 @@
+"""Find the prefixes that rows share, before training and without pixels.
+
+Four steps, of which every rank does its share, and whose results are the same on all ranks:
+
+1. Read the head of every row (`rows/prefixes.py`), and find out which media are the same (`media_digests.py`).
+2. Group the rows of all sources by head and media. A group of two rows and more has a prefix.
+3. Encode one row of each group by header, to count the tokens of its prefix. This is remembered next to the lengths.
+4. Encode some rows of each source in full, to see that the prefix is the same in every row of a group.
+
+Rows that share with none although another row has their medium are counted by cause, and the log says the way out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swift_vlpack.comm import ALONE, Comm
+from swift_vlpack.config import PackingConfig
+from swift_vlpack.lengths import forked
+from swift_vlpack.lengths.length_file import KEY, KEYED_SIZE, Keys, LengthFile, Records
+from swift_vlpack.lengths.measure import Progress
+from swift_vlpack.lengths.media_digests import identities
+from swift_vlpack.lengths.rows_work import Encoders
+from swift_vlpack.plan.units import NO_KEY
+from swift_vlpack.rows.encoder import RowEncoder
+from swift_vlpack.rows.families import MediaTokens, refuse_sharing
+from swift_vlpack.rows.fusion import FusionCaptionDataset
+from swift_vlpack.rows.media import image_urls
+from swift_vlpack.rows.prefixes import (
+    FileState,
+    Head,
+    HeadReader,
+    Prefix,
+    have_same_prefix,
+    medium_of,
+    path_of,
+    prefix_of,
+    prefix_of_system,
+    rows_of_probes,
+)
+from swift_vlpack.rows.randomness import RandomStream
+from swift_vlpack.rows.samples import SampleError
+from swift_vlpack.rows.shared import Alone, SharedPrefixes, counted_causes
+from swift_vlpack.rows.source import RowSource, rows_at
+from swift_vlpack.words import counted
+
+logger = logging.getLogger(__name__)
+
+NUM_GROUPS_CHECKED = 8
+"""Groups of each source of which two rows are encoded in full."""
+_ROWS_OF_TASK = 2048
+"""Rows of a task whose heads are read: 50 ms."""
+_GROUPS_OF_TASK = 64
+"""Rows of a task that are encoded by header: 20 to 50 ms."""
+_NUM_ROWS_WORTH_A_PROCESS = 20_000
+_NUM_GROUPS_WORTH_A_PROCESS = 500
+_SUFFIX = ".prefixes"
+
+
+class SourceToShare(NamedTuple):
+    """A measured source, what encodes its rows, and the file in which its lengths are remembered."""
+
+    source: RowSource
+    encoders: Encoders
+    lengths_path: Path | None = None
+
+    @property
+    def encoder(self) -> RowEncoder:
+        """Return the encoder that reads headers, if headers of this source are trusted; else the full one."""
+        assert self.source.sizes is not None
+        by_header = self.encoders.by_header if self.source.sizes.without_headers is None else None
+        return by_header or self.encoders.in_full
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharingLimits:
+    """The options that decide which rows may share."""
+
+    packing_length: int
+    least_system_tokens: int
+    """`packing_share_min`: fewest tokens of a system turn that rows without media share."""
+
+    @classmethod
+    def of(cls, config: PackingConfig) -> SharingLimits:
+        """Read the options."""
+        return cls(packing_length=config.packing_length, least_system_tokens=config.packing_share_min)
+
+
+def with_prefixes(
+    given: Sequence[SourceToShare],
+    limits: SharingLimits,
+    comm: Comm = ALONE,
+    *,
+    folder: Path | None = None,
+    is_shown: bool = False,
+) -> list[RowSource]:
+    """Return the sources with the prefixes that their rows share, and log how many do. All ranks get the same.
+
+    `folder` is where digests of files are remembered, and `is_shown` shows a progress bar.
+    """
+    with Progress(is_shown=is_shown) as progress:
+        found = _PrefixPass(given, limits, comm, folder, progress).found()
+    sources = [replace(one.source, prefixes=prefixes) for one, prefixes in zip(given, found, strict=True)]
+    if comm.rank == 0:
+        for source in sources:
+            log_sharing(source)
+    return sources
+
+
+def sharing_rows(rows: FusionCaptionDataset, config: PackingConfig) -> FusionCaptionDataset:
+    """Find the prefixes of measured rows that no length pass has looked at: the rows of a trainer of one's own."""
+    if not config.shares_media or any(source.prefixes is not None for source in rows.sources):
+        return rows
+    refuse_sharing(getattr(rows.template, "config", None))
+    given = [
+        SourceToShare(source, Encoders(by_header=None, in_full=encoder))
+        for source, encoder in zip(rows.sources, rows.encoders, strict=True)
+    ]
+    return rows.with_sources(with_prefixes(given, SharingLimits.of(config)))
+
+
+def log_sharing(source: RowSource) -> None:
+    """Log how many rows of a source share, and why others do not, with the way out."""
+    prefixes = source.prefixes
+    if prefixes is None:
+        return
+    if prefixes.num_sharing:
+        rows = prefixes.rows_per_prefix
+        logger.info(
+            f"source {source.name}: {counted(prefixes.num_sharing, 'row')} of {len(prefixes)} share "
+            f"{counted(len(rows), 'prefix', 'prefixes')}, median {np.median(rows):g} rows each, p95 "
+            f"{np.percentile(rows, 95):g}"
+        )
+    else:
+        logger.warning(f"source {source.name}: packing_share=media does nothing for it: no rows share a prefix")
+    for alone in prefixes.alone:
+        logger.warning(
+            f"source {source.name}: {counted(alone.num_rows, 'row')} with a medium that other rows have too are "
+            f"trained alone: they {alone.cause.text} (such as {source.where(alone.example)}); {alone.cause.way_out}"
+        )
+
+
+# -- heads of all rows ------------------------------------------------------------------------------------------------
+
+
+class _Heads(NamedTuple):
+    """The heads of some rows of a source, in arrays."""
+
+    indices: NDArray[np.int64]
+    digests: Keys
+    causes: NDArray[np.uint8]
+    has_digest: NDArray[np.bool_]
+    num_names: NDArray[np.int64]
+    names_at: NDArray[np.int64]
+    """The media of all rows one after the other, as places in `names`."""
+    names: list[str]
+    files: dict[str, FileState]
+
+
+class _HeadTask(NamedTuple):
+    source: int
+    indices: NDArray[np.int64]
+
+
+class _HeadWork:
+    def __init__(self, sources: Sequence[RowSource]) -> None:
+        self._sources = sources
+        # One a source, because rows of several tasks may name the same file.
+        self._readers = [HeadReader(source.max_pixels, source.system) for source in sources]
+
+    def __call__(self, task: _HeadTask) -> _Heads:
+        source, reader = self._sources[task.source], self._readers[task.source]
+        return _heads(task.indices, [reader.head(row) for row in rows_at(source.rows, task.indices.tolist())], reader)
+
+
+def _heads(indices: NDArray[np.int64], heads: Sequence[Head], reader: HeadReader) -> _Heads:
+    names: dict[str, int] = {}
+    places = [names.setdefault(name, len(names)) for head in heads for name in head.media]
+    return _Heads(
+        indices,
+        np.frombuffer(b"".join(head.digest or bytes(16) for head in heads), KEY),
+        np.array([head.cause for head in heads], np.uint8),
+        np.array([bool(head.digest) for head in heads], bool),
+        np.array([len(head.media) for head in heads], np.int64),
+        np.array(places, np.int64),
+        list(names),
+        reader.take_files(),
+    )
+
+
+class _Rows:
+    """The heads of all rows of all sources, joined: one number for every row, one for every medium."""
+
+    def __init__(self, sources: Sequence[RowSource], of_tasks: Sequence[tuple[int, _Heads]]) -> None:
+        self.first = np.cumsum([0, *(len(source.rows) for source in sources)])
+        num_rows = int(self.first[-1])
+        self.digests = np.zeros(num_rows, KEY)
+        self.causes = np.zeros(num_rows, np.uint8)
+        self.has_digest = np.zeros(num_rows, bool)
+        self.media: list[tuple[int, ...]] = [()] * num_rows
+        names: dict[str, int] = {}
+        self.files: dict[str, FileState] = {}
+        for source, heads in of_tasks:
+            rows = heads.indices + self.first[source]
+            self.digests[rows], self.causes[rows] = heads.digests, heads.causes
+            self.has_digest[rows] = heads.has_digest
+            numbers = np.array([names.setdefault(name, len(names)) for name in heads.names], np.int64)
+            ids, ends = numbers[heads.names_at].tolist() if len(numbers) else [], np.cumsum(heads.num_names).tolist()
+            for row, start, end in zip(rows.tolist(), [0, *ends], ends, strict=False):
+                if end > start:
+                    self.media[row] = tuple(ids[start:end])
+            for path, state in heads.files.items():
+                self.files.setdefault(path, state)
+        self.names = list(names)
+
+    def __len__(self) -> int:
+        return len(self.media)
+
+    def merge_equal_files(self, digests: dict[str, str]) -> None:
+        """Give media with the same bytes one number, and make the names say which bytes these are."""
+        names: dict[str, int] = {}
+        merged = []
+        for name in self.names:
+            path = path_of(name)
+            if path is not None:
+                # With the state, so that what is remembered of a prefix is forgotten if its file changes.
+                content = digests.get(path) or f"{path}\n{tuple(self.files[path])}"
+                name = f"{name[0]}c{content}"
+            merged.append(names.setdefault(name, len(names)))
+        self.names = list(names)
+        self.media = [tuple([merged[one] for one in of_row]) if of_row else () for of_row in self.media]
+
+    def keys(self) -> Keys:
+        """Return the key of each row: equal for rows that may share; zeros for a row that shares with none."""
+        keys = np.zeros(len(self), KEY)
+        digests = [hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=16).digest() for name in self.names]
+        packed = self.digests.tobytes()
+        made = bytearray(keys.nbytes)
+        for row in np.flatnonzero(self.has_digest).tolist():
+            content = packed[16 * row : 16 * row + 16] + b"".join([digests[one] for one in self.media[row]])
+            made[16 * row : 16 * row + 16] = hashlib.blake2b(content, digest_size=16).digest()
+        return np.frombuffer(bytes(made), KEY)
+
+
+# -- lengths of prefixes ----------------------------------------------------------------------------------------------
+
+
+class _GroupTask(NamedTuple):
+    places: list[tuple[int, int, bool]]
+    """The source and the index of one row of each group, and whether it has media."""
+
+
+class _GroupWork:
+    """Counts the tokens of prefixes."""
+
+    def __init__(self, given: Sequence[SourceToShare]) -> None:
+        self._given = given
+
+    @cached_property
+    def _tokens(self) -> list[MediaTokens]:
+        return [MediaTokens.of(one.encoders.in_full.template) for one in self._given]
+
+    def __call__(self, task: _GroupTask) -> list[Prefix]:
+        self._fetch(task)
+        return [self._prefix(*place) for place in task.places]
+
+    def _fetch(self, task: _GroupTask) -> None:
+        """Fetch the images that rows name by URL, side by side."""
+        for number, one in enumerate(self._given):
+            if (urls := one.encoders.urls) is not None:
+                rows = (one.source.row(index) for source, index, _ in task.places if source == number)
+                urls.forget()
+                urls.read((url for row in rows for url in image_urls(row)), whole=one.encoder is one.encoders.in_full)
+
+    def _prefix(self, source: int, index: int, has_media: bool) -> Prefix:
+        one = self._given[source]
+        row, sample_id = one.source.row(index), one.source.sample_id(index)
+        try:
+            if not has_media:
+                encode = one.encoders.in_full.sample
+                return prefix_of_system([encode(probe, sample_id, is_watched=True) for probe in rows_of_probes(row)])
+            try:
+                sample = one.encoder.sample(row, sample_id)
+            except SampleError:  # its header gives no size
+                sample = one.encoders.in_full.sample(row, sample_id)
+        except SampleError:
+            return Prefix(0, Alone.CANNOT_BE_ENCODED)
+        prefix = prefix_of(sample, self._tokens[source])
+        # A text model leaves the media of a row alone.
+        return prefix if prefix.length or prefix.cause else Prefix(0, Alone.FAMILY_UNKNOWN)
+
+
+class _PrefixFile:
+    """Remembers the lengths of prefixes by key, in records of the same form as lengths."""
+
+    def __init__(self, lengths_path: Path | None) -> None:
+        self._file = None if lengths_path is None else LengthFile(lengths_path.with_suffix(_SUFFIX))
+        records: Records = np.zeros(0, KEYED_SIZE) if self._file is None else self._file.load()
+        self._known = {
+            key.tobytes(): Prefix(length, Alone(cause))
+            for key, length, cause in zip(
+                records["key"], records["size"]["length"].tolist(), records["size"]["reason"].tolist(), strict=True
+            )
+            if cause in Alone._value2member_map_
+        }
+
+    def get(self, key: bytes) -> Prefix | None:
+        return self._known.get(key)
+
+    def save(self, found: dict[bytes, Prefix]) -> None:
+        # A row that could not be encoded may be encoded at the next start.
+        lasting = {key: one for key, one in found.items() if one.cause is not Alone.CANNOT_BE_ENCODED}
+        if self._file is None or not lasting:
+            return
+        records = np.zeros(len(lasting), KEYED_SIZE)
+        records["key"] = np.frombuffer(b"".join(lasting), KEY)
+        records["size"]["length"] = [one.length for one in lasting.values()]
+        records["size"]["reason"] = [int(one.cause) for one in lasting.values()]
+        self._file.append(records)
+
+
+# -- the pass ---------------------------------------------------------------------------------------------------------
+
+
+class _PrefixPass:
+    def __init__(
+        self,
+        given: Sequence[SourceToShare],
+        limits: SharingLimits,
+        comm: Comm,
+        folder: Path | None,
+        progress: Progress,
+    ) -> None:
+        self._given = given
+        self._limits = limits
+        self._comm = comm
+        self._folder = folder
+        self._progress = progress
+        self._files = [_PrefixFile(one.lengths_path) for one in given]
+
+    def found(self) -> list[SharedPrefixes]:
+        """Do all steps. Returns the prefixes of each source."""
+        rows = self._rows()
+        keys = rows.keys()
+        length, cause = np.zeros(len(rows), np.int32), rows.causes.copy()
+        # The numbers of all rows in their order, so that the first row of a group is the same at every start.
+        of_groups = _groups(keys, self._usable(rows))
+        cause[self._too_long(rows) & rows.has_digest] = Alone.TOO_LONG
+        prefixes = self._prefixes(rows, keys, of_groups)
+        for members, prefix in zip(of_groups, prefixes, strict=True):
+            length[members] = prefix.length
+            cause[members] = prefix.cause
+        failed = self._checked(rows, keys, of_groups, length)
+        for number, why in enumerate(failed):
+            here = slice(rows.first[number], rows.first[number + 1])
+            if why is not Alone.NOTHING_SHARED:
+                length[here] = 0
+                cause[here] = np.where(rows.has_digest[here], why, cause[here])
+        return self._shared(rows, keys, length, cause)
+
+    # -- which rows are of one group
+
+    def _rows(self) -> _Rows:
+        sources = [one.source for one in self._given]
+        mine = [np.arange(self._comm.rank, len(source.rows), self._comm.num_ranks) for source in sources]
+        num_rows = sum(map(len, mine))
+
+        def of_this_rank() -> list[tuple[int, _Heads]]:
+            tasks = deque(
+                _HeadTask(number, indices[start : start + _ROWS_OF_TASK])
+                for number, indices in enumerate(mine)
+                for start in range(0, len(indices), _ROWS_OF_TASK)
+            )
+            numbers, found = [task.source for task in tasks], []
+            with self._progress.stage("Media that rows share", num_rows) as bar:
+                for heads in self._results(_HeadWork(sources), tasks, num_rows, _NUM_ROWS_WORTH_A_PROCESS):
+                    found.append(heads)
+                    bar.update(len(heads.indices))
+            return list(zip(numbers, found, strict=True))
+
+        rows = _Rows(sources, [task for of_rank in self._comm.results_of_all(of_this_rank) for task in of_rank])
+        rows.merge_equal_files(identities(rows.files, self._folder, self._comm))
+        return rows
+
+    def _usable(self, rows: _Rows) -> NDArray[np.bool_]:
+        lengths = self._lengths()
+        return rows.has_digest & (lengths > 0) & (lengths < self._limits.packing_length)
+
+    def _too_long(self, rows: _Rows) -> NDArray[np.bool_]:
+        return np.asarray(self._lengths() >= self._limits.packing_length)
+
+    def _lengths(self) -> NDArray[np.int64]:
+        found = [one.source.sizes.lengths for one in self._given if one.source.sizes is not None]
+        return np.concatenate([np.zeros(0, np.int64), *found])
+
+    # -- how many tokens a group shares
+
+    def _prefixes(self, rows: _Rows, keys: Keys, of_groups: Sequence[NDArray[np.int64]]) -> list[Prefix]:
+        wanted = [(keys[members[0]].tobytes(), *self._place(rows, int(members[0]))) for members in of_groups]
+        known = self._comm.results_of_all(lambda: [self._files[source].get(key) for key, source, *_ in wanted])[0]
+        missing = [at for at, one in enumerate(known) if one is None]
+        mine = missing[self._comm.rank :: self._comm.num_ranks]
+
+        def of_this_rank() -> dict[int, Prefix]:
+            tasks = deque(
+                _GroupTask([wanted[at][1:] for at in mine[start : start + _GROUPS_OF_TASK]])
+                for start in range(0, len(mine), _GROUPS_OF_TASK)
+            )
+            found: dict[int, Prefix] = {}
+            places = iter(mine)
+            with self._progress.stage("Lengths of prefixes", len(mine)) as bar:
+                for some in self._results(_GroupWork(self._given), tasks, len(mine), _NUM_GROUPS_WORTH_A_PROCESS):
+                    fresh = {next(places): one for one in some}
+                    found.update(fresh)
+                    self._save({wanted[at][0]: one for at, one in fresh.items()}, [wanted[at][1] for at in fresh])
+                    bar.update(len(some))
+            return found
+
+        for found in self._comm.results_of_all(of_this_rank):
+            for at, one in found.items():
+                known[at] = one
+        return [self._limited(one, has_media=place[3]) for one, place in zip(known, wanted, strict=True)]
+
+    def _limited(self, prefix: Prefix | None, *, has_media: bool) -> Prefix:
+        assert prefix is not None
+        if not has_media and prefix.length < self._limits.least_system_tokens:
+            return Prefix(0)
+        return prefix
+
+    def _save(self, found: dict[bytes, Prefix], sources: Sequence[int]) -> None:
+        for number in set(sources):
+            of_source = zip(found.items(), sources, strict=True)
+            self._files[number].save({key: one for (key, one), source in of_source if source == number})
+
+    def _place(self, rows: _Rows, row: int) -> tuple[int, int, bool]:
+        source = int(np.searchsorted(rows.first, row, side="right")) - 1
+        return source, row - int(rows.first[source]), bool(rows.media[row])
+
+    # -- whether rows that look equal are
+
+    def _checked(
+        self, rows: _Rows, keys: Keys, of_groups: Sequence[NDArray[np.int64]], length: NDArray[np.int32]
+    ) -> list[Alone]:
+        """Encode two rows of some groups of each source in full. Returns why rows of a source share nothing."""
+        pairs = [pair for number in range(len(self._given)) for pair in self._pairs(rows, of_groups, length, number)]
+        wanted = [(source, self._check_key(rows, keys, one, other), one, other) for source, one, other in pairs]
+        known = self._comm.results_of_all(lambda: [self._files[source].get(key) for source, key, *_ in wanted])[0]
+        missing = [at for at, one in enumerate(known) if one is None]
+
+        def of_this_rank() -> dict[int, Prefix]:
+            found: dict[int, Prefix] = {}
+            for at in missing[self._comm.rank :: self._comm.num_ranks]:
+                source, key, one, other = wanted[at]
+                found[at] = Prefix(0, self._compared(rows, one, other, int(length[one])))
+                self._files[source].save({key: found[at]})
+            return found
+
+        for found in self._comm.results_of_all(of_this_rank):
+            for at, one in found.items():
+                known[at] = one
+        failed = [Alone.NOTHING_SHARED] * len(self._given)
+        for (source, *_), verdict in zip(wanted, known, strict=True):
+            # Random numbers are the reason why rows differ, so they are named first.
+            if (
+                verdict is not None
+                and verdict.cause in (Alone.DIFFERS, Alone.DRAWS)
+                and failed[source] is not Alone.DRAWS
+            ):
+                failed[source] = verdict.cause
+        return failed
+
+    def _pairs(
+        self, rows: _Rows, of_groups: Sequence[NDArray[np.int64]], length: NDArray[np.int32], number: int
+    ) -> Iterator[tuple[int, int, int]]:
+        """Yield two rows of some groups, spread over a source."""
+        here, end = rows.first[number], rows.first[number + 1]
+        of_source = [
+            (int(inside[0]), int(members[-1] if members[-1] != inside[0] else members[0]))
+            for members in of_groups
+            if length[members[0]] and len(inside := members[(members >= here) & (members < end)])
+        ]
+        spread = np.unique(np.linspace(0, max(0, len(of_source) - 1), NUM_GROUPS_CHECKED).astype(np.int64))
+        for at in spread.tolist() if of_source else ():
+            yield number, *of_source[at]
+
+    def _check_key(self, rows: _Rows, keys: Keys, one: int, other: int) -> bytes:
+        names = [self._given[source].source.sample_id(index) for source, index, _ in
+                 (self._place(rows, one), self._place(rows, other))]  # fmt: skip
+        return hashlib.blake2b(keys[one].tobytes() + repr(names).encode(), digest_size=16).digest()
+
+    def _compared(self, rows: _Rows, one: int, other: int, length: int) -> Alone:
+        samples = []
+        for row in (one, other):
+            source, index, _ = self._place(rows, row)
+            given = self._given[source]
+            # A stream of its own for each row, as rows of different packs have in training.
+            with RandomStream("prefix", source, index) as stream:
+                try:
+                    samples.append(
+                        given.encoders.in_full.sample(given.source.row(index), given.source.sample_id(index))
+                    )
+                except SampleError:
+                    return Alone.CANNOT_BE_ENCODED
+            if stream.has_drawn:
+                return Alone.DRAWS
+        return Alone.NOTHING_SHARED if have_same_prefix(samples[0], samples[1], length) else Alone.DIFFERS
+
+    # -- the result
+
+    def _shared(
+        self, rows: _Rows, keys: Keys, length: NDArray[np.int32], cause: NDArray[np.uint8]
+    ) -> list[SharedPrefixes]:
+        lengths = self._lengths()
+        shares = self._usable(rows) & (length > 0) & (lengths > length)
+        key = np.where(shares, np.maximum(keys["high"], 1), NO_KEY).astype(np.uint64)
+        # Rows that stay without a partner share nothing.
+        _, where, numbers = np.unique(key, return_inverse=True, return_counts=True)
+        shares &= numbers[where] > 1
+        key[~shares] = NO_KEY
+        length = np.where(shares, length, 0).astype(np.int32)
+        cause = self._causes(rows, cause, shares)
+        return [
+            SharedPrefixes(key[here], length[here], counted_causes(cause[here]))
+            for here in (slice(*ends) for ends in zip(rows.first, rows.first[1:], strict=False))
+        ]
+
+    def _causes(self, rows: _Rows, cause: NDArray[np.uint8], shares: NDArray[np.bool_]) -> NDArray[np.uint8]:
+        """Return why rows share nothing although another row has one of their media."""
+        is_medium = [medium_of(name) is not None for name in rows.names]
+        has_length, usable = self._lengths() > 0, self._usable(rows)
+        in_rows, in_usable = Counter[int](), Counter[int]()
+        of_media = Counter[tuple[int, ...]]()
+        for of_row, is_read, is_usable in zip(rows.media, has_length.tolist(), usable.tolist(), strict=True):
+            media = {one for one in of_row if is_medium[one]} if is_read else ()
+            in_rows.update(media)
+            if is_usable:
+                in_usable.update(media)
+                of_media[of_row] += 1
+        found = np.zeros(len(rows), np.uint8)
+        for row in np.flatnonzero(~shares & has_length).tolist():
+            of_row = rows.media[row]
+            media = {one for one in of_row if is_medium[one]}
+            if cause[row]:
+                found[row] = cause[row] if any(in_rows[one] > 1 for one in media) else 0
+            elif usable[row] and any(in_usable[one] > 1 for one in media):
+                found[row] = Alone.OTHER_TOKENS if of_media[of_row] > 1 else Alone.OTHER_MEDIA
+        return found
+
+    def _results(self, work: Any, tasks: deque[Any], amount: int, of_a_process: int) -> Iterator[Any]:
+        most = max(one.encoders.num_processes for one in self._given)
+        return forked.results(work, tasks, min(most, len(tasks), max(1, -(-amount // of_a_process))))
+
+
+def _groups(keys: Keys, usable: NDArray[np.bool_]) -> list[NDArray[np.int64]]:
+    """Return the rows of each key that two usable rows and more have, in their order; the first group first."""
+    rows = np.flatnonzero(usable)
+    order = rows[np.argsort(keys["high"][rows], kind="stable")]
+    starts = np.flatnonzero(np.diff(keys["high"][order], prepend=keys["high"][order[:1]] + np.uint64(1)))
+    groups = [group for group in np.split(order, starts[1:]) if len(group) > 1]
+    return sorted(groups, key=lambda group: int(group[0]))

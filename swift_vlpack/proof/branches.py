@@ -1,0 +1,111 @@
+"""Mark the rows of a proof that share a prefix, and bring them into a sequence as training does.
+
+A proof keeps rows whole, with their pixels, because each is also run alone. A mark says which rows share their first
+tokens: neighbours with the same mark are one unit. So a proof may leave samples out, turn them round or change them,
+and what they share in the sequence follows.
+
+>>> prefix = Prefix(3)
+>>> rows = [{PREFIX: prefix, "length": 5}, {PREFIX: prefix, "length": 4}, {"length": 4}]
+>>> boundaries_of(rows)
+Boundaries(lengths=(3, 2, 1, 4), parents=(-1, 0, 0, -1))
+>>> boundaries_of(rows[1:]).lengths
+(4, 4)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from swift_vlpack.feed.collate import UNUSED_COLUMNS
+from swift_vlpack.feed.units import SHARED, Unit, unit_of, why_apart, why_no_prefix
+from swift_vlpack.plan.boundaries import Boundaries
+from swift_vlpack.rows.prefixes import without_pixels
+from swift_vlpack.rows.samples import Encoded
+
+PREFIX = "prefix_of_proof"
+"""The field of a row with the mark of its prefix; absent if it shares none."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Prefix:
+    """The mark of one unit. Compared by identity, because two units may begin with the same tokens."""
+
+    num_tokens: int
+
+
+def marked(samples: Sequence[Encoded], shared: Sequence[int]) -> list[Encoded]:
+    """Mark samples of a pack; `shared` counts the tokens that each shares with the sample before it."""
+    made, prefix = [], None
+    for at, sample in enumerate(samples):
+        if not any(shared[at : at + 1]):
+            prefix = Prefix(shared[at + 1]) if any(shared[at + 1 : at + 2]) else None
+        made.append(sample if prefix is None else {**sample, PREFIX: prefix})
+    return made
+
+
+def as_planned(samples: Sequence[Encoded | None], shared: Sequence[int]) -> list[Encoded]:
+    """Mark samples of a planned pack that do share what they are planned to, as the reader of packs joins them.
+
+    None stands for a sample that cannot be encoded.
+    """
+    units: list[tuple[Unit, list[Encoded]]] = []  # each with its samples as they are alone
+    unit: Unit | None = None  # the one that is open
+    whole: list[Encoded] = []
+    for at, sample in enumerate(samples):
+        if not any(shared[at : at + 1]):
+            unit = None
+        if sample is None:
+            continue
+        prefix = max(shared[at : at + 2], default=0) if unit is None else unit.prefix
+        why = why_apart(sample, unit) if unit is not None else why_no_prefix(sample, prefix) if prefix else None
+        if unit is not None and why is None:
+            whole.append(sample)
+            continue
+        of_sample = [sample]
+        units.append((unit_of(sample, 0 if why else prefix), of_sample))
+        if unit is None and units[-1][0].prefix:
+            unit, whole = units[-1][0], of_sample
+    return [
+        sample for joined, of_unit in units for sample in marked(of_unit, [0, *[joined.prefix] * (len(of_unit) - 1)])
+    ]
+
+
+def num_prefix_of(sample: Encoded) -> int:
+    """Return how many of its first tokens a sample may share; 0 if it has no mark."""
+    return sample[PREFIX].num_tokens if PREFIX in sample else 0
+
+
+def shared_of(samples: Sequence[Encoded]) -> tuple[int, ...]:
+    """Return, for each sample of a sequence, the tokens that it shares with the sample before it."""
+    marks: list[Prefix | None] = [sample.get(PREFIX) for sample in samples]
+    return tuple(
+        0 if mark is None or mark is not before else mark.num_tokens
+        for before, mark in zip([None, *marks], marks, strict=False)
+    )
+
+
+def boundaries_of(samples: Sequence[Encoded]) -> Boundaries:
+    """Lay samples out in a sequence, each prefix once."""
+    return Boundaries.of_samples([int(sample["length"]) for sample in samples], shared_of(samples))
+
+
+def units_in(samples: Sequence[Encoded]) -> list[list[int]]:
+    """Return the indices of the samples of each unit; samples that share with no neighbour are in none."""
+    by_mark = groupby(range(len(samples)), lambda at: samples[at].get(PREFIX))
+    units = ((mark, list(unit)) for mark, unit in by_mark)
+    return [unit for mark, unit in units if mark is not None and len(unit) > 1]
+
+
+def without_extras(sample: Encoded) -> Encoded:
+    """Copy a sample without the columns that the template does not know; the template may change the copy."""
+    return {name: value for name, value in sample.items() if name not in (UNUSED_COLUMNS, PREFIX)}
+
+
+def as_trained(samples: Sequence[Encoded]) -> list[Encoded]:
+    """Copy samples as a pack of training has them: branches without pixels, and with the field that says so."""
+    return [
+        {**without_pixels(without_extras(sample)), SHARED: num_shared} if num_shared else without_extras(sample)
+        for sample, num_shared in zip(samples, shared_of(samples), strict=True)
+    ]

@@ -1,0 +1,318 @@
+"""Find out which rows begin with the same tokens and the same media, from the rows alone, before any is encoded.
+
+A `Head` is everything of a row that decides its tokens through its last medium. Rows with equal heads and equal media
+share that beginning, whatever follows it:
+
+>>> ask = lambda text: {"messages": [{"role": "user", "content": f"<image>{text}"}], "images": ["https://a.b/1.jpg"]}
+>>> heads = HeadReader()
+>>> heads.head(ask("how many?")) == heads.head(ask("which colour?"))
+True
+
+Rows without media share the end of the system turn. How many tokens a beginning has, only an encoded row tells
+(`prefix_of`, `lengths/prefixes.py`). A row that shares with none although another row has its medium is counted with
+its cause (`Alone`), and each cause has a way out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from swift_vlpack.rows.contents import NO_LABEL, OF_MEDIA, media_spans
+from swift_vlpack.rows.families import PIXELS, MediaTokens
+from swift_vlpack.rows.media import is_name, real_file
+from swift_vlpack.rows.samples import Encoded
+from swift_vlpack.rows.shared import Alone
+
+_KINDS = {"images": "image", "videos": "video", "audios": "audio"}
+_TAGS = {kind: f"<{kind}>" for kind in _KINDS.values()}
+_ANSWERS = ("assistant", "tool_call")
+"""Roles whose messages are trained."""
+_OBJECT_TAGS = ("<bbox>", "<ref-object>")
+_NUM_VALUES_REMEMBERED = 100_000
+_OF_FILE = {"bytes", "path", "url"}
+"""Of an entry that is a mapping, the keys that name its content; the first that is set counts."""
+_OPEN, _CLOSE = "[", "]"
+_NUM_SHORT = 256  # a text that is longer is not worth remembering as a name
+
+
+# -- heads of rows ----------------------------------------------------------------------------------------------------
+
+
+class FileState(NamedTuple):
+    """The state of a file: equal states of a path mean equal bytes."""
+
+    size: int
+    changed_ns: int
+    inode_changed_ns: int
+
+
+class Head(NamedTuple):
+    """The beginning of a row, through its last medium."""
+
+    digest: bytes = b""
+    """A digest of all that decides the tokens there, except for the media; empty if the row can share with none."""
+    media: tuple[str, ...] = ()
+    """The names of the media, in order; empty for a row without."""
+    cause: Alone = Alone.NOTHING_SHARED
+    """Why the row can share with none, if that is known already."""
+
+
+class _Unusual(Exception):
+    """A row of a form that is not taken apart here; it shares with none."""
+
+
+class HeadReader:
+    """Reads the heads of rows, 15 us each, and keeps the states of the files that they name."""
+
+    def __init__(self, max_pixels: int | None = None, system: str | None = None) -> None:
+        """`max_pixels` and `system` are those of the source, which rows of another source may not have."""
+        self.files: dict[str, FileState] = {}
+        """States of the files that were named, by the path in their name."""
+        self._max_pixels = max_pixels
+        self._system = system
+        self._names: dict[str, str] = {}
+
+    def take_files(self) -> dict[str, FileState]:
+        """Return the states of the files that were named since the last call; each file comes once."""
+        files, self.files = self.files, {}
+        return files
+
+    def head(self, row: Mapping[str, Any]) -> Head:
+        """Return the head of a row, whose system prompt may still be missing."""
+        try:
+            return self._head(row)
+        except (_Unusual, AttributeError, KeyError, TypeError):  # the template will say what is wrong with it
+            return Head()
+
+    def _head(self, row: Mapping[str, Any]) -> Head:
+        messages = row["messages"]
+        system = self._system
+        if messages[0]["role"] == "system":
+            system, messages = messages[0]["content"], messages[1:]
+        listed = {kind: _listed(row.get(column)) for column, kind in _KINDS.items()}
+        texts = [_text_of(message, listed) for message in messages]
+        num_before = next((at for at, one in enumerate(messages) if one["role"] in _ANSWERS), len(messages))
+        settings: tuple[Any, ...] = (
+            self._max_pixels,
+            system,
+            row.get("tools") or None,
+            _given(row.get("chat_template_kwargs")),
+        )
+        kinds = [kind for kind, values in listed.items() if values]
+        if not kinds:
+            return self._of_text(texts, num_before, messages, settings)
+        if isinstance(system, str) and any(_TAGS[kind] in system for kind in kinds):
+            return Head(media=self._media(listed), cause=Alone.TAGS)
+        for kind in kinds:
+            num_tags = sum(text.count(_TAGS[kind]) for text in texts)
+            missing = len(listed[kind]) - num_tags
+            if missing < 0:
+                return Head(media=self._media(listed), cause=Alone.TAGS)
+            texts[0] = _TAGS[kind] * missing + texts[0]  # as ms-swift does
+        if not num_before:  # a document, as for `swift pt`
+            return Head(media=self._media(listed), cause=Alone.NO_TOKEN_BETWEEN)
+        if any(_TAGS[kind] in text for text in texts[num_before:] for kind in kinds):
+            return Head(media=self._media(listed), cause=Alone.AFTER_ANSWER)
+        last, end = max(
+            (at, text.rfind(_TAGS[kind]) + len(_TAGS[kind]))
+            for at, text in enumerate(texts[:num_before])
+            for kind in kinds
+            if _TAGS[kind] in text
+        )
+        before = [(one["role"], text, one.get("loss")) for one, text in zip(messages[:last], texts, strict=False)]
+        text, message = texts[last], messages[last]
+        # If no text follows the medium, the first trained token may follow it, so these rows have keys of their own.
+        of_last = (message["role"], text[:end], bool(text[end:].strip()), message.get("loss"))
+        objects = _given(row.get("objects"))
+        if objects and any(tag in one for tag in _OBJECT_TAGS for one in (*texts[:last], text[:end])):
+            settings += (repr(objects),)
+        return Head(_digest((settings, bool(objects), before, of_last)), self._media(listed))
+
+    def _of_text(self, texts: list[str], num_before: int, messages: Sequence[Any], settings: tuple[Any, ...]) -> Head:
+        """Return the head of a row without media: all that decides its system turn."""
+        # ms-swift takes an image from `<img>` if its file exists.
+        if any("<img>" in text for text in texts) or not num_before or messages[0]["role"] != "user":
+            return Head()
+        return Head(_digest(settings))
+
+    def _media(self, listed: Mapping[str, list[Any]]) -> tuple[str, ...]:
+        return tuple(name for kind, values in listed.items() for one in values for name in self._name(kind, one))
+
+    def _name(self, kind: str, value: Any) -> list[str]:
+        """Return the name of a medium: several for a video that is a list of frames."""
+        if isinstance(value, (list, tuple)):
+            return [_OPEN + kind, *(name for one in value for name in self._name(kind, one)), _CLOSE]
+        further = ""
+        if isinstance(value, Mapping):
+            if not value.keys() <= _OF_FILE:  # such as limits of its pixels
+                more = {name: one for name, one in value.items() if name not in _OF_FILE and one is not None}
+                further = repr(more) if more else ""
+            value = value.get("bytes") or value.get("path") or value.get("url")
+        if isinstance(value, str):
+            known = self._names.get(value)
+            if known is None:
+                known = self._name_of_text(value)
+                if len(value) < _NUM_SHORT and len(self._names) < _NUM_VALUES_REMEMBERED:
+                    self._names[value] = known
+            return [kind[0] + known + further]
+        if isinstance(value, (bytes, bytearray, memoryview)):
+            return [f"{kind[0]}={hashlib.blake2b(value, digest_size=16).hexdigest()}{further}"]
+        raise _Unusual
+
+    def _name_of_text(self, value: str) -> str:
+        text = value.strip()
+        if text.startswith("http"):
+            return f"u{text}"
+        if (file := real_file(text)) is not None:
+            state = file.state
+            self.files[file.path] = FileState(state.st_size, state.st_mtime_ns, state.st_ctime_ns)
+            return f"f{file.path}"
+        if is_name(text):
+            raise _Unusual  # a missing file; the row cannot be encoded
+        return f"={hashlib.blake2b(text.encode(errors='surrogatepass'), digest_size=16).hexdigest()}"
+
+
+def _listed(value: Any) -> list[Any]:
+    if not value:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _given(values: Any) -> Any:
+    """Return a mapping without the entries that a loader added because another row has them."""
+    if not isinstance(values, Mapping):
+        return values or None
+    return {name: value for name, value in values.items() if value is not None} or None
+
+
+def _text_of(message: Mapping[str, Any], listed: dict[str, list[Any]]) -> str:
+    """Return the text of a message, with a tag in the place of each medium; media are added to `listed`."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None or (isinstance(content, Mapping) and message["role"] in _ANSWERS):  # the call of a tool
+        return ""
+    pieces = []
+    for item in content:
+        kind = item["type"].removesuffix("_url")
+        if kind == "text":
+            pieces.append(item["text"])
+            continue
+        pieces.append(_TAGS[kind])
+        value = item[item["type"]]
+        if value is not None:
+            listed[kind].append(value)
+    return "".join(pieces)
+
+
+def _digest(content: Any) -> bytes:
+    return hashlib.blake2b(repr(content).encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+def medium_of(name: str) -> str | None:
+    """Return the medium that a name of `Head.media` stands for; None for the ends of a list of frames."""
+    return None if name.startswith((_OPEN, _CLOSE)) else name
+
+
+def path_of(name: str) -> str | None:
+    """Return the path in a name of `Head.media`; None if the medium is no file."""
+    return name[2:] if name[1:2] == "f" and not name.startswith(_OPEN) else None
+
+
+# -- prefixes of encoded rows -----------------------------------------------------------------------------------------
+
+
+class Prefix(NamedTuple):
+    """How many tokens a row can share."""
+
+    length: int
+    """0 if the row shares with none."""
+    cause: Alone = Alone.NOTHING_SHARED
+
+
+def prefix_of(sample: Encoded, tokens: MediaTokens) -> Prefix:
+    """Count the tokens of a sample through the closing token of its last medium.
+
+    The prefix is shorter if a target follows soon: no token of it is a target, the token after it is none either, and
+    the sample has at least one token after it. It always has all tokens that stand for media.
+    """
+    spans = media_spans(sample, tokens)
+    if spans is None:
+        return Prefix(0, Alone.FAMILY_UNKNOWN)
+    if not spans:
+        return Prefix(0)
+    ids, labels = sample["input_ids"], sample.get("labels")
+    stop = min(spans[-1].stop, len(ids) - 1, _first_target(labels, len(ids)) - 1)
+    placeholders = set(tokens.placeholders.values())
+    least = 1 + max((at for at in range(spans[-1].start, spans[-1].stop) if int(ids[at]) in placeholders), default=0)
+    return Prefix(stop) if stop >= least else Prefix(0, Alone.NO_TOKEN_BETWEEN)
+
+
+def _first_target(labels: Any, num_tokens: int) -> int:
+    if labels is None:
+        return num_tokens
+    return next((at for at, label in enumerate(labels) if int(label) != NO_LABEL and at), num_tokens)
+
+
+_PROBES = ("a", "Zu\n", "\n\nb", " 1", "\u3002", "<")
+"""User turns with which a system turn is encoded. They begin in different ways, because a text may share a token with
+what the template writes before it: a line break, most often."""
+
+
+def rows_of_probes(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return short conversations under the system prompt, tools and settings of a row without media."""
+    kept = {name: row[name] for name in ("tools", "chat_template_kwargs") if row.get(name) is not None}
+    system = [one for one in row["messages"][:1] if one["role"] == "system"]
+    return [
+        {**kept, "messages": [*system, {"role": "user", "content": text}, {"role": "assistant", "content": "b"}]}
+        for text in _PROBES
+    ]
+
+
+def prefix_of_system(probes: Sequence[Encoded]) -> Prefix:
+    """Count the tokens that all conversations under one system prompt begin with.
+
+    They end with the system turn, or a few tokens later, where the template begins the user's turn.
+    """
+    shortest = min(len(one["input_ids"]) for one in probes)
+    first = [int(one) for one in probes[0]["input_ids"]]
+    same = shortest
+    for other in probes[1:]:
+        same = next((at for at in range(same) if int(other["input_ids"][at]) != first[at]), same)
+    target = min(_first_target(one.get("labels"), len(one["input_ids"])) for one in probes)
+    return Prefix(max(0, min(same, shortest - 1, target - 1)))
+
+
+# -- compare encoded rows ---------------------------------------------------------------------------------------------
+
+
+def have_same_prefix(one: Encoded, other: Encoded, length: int) -> bool:
+    """Tell whether two samples have the same first tokens, and the same pixels and grids."""
+    if [int(token) for token in one["input_ids"][:length]] != [int(token) for token in other["input_ids"][:length]]:
+        return False
+    return all(_are_equal(one.get(name), other.get(name)) for name in OF_MEDIA)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and bool(torch.equal(one, other))
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return bool(np.array_equal(one, other))
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_are_equal, one, other))
+    return type(one) is type(other) and bool(one == other)
+
+
+def without_pixels(sample: Encoded) -> Encoded:
+    """Return a sample without the tensors of its pixels: its grids and tokens stay."""
+    return {
+        # A stand-in for an image processor may give arrays where the real one gives tensors.
+        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        for name, value in sample.items()
+        if name not in PIXELS and not (isinstance(value, torch.Tensor) and value.device.type == "meta")
+    }

@@ -1,0 +1,131 @@
+"""Which rows share a prefix, as the length pass found it, and why others share none; numbers only.
+
+>>> SharedPrefixes(np.array([7, 0, 7], np.uint64), np.array([30, 0, 30], np.int32)).rows_per_prefix.tolist()
+[2]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swift_vlpack.plan.units import NO_KEY, Prefixes
+
+
+class Alone(IntEnum):
+    """Why a row shares with none, although another row has the same medium. The numbers are saved in caches."""
+
+    NOTHING_SHARED = 0
+    OTHER_TOKENS = 1
+    AFTER_ANSWER = 2
+    OTHER_MEDIA = 3
+    FAMILY_UNKNOWN = 4
+    NO_TOKEN_BETWEEN = 5
+    DRAWS = 6
+    DIFFERS = 7
+    TAGS = 8
+    TOO_LONG = 9
+    CANNOT_BE_ENCODED = 10
+
+    @property
+    def text(self) -> str:
+        """Return the cause in words."""
+        return _CAUSES[self][0]
+
+    @property
+    def way_out(self) -> str:
+        """Return what a person can do about it."""
+        return _CAUSES[self][1]
+
+
+_CAUSES = {
+    Alone.NOTHING_SHARED: ("no other row has its media", ""),
+    Alone.OTHER_TOKENS: (
+        "have other tokens before the medium",
+        "put <image> first in the question, and give all rows the same system prompt, tools and pixel limits",
+    ),
+    Alone.AFTER_ANSWER: ("have a medium after an answer", "put all media of a conversation before its first answer"),
+    Alone.OTHER_MEDIA: (
+        "share some of their media only",
+        "rows share if they have all media in common, in the same order",
+    ),
+    Alone.FAMILY_UNKNOWN: (
+        "are of a family whose tensors are not known to divide by image",
+        "packing_share=none; docs/families.md lists the families",
+    ),
+    Alone.NO_TOKEN_BETWEEN: (
+        "have no token between the medium and the first token that is trained",
+        "put a question after the medium, which is not trained",
+    ),
+    Alone.DRAWS: (
+        "are encoded by a template that draws random numbers, so the same image has other pixels in every row",
+        "switch augmentation off, or set packing_share=none",
+    ),
+    Alone.DIFFERS: (
+        "have other tokens or pixels when they are encoded, although they begin with the same data",
+        "a template of your own may read a column that decides them; packing_share=none leaves rows as they are",
+    ),
+    Alone.TAGS: (
+        "have more tags than media",
+        "write one <image>, <video> or <audio> for each medium",
+    ),
+    Alone.TOO_LONG: ("have as many tokens as a pack, or more", "raise packing_length"),
+    Alone.CANNOT_BE_ENCODED: ("could not be encoded to count the tokens they share", "see the rows left out"),
+}
+
+
+class AloneCount(NamedTuple):
+    """Rows of a source that share with none for one cause."""
+
+    cause: Alone
+    num_rows: int
+    example: int
+    """Index of one of the rows."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedPrefixes:
+    """The prefixes of a source's rows. Rows with equal keys, in one source or in several, share their prefix."""
+
+    key: NDArray[np.uint64]  # (num_rows,)
+    """`NO_KEY` for a row that shares with none."""
+    length: NDArray[np.int32]  # (num_rows,)
+    """Tokens of the prefix; 0 for a row that shares with none."""
+    alone: tuple[AloneCount, ...] = ()
+    """Rows that share with none although another row has the same medium, by cause."""
+
+    def __len__(self) -> int:
+        return len(self.key)
+
+    @classmethod
+    def none(cls, num_rows: int) -> SharedPrefixes:
+        """Make those of rows that share nothing."""
+        return cls(np.zeros(num_rows, np.uint64), np.zeros(num_rows, np.int32))
+
+    @property
+    def of_rows(self) -> Prefixes:
+        """Return what a plan needs to know of them."""
+        return Prefixes(self.key, self.length)
+
+    @property
+    def num_sharing(self) -> int:
+        """Count the rows that share."""
+        return int(np.count_nonzero(self.key))
+
+    @property
+    def rows_per_prefix(self) -> NDArray[np.int64]:
+        """Count the rows of each prefix, in no order."""
+        return np.unique(self.key[self.key != NO_KEY], return_counts=True)[1]
+
+
+def counted_causes(causes: NDArray[np.uint8]) -> tuple[AloneCount, ...]:
+    """Count the causes of a source's rows, with the first row of each; the most frequent cause first."""
+    found = []
+    for cause in np.unique(causes[causes > 0]).tolist():
+        rows = np.flatnonzero(causes == cause)
+        found.append(AloneCount(Alone(cause), len(rows), int(rows[0])))
+    return tuple(sorted(found, key=lambda one: -one.num_rows))

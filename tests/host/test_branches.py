@@ -1,0 +1,101 @@
+"""`packing_share=media` in real runs: the same training as without sharing, with each image computed once."""
+
+import json
+import random
+
+import pytest
+
+from swift_vlpack.errors import ConfigError
+from tests.data_rows import image_row, sentence, text_row, write_jsonl
+from tests.host.runs import epoch_report, packed_argv, train
+from tests.host.same_steps import curve, largest_differences, largest_gap, packed_steps, weights
+from tests.images import photo
+
+FAMILY = "qwen2_5_vl"
+NUM_IMAGES, ROWS_AN_IMAGE = 12, 5
+
+pytestmark = pytest.mark.usefixtures("options")
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    """Rows about images, one image after the other, and a text after each."""
+    folder = tmp_path_factory.mktemp("vqa")
+    rng = random.Random(5)
+    rows = []
+    for number in range(NUM_IMAGES):
+        image = photo(folder, str(number), rng.randint(120, 240), rng.randint(120, 240), seed=number)
+        rows += [image_row([image], sentence(rng, 2, 9), sentence(rng, 1, 12)) for _ in range(ROWS_AN_IMAGE)]
+        rows.append(text_row(sentence(rng, 2, 9), sentence(rng, 1, 12)))
+    return write_jsonl(folder / "train.jsonl", rows)
+
+
+def run(folder, dataset, output, **more):
+    flags = packed_argv(
+        folder, FAMILY, output, dataset=dataset, split_dataset_ratio=0, learning_rate=1e-4, save_strategy="steps",
+        save_steps=1000, num_train_epochs=5, **more,
+    )  # fmt: skip
+    return train(flags)
+
+
+def test_a_whole_run_trains_what_it_trains_without_sharing(dataset, small_folder, tmp_path, options):
+    """SHARE-9: 30 steps with the same rows in each: loss, gradient norm, rate and weights."""
+    options(
+        packing_batch="samples",
+        packing_strategy="exact",
+        packing_length=1024,
+        record_packs="true",
+        packing_verify="false",
+    )
+    made = {}
+    for share in ("none", "media"):
+        options(packing_share=share)
+        output = tmp_path / share
+        result = run(
+            small_folder(FAMILY), dataset, output, per_device_train_batch_size=12, gradient_accumulation_steps=1,
+            train_dataloader_shuffle="false", dataset_shuffle="false", freeze_vit="false",
+        )  # fmt: skip
+        (last,) = output.glob("checkpoint-*")
+        made[share] = curve(result["log_history"]), packed_steps(output), weights(last), epoch_report(output)
+    (plain, steps, trained, account), (shared, same_steps, same_trained, other_account) = made["none"], made["media"]
+    assert len(plain) == 30
+    assert same_steps == steps
+    loss, norm, rate = largest_differences(plain, shared)
+    assert loss < 1e-5
+    assert norm < 1e-5
+    assert rate == 0
+    assert largest_gap(trained, same_trained) < 1e-5
+    assert other_account["num_samples"] == account["num_samples"] == NUM_IMAGES * (ROWS_AN_IMAGE + 1)
+    assert other_account["num_images"] == NUM_IMAGES
+    assert account["num_images"] == NUM_IMAGES * ROWS_AN_IMAGE
+    assert other_account["num_tokens"] < 0.6 * account["num_tokens"]
+
+
+def test_packs_of_units_train_every_row_once(dataset, small_folder, tmp_path, options):
+    """SHARE-4, SHARE-9: shuffled, with dataloader workers: nothing is lost, and most tokens are not computed twice."""
+    options(packing_share="media", packing_strategy="exact", packing_length=1024, record_packs="true")
+    run(small_folder(FAMILY), dataset, tmp_path / "run", dataloader_num_workers=2)
+    for epoch in range(5):
+        report = epoch_report(tmp_path / "run", epoch)
+        assert report["num_samples"] == NUM_IMAGES * (ROWS_AN_IMAGE + 1)
+        assert report["num_dropped"] == {}
+        assert NUM_IMAGES <= report["num_images"] <= NUM_IMAGES + 2  # a pack may be cut within a unit
+    lines = [json.loads(line) for line in (tmp_path / "run" / "vlpack" / "packs_rank0.jsonl").read_text().splitlines()]
+    assert sorted(one for line in lines for one in line["ids"]) == sorted(
+        f"train:{number}" for number in range(NUM_IMAGES * (ROWS_AN_IMAGE + 1)) for _ in range(5)
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"attn_impl": "flash_attn"}, "packing_share=media"),
+        ({"neftune_noise_alpha": 5}, "packing_share=media"),
+        ({"streaming": "true", "max_steps": 3}, "packing_share=media needs data with a length"),
+    ],
+)
+def test_what_cannot_share_is_refused(flags, message, dataset, small_folder, tmp_path, options):
+    """SHARE-2, SHARE-49"""
+    options(packing_share="media", packing_length=1024)
+    with pytest.raises(ConfigError, match=message):
+        run(small_folder(FAMILY), dataset, tmp_path / "run", **flags)
