@@ -112,7 +112,7 @@ def segmented_attention(
 
 
 def use_kernel(model: torch.nn.Module, kernel: Kernel, of_branches: Kernel = segments) -> None:
-    """Compute packed sequences by this kernel in all layers of the model that it supports.
+    """Compute packed sequences of a model by this kernel; `segments` computes layers that the kernel does not support.
 
     `of_branches` computes sequences in which rows share a prefix: give it only if it was tried on one.
     """

@@ -1,9 +1,9 @@
 """Choose the kernel for packed attention: the fastest that equals the reference on this device, or the requested one.
 
-Kernels are tried with the data type, heads and arguments of the model's own layers, on a short sequence of random
-numbers: results and gradients must be right. Where rows share prefixes, they must be right on such a sequence too.
-`segments` and `grouped` need no stopwatch, because the lengths of a sequence tell which of them is quicker
-(`by_lengths`). Where another kernel is right too, all are timed on a sequence like the run's own.
+Each kernel is tried with the data type, heads and arguments of the model's own layers, on a short sequence of random
+numbers. Its results and gradients must equal those of `reference`, also on a sequence with shared prefixes if rows
+share prefixes. `segments` and `grouped` need not be timed, because the lengths of a sequence decide which of the two is
+quicker (`by_lengths`). If another kernel is right too, all of them are timed on a sequence like the run's own.
 """
 
 from __future__ import annotations

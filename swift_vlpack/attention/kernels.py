@@ -42,7 +42,7 @@ class CannotDo(Exception):
 
 
 def segments(sequence: PackedSequence) -> torch.Tensor:
-    """Compute one sample after the other; a branch with the keys of its prefix before its own."""
+    """Compute one sample after the other. A branch gets the keys of its prefix before its own keys."""
     outputs = []
     lengths = [segment.num_own for segment in sequence.segments]
     # Split once instead of slicing for every sample: the gradient of each slice would be as long as the sequence.
@@ -250,7 +250,7 @@ def block_mask(bounds: Bounds, window: int | None, device: torch.device) -> Any:
     if bounds.parents:
         numbers = [number if parent == ROOT else parent for number, parent in enumerate(bounds.parents)]
         prefix = torch.tensor(numbers, device=device)[sample]
-        # By how much a token lies farther from its prefix than in its row alone.
+        # For each token, how much farther it lies from its prefix here than in its row alone.
         shift = torch.tensor([one.start - one.num_prefix - one.prefix_start for one in segments], device=device)[sample]
 
     def sees(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -277,7 +277,7 @@ def _capped(softcap: float | None) -> Any:
 
 @lru_cache(maxsize=8)
 def _keys_of_rows(bounds: Bounds, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tokens that are keys of each segment, end to end, and where those of each segment end."""
+    """Return the keys of all segments end to end, as indices into the sequence, and where the keys of each end."""
     segments = segments_of(bounds)
     tokens = [segment.of(torch.arange(bounds.ends[-1]), dim=0) for segment in segments]
     ends = (0, *accumulate(segment.num_keys for segment in segments))

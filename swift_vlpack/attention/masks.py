@@ -35,7 +35,7 @@ OF_POSITIONS = {"and_masks", "or_masks", "causal_mask_function", *_LIMITS, *_SEE
 
 
 class Segment(NamedTuple):
-    """Tokens of a sequence that are computed together: a sample or a prefix; or a branch, which sees its prefix too."""
+    """Tokens of a sequence that are computed together: a sample, a prefix, or a branch, which also sees its prefix."""
 
     start: int
     end: int
@@ -44,17 +44,17 @@ class Segment(NamedTuple):
 
     @property
     def num_own(self) -> int:
-        """Count the tokens of the segment, which are its queries."""
+        """Return the number of tokens of the segment, each of which is a query."""
         return self.end - self.start
 
     @property
     def num_prefix(self) -> int:
-        """Count the tokens of its prefix; 0 for a segment without."""
+        """Return the number of tokens of the segment's prefix; 0 if it has no prefix."""
         return self.prefix_end - self.prefix_start
 
     @property
     def num_keys(self) -> int:
-        """Count the tokens of its row alone, as far as the end of the segment."""
+        """Return the number of tokens that the segment can see: those of its prefix, then its own."""
         return self.num_prefix + self.num_own
 
     def of(self, states: torch.Tensor, dim: int) -> torch.Tensor:
@@ -76,10 +76,14 @@ class MaskRead(AttentionError, AttributeError):
 
 @dataclass(frozen=True)
 class SampleMask:
-    """Mask of one sample: everything, the past, or a matrix. A branch has fewer queries than keys: the last ones."""
+    """Mask of one sample: every token sees all tokens, or the past, or what a matrix says.
+
+    A branch has fewer queries than keys, because its keys include its prefix; its queries are the last tokens.
+    """
 
     is_causal: bool = False
-    """True for the past only. The matrix is for branches, because without one sdpa takes the queries for the first."""
+    """True if every token sees exactly its past. A branch has a matrix all the same: without one, sdpa would take its
+    queries for the first tokens of the row."""
     make: Callable[[], torch.Tensor] | None = None
     """Makes the matrix, on first use, because kernels that know windows need none."""
     is_of_positions: bool = False
@@ -115,6 +119,7 @@ def past(segment: Segment, window: int | None, device: torch.device | str | None
 
 class SequenceMask:
     """Mask of one sequence, of which only the parts of the samples are made; the whole only without boundaries.
+
     Layers receive this object in place of a tensor and hand it to attention. Code that reads it as a tensor gets
     `MaskRead`.
     """
@@ -235,7 +240,7 @@ def _sample_mask(function: MaskFunction, segment: Segment, options: dict[str, An
 
 
 class _FunctionOfSample:
-    """Rewrites the mask function of a sequence for one sample; indices then count from the start of its row alone."""
+    """Rewrite the mask function of a sequence for one sample, so that indices count from the start of its row alone."""
 
     def __init__(self, segment: Segment, options: dict[str, Any]) -> None:
         self.segment = segment
@@ -271,12 +276,12 @@ class _FunctionOfSample:
         return self._evaluated(function, self.segment.num_own, self.segment.num_keys, self.segment.num_prefix, 0)
 
     def is_seen_by_prefix(self, function: MaskFunction) -> bool:
-        """Return whether a token of the prefix sees one of the branch; without a look at the mask if it is causal."""
+        """Tell whether a token of the prefix sees a token of the branch. A causal mask is not evaluated for that."""
         size = self.segment.num_prefix
         return not _is_causal(function) and bool(self._evaluated(function, size, self.segment.num_own, 0, size).any())
 
     def _evaluated(self, function: MaskFunction, num_queries: int, num_keys: int, query: int, key: int) -> Any:
-        """Evaluate a function from one query and one key on."""
+        """Evaluate a function for all pairs, starting at one query and one key."""
         return masking_utils.sdpa_mask(
             1, num_queries, num_keys, query, key, mask_function=function, allow_is_causal_skip=False, **self.options
         )
@@ -298,9 +303,9 @@ class _FunctionOfSample:
         return inner_mask
 
     def _of_unknown_kind(self, function: MaskFunction) -> MaskFunction:
-        """Accept a function that gives the same wherever the sample lies. Raises `AttentionError` for any other.
+        """Accept a function that gives the same mask wherever the sample lies. Raises `AttentionError` if not.
 
-        A branch is tried as the end of a row in one piece: a function of distances is right there, too.
+        A branch is tried as the end of a row in one piece, where a function of distances gives the right mask, too.
         """
         segment = self.segment
         start = segment.start - segment.num_prefix
@@ -316,10 +321,10 @@ class _FunctionOfSample:
 
 
 def resized(function: MaskFunction, ends: tuple[int, ...], longest: int) -> MaskFunction:
-    """Make a mask function of the same kind for a sequence with segments that end there, to try a kernel on.
+    """Make a mask function of the same kind for a sequence of random numbers, on which kernels are tried.
 
-    Windows and chunks become at most `longest`. Image blocks become one of 8 tokens in every 32; a block that reaches
-    over the end of a segment becomes two, because no prefix shares an image with its branches.
+    Windows and chunks are cut to `longest`. Every 32 tokens get one image block of 8 tokens; a block that reaches over
+    the end of a segment becomes two, because no image lies partly in a prefix and partly in its branches.
     """
     name, inside = kind_of(function)
     if "mask_functions" in inside:
@@ -341,6 +346,7 @@ def resized(function: MaskFunction, ends: tuple[int, ...], longest: int) -> Mask
 
 def kind_of(function: MaskFunction) -> tuple[str, dict[str, Any]]:
     """Return which function of transformers made a mask function, and the variables that the mask function captured.
+
     The name is empty for a function that is not from transformers. Masks are told apart in this way because
     transformers returns bare closures, without a name or type of their own.
     """
@@ -365,7 +371,7 @@ def kinds_in(function: MaskFunction) -> set[str]:
 
 
 def _is_causal(function: MaskFunction) -> bool:
-    """Return whether a function lets no token see a later one, as far as its kinds tell."""
+    """Tell whether the kinds of a function's parts guarantee that no token sees a later one."""
     name, inside = kind_of(function)
     parts = [_is_causal(part) for part in inside.get("mask_functions", ())]
     return name == "causal_mask_function" or (any(parts) if name == "and_masks" else bool(parts) and all(parts))

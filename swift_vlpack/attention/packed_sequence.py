@@ -1,5 +1,4 @@
-"""Collect what one call of attention on a packed sequence needs: the boundaries of its samples and the layer's
-arguments.
+"""Collect what one call of attention on a packed sequence needs: its boundaries and the layer's arguments.
 
 >>> boundaries_of(torch.tensor([0, 3, 5]))
 Bounds(ends=(0, 3, 5), parents=())
@@ -8,8 +7,8 @@ Bounds(ends=(0, 3, 5), parents=())
 
 Boundaries reach attention as the keyword `cu_seq_lens_q`, which transformers hands to every layer. A keyword, and not
 a global, because gradient checkpointing runs a layer a second time after the forward is over, and because a process
-may train more than one model. Where rows share a
-prefix the tensor has a second line, so that a kernel that knows flat boundaries only fails at its shape:
+may train more than one model. If rows share a prefix, the tensor has a second line. A kernel that expects flat
+boundaries then fails at its shape, instead of computing something wrong:
 
 >>> boundaries_of(tensor_of(Boundaries((3, 2, 1), parents=(-1, 0, 0))))
 Bounds(ends=(0, 3, 5, 6), parents=(-1, 0, 0))
@@ -155,7 +154,7 @@ class PackedSequence:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Return what is computed together: samples, and where rows share a prefix, prefixes and branches."""
+        """Return the segments that are computed one by one: samples, prefixes and branches."""
         return segments_of(self.bounds)
 
     def mask_of(self, segment: Segment) -> SampleMask:
@@ -171,11 +170,12 @@ class PackedSequence:
 
 
 def part_of(matrix: torch.Tensor, segment: Segment, name: str) -> torch.Tensor:  # (..., num_own, num_keys)
-    """Return the part of a matrix of all tokens against all that a segment would have in its row alone.
+    """Cut the matrix of a segment, as its row alone would have it, out of the matrix of all tokens.
 
-    The matrix was made for the sequence, where other branches lie between a branch and its prefix. So the part is the
-    one of a branch that follows its prefix directly. It is right if only distances count, and that is asked: the part
-    of the branch against itself must be the same in both places. Raises `AttentionError` if it is not.
+    In the sequence other branches may lie between a branch and its prefix, so its distances are too large there. A
+    branch therefore gets the part of one that follows its prefix directly. That is right if the matrix depends on
+    distances only. To check it, the part of the branch against itself must be equal in both places. Raises
+    `AttentionError` if it is not.
     """
     start, end, prefix_start, prefix_end = segment
     own = matrix[..., start:end, start:end]
@@ -193,7 +193,7 @@ def part_of(matrix: torch.Tensor, segment: Segment, name: str) -> torch.Tensor: 
 
 
 def _check_prefix_is_blind(mask: torch.Tensor, segment: Segment) -> None:
-    """Raise `AttentionError` if tokens that rows share see what follows them in one row."""
+    """Raise `AttentionError` if the tokens of a prefix see tokens of a branch."""
     seen = mask[..., segment.prefix_start : segment.prefix_end, segment.start : segment.end]
     if bool((seen if seen.dtype == torch.bool else seen > torch.finfo(seen.dtype).min / 2).any()):
         raise AttentionError(prefix_sees(segment))
@@ -237,10 +237,10 @@ def _refusal(module: torch.nn.Module, name: str, value: Any) -> str:
 
 
 def rescaled_by_sample(module: Any, query: torch.Tensor, bounds: Bounds) -> torch.Tensor:
-    """Return the query as each sample would have it alone, for layers that scale it by a token's number (Llama 4).
+    """Correct the query of layers that scale it by the position of its token (Llama 4); return any other unchanged.
 
-    The layer has already multiplied the query by a temperature that grows with the token's number in the sequence;
-    in a sample alone the number counts from the sample's start, and in a branch it goes on from its prefix.
+    The layer has already multiplied the query by a temperature, which grows with the token's number in the sequence.
+    Alone, a sample counts its tokens from its own start, and a branch continues the count of its prefix.
     """
     ends = bounds.ends
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
@@ -263,10 +263,10 @@ def _temperature(module: Any, position: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Samples that are computed as one batch, padded on the right to the longest of them.
+    """Samples that are computed as one batch, padded on the right to the longest sample.
 
-    Branches are samples too, with prefixes of one length. Their keys are those of the row alone: what follows a branch
-    is padding, and lies behind every query.
+    Branches are samples, too; all prefixes in a group are equally long. The keys of a branch are those of its row
+    alone. Padding after a branch lies behind every query, so a causal mask hides it.
     """
 
     samples: tuple[Segment, ...]
@@ -281,7 +281,7 @@ class Groups:
 
     groups: tuple[Group, ...]
     tokens: torch.Tensor  # indices into the sequence, of all groups end to end
-    keys: torch.Tensor  # those of all groups, end to end
+    keys: torch.Tensor  # the keys of all groups, end to end
     places: torch.Tensor  # (num_tokens,): index of each token of the sequence in the groups' tokens, end to end
 
     def in_sequence_order(self, outputs: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
@@ -312,7 +312,7 @@ def groups_of(bounds: Bounds, device: torch.device) -> Groups:
 
 @lru_cache(maxsize=8)
 def similar_samples(bounds: Bounds) -> tuple[tuple[Segment, ...], ...]:
-    """Return the samples by group: those with a prefix of the same length, the longest first."""
+    """Group samples of similar length whose prefixes are equally long. In each group the longest sample is first."""
     samples = sorted(segments_of(bounds), key=lambda sample: (sample.num_prefix, -sample.num_own, sample.start))
     groups: list[list[Segment]] = []
     for sample in samples:

@@ -103,9 +103,9 @@ def packed_samples(
     *,
     num_apart: int = 0,
 ) -> PackedSamples:
-    """Make a pack of samples, with the record by which the trainer and the counters know what is in it.
+    """Make a pack of samples, with the record that tells the trainer and the counts what is in it.
 
-    `num_apart` of the samples were to share a prefix, and do not.
+    `num_apart` counts the samples that were planned to share a prefix but were encoded apart.
     """
     sizes = [size_of(sample) for sample in samples]
     shared = tuple(int(sample.get(SHARED, 0)) for sample in samples)

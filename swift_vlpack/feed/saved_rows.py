@@ -39,7 +39,7 @@ NUM_CHANGES_NAMED = 3
 _CUT = ("cut", "cut_offsets", "cut_parts")
 """Names of the arrays with the parts of cut rows."""
 NUM_PLANNED_COLUMNS = 3
-"""Columns of sizes that a plan follows from: length, images and patches."""
+"""Columns of sizes that decide a plan: length, images and patches."""
 _PREFIXES = {"prefix_keys": "<u8", "prefix_lengths": "<i4"}
 """Names and types of the arrays that say which rows share a prefix."""
 
@@ -277,7 +277,7 @@ def _changed_rows(rows: Sequence[int] | NDArray[np.int64], said: Callable[[int],
 
 
 def with_sizes(sources: Iterable[RowSource], saved: Iterable[SavedSource]) -> tuple[RowSource, ...]:
-    """Give the sources the sizes and prefixes of the saved plan; a source that has them already stays as it is."""
+    """Return the sources with the sizes and prefixes of the saved plan. One that has them stays as it is."""
     return tuple(map(_with_prefixes, map(_with_sizes, sources, saved), saved))
 
 

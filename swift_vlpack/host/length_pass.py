@@ -51,8 +51,8 @@ def with_all_lengths(
 ) -> list[RowSource]:
     """Measure the rows of all sources, with one progress bar on rank 0.
 
-    With `in_full` every row is encoded in full, but for those that an earlier start has encoded so. With `sharing` the
-    rows that begin with the same media are found, too.
+    With `in_full`, every row is encoded in full, unless an earlier start has done so. With `sharing`, also find the
+    rows that begin with the same media.
     """
     num_rows = sum(-(-len(source.rows) // ranks.num_ranks()) for source in sources)
     with _without_model(encoder.template):

@@ -82,11 +82,11 @@ class PackingTrainer(EvaluatesRows):
         self.is_first_batch_proved = not self.feed.config.packing_verify
         num_workers = training_args.dataloader_num_workers
         tolerate_packs_without_images(kwargs["model"], training_args)
-        self._towers_skipped: list[str] | None = None  # by a sequence without media; None until it is known
-        self._supervised: list[torch.Tensor] = []  # tokens of each step of this rank since the last log line
-        self.lengths_in_sequence: tuple[int, ...] = ()  # of the sequence that is trained now
-        self._own_lengths: tuple[int, ...] = ()  # of its samples, if some share a prefix
-        self._sequences_of_steps: Iterator[int] = iter(())  # of the steps to come, where they keep their samples
+        self._towers_skipped: list[str] | None = None  # towers that packs without media skip; None until it is known
+        self._supervised: list[torch.Tensor] = []  # targets of this rank in each step since the last log line
+        self.lengths_in_sequence: tuple[int, ...] = ()  # lengths of the segments in the sequence that is trained now
+        self._own_lengths: tuple[int, ...] = ()  # lengths of its samples with their prefixes, if some share a prefix
+        self._sequences_of_steps: Iterator[int] = iter(())  # sequences of each step to come, if their number varies
         super().__init__(*args, **kwargs)
         if training_args.fsdp and not self.is_fsdp_enabled:
             _warn("--fsdp has no effect: accelerate shards on devices, and under --use_cpu this run is plain DDP")

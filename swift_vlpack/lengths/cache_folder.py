@@ -2,8 +2,8 @@
 
 For every source and context (template and settings) the folder has files named SOURCE-DIGEST: `.lengths`, `.failures`,
 `.CUTTING.parts` and `.notes` (`cache.py`), `.RANKofN.keys` (`known_keys.py`), `.prefixes` (`prefixes.py`), `.about`,
-which says what they belong to, and `.damaged-PID`, a file that was set aside. Sources share CONTEXT.trust (`trust.py`),
-CONTEXT.observed (`observed.py`), media.digests (`media_digests.py`) and unreachable.urls.
+which names their source and model, and `.damaged-PID`, a file that was set aside. All sources share CONTEXT.trust
+(`trust.py`), CONTEXT.observed (`observed.py`), media.digests (`media_digests.py`) and unreachable.urls.
 A file is ours if both its name and its first bytes say so; other files in the folder are neither listed nor removed.
 """
 

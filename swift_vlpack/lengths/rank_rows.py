@@ -35,8 +35,10 @@ Positions = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankRows:
-    """Every n-th row of a source: the rows of one rank. Neighbours are often alike in size, so no rank gets all large
-    rows."""
+    """Every n-th row of a source: the rows of one rank.
+
+    Not a block of rows, because neighbours are often alike in size, and one rank would get all the large ones.
+    """
 
     source: RowSource
     indices: NDArray[np.int64]

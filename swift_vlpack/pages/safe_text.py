@@ -21,8 +21,9 @@ _NUM_CONTROL_PICTURES = 0x20
 
 
 def visible(text: str) -> str:
-    r"""Replace invisible characters, which could move the cursor or reverse the writing, by signs; keep tabs and
-    newlines.
+    r"""Replace invisible characters by signs, because they could move the cursor or reverse the writing.
+
+    Tabs and newlines stay.
 
     >>> visible("a\x1b[31mb\x00\tc")
     'a␛[31mb␀\tc'

@@ -108,9 +108,9 @@ class SequenceTensors:
     labels: list[int]
     position_ids: list[list[int]]
     cu_seqlens: list[int]
-    """Where samples begin, and padding after them if there is any; the last number is the end.
+    """Start of every sample, then of the padding if there is any, then the end of the sequence.
 
-    Where samples share prefixes, where prefixes and branches begin.
+    If samples share prefixes, the starts are those of prefixes and branches.
     """
     parents: list[int] = field(default_factory=list)
     """Of each segment the index of its prefix, or -1; empty if no samples share a prefix."""

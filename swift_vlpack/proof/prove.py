@@ -18,8 +18,8 @@ There are two proofs. The one before training takes short samples of every kind 
 (c) Compare whole sequences of the plan with their samples alone: they must be equal, too.
 
 The other proof takes the first batch, with the trainer's own loss, wrappers, random draws and checkpointing:
-first_batch -> in_training -> verdict. If the proof before training fails, `evidence` collects who moved whom, at which
-tokens and in which layer, and `causes` names the likeliest cause.
+first_batch -> in_training -> verdict. If the proof before training fails, `evidence` finds which sample moved which, at
+which tokens and in which layer, and `causes` names the likeliest cause.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def run_proof(
 
 
 def _agreed(proof_model: ProofModel, finding: Finding | None, results_of_all: OfAll) -> Finding | None:
-    """Return a finding into which all ranks can look. If parameters are sharded, each forward needs all ranks."""
+    """Return the same finding on all ranks if parameters are sharded, because naming its cause runs forwards."""
     if not is_sharded(proof_model.model):
         return finding
     said = results_of_all(lambda: None if finding is None else finding.said)

@@ -144,12 +144,12 @@ class PackRecord:
 
     @property
     def boundaries(self) -> Boundaries:
-        """Where samples start in the sequence, and prefixes with their branches."""
+        """Return the places where samples start in the sequence, and prefixes with their branches."""
         return Boundaries.of_samples(self.lengths, self.shared)
 
     @property
     def lengths_in_sequence(self) -> tuple[int, ...]:
-        """Lengths of the segments and of the padding after them, which make up the sequence."""
+        """Return the lengths of the segments, and of the padding after them if there is any."""
         lengths = self.boundaries.lengths if self.shared else self.lengths
         return (*lengths, self.num_padding) if self.num_padding else lengths
 

@@ -1,5 +1,4 @@
-"""Measure rows that become several sequences: a pair of answers, an anchor with its candidates, a question with
-documents.
+"""Measure rows that become several sequences: a pair of answers, an anchor with candidates, a question with documents.
 
 ms-swift's `lengths` of a row has a number for each sequence. The cache of lengths has one size for a row, the sum. The
 sequences are stored as parts of the row, like the parts of a cut row:

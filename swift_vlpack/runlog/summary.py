@@ -1,5 +1,4 @@
-"""Write two summaries of a run for the log: one before its first step, which fits a screen, and one after its last
-step.
+"""Write two summaries of a run for the log: before its first step, short enough for a screen, and after its last.
 
 The first says what the run will train on, and how. The second says what it trained, and how fast.
 

@@ -1,5 +1,4 @@
-"""Make windows of documents: `Sequential` lays them end to end and cuts where a window is full, `Bins` packs them
-whole.
+"""Make windows of documents: `Sequential` cuts documents where a window is full, `Bins` packs them whole.
 
 Both hold parts of documents. A state has the address of a part's document if the source can fetch the document again,
 otherwise the tokens of the part.
