@@ -15,7 +15,7 @@ EXTRAS := test,docs
 REQUIRED := -e '.[$(EXTRAS)]' $(addprefix ms-swift==,$(patsubst oldest,$(OLDEST),$(filter-out newest,$(SWIFT))))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-telling test-engines run-engines test-oldest test-oldest-few lint format bench bench-start bench-loader bench-step scale soak soak-long families docs docs-tables clean
+.PHONY: help demo test test-slow test-telling test-engines run-engines test-oldest test-oldest-few lint format bench bench-start bench-loader bench-step bench-ways same-steps scale soak soak-long families docs docs-tables clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -50,7 +50,7 @@ test-telling: $(READY)  ## Run those of the long tests that CI runs too
 	$(BIN)/python -m pytest -n 2 -m "slow and telling"
 
 # In an environment of its own, because transformers imports DeepSpeed wherever it is installed.
-test-engines:  ## Train by DeepSpeed and FSDP2 on two ranks, beside DDP (10 minutes)
+test-engines:  ## Train by DeepSpeed and FSDP2 on two ranks, and pack by Megatron (15 minutes)
 	$(MAKE) run-engines VENV=$(VENV)-engines EXTRAS=test,test-engines
 
 run-engines: $(READY)
@@ -88,6 +88,12 @@ bench-loader: $(READY)  ## Measure what dataloaders deliver, beside plain ms-swi
 
 bench-step: $(READY)  ## Measure a packed step, beside the same tokens without attention (three minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.step $(ARGUMENTS)
+
+bench-ways: $(READY)  ## Train the same samples padded, padding_free, in the same steps, in packs; in turns
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.ways $(ARGUMENTS)
+
+same-steps: $(READY)  ## Train steps that keep their samples beside plain swift sft, 50 steps each (15 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.beside_plain $(ARGUMENTS)
 
 scale: $(READY)  ## Measure planning and voting for 64 to 8,192 ranks; prints the tables of docs/scale.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.scale

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from benchmarks import demo, first_step, loader, long_run, step, turns
+from benchmarks import beside_plain, demo, first_step, loader, long_run, step, turns, ways
 from swift_vlpack.attention.kernels import segments
 from swift_vlpack.config import ENV_PREFIX, PackingConfig, option_names
 from swift_vlpack.host.launch import plugin_path
@@ -159,3 +159,47 @@ def test_all_rows_are_delivered_by_every_kind_of_loader(tmp_path):
     assert all(one.processor_ms > 1 for [one] in measured.values())
     lines = loader.lines_of("photos", measured, has_media=True)
     assert [line for line in lines if f"{loader.LEAST_SHARE} of {loader.ALONE}" in line]
+
+
+def test_steps_are_compared_with_plain_on_one_and_two_ranks_and_of_three_sizes():
+    """SAME-3: of both families with images; of the text model, and grouped by length, on both numbers of ranks."""
+    cases = beside_plain.CASES
+    for family in ("qwen2_5_vl", "qwen3_vl"):
+        compared = {(case.num_ranks, case.num_samples) for case in cases if case.family == family}
+        assert compared >= {(ranks, size) for ranks in (1, 2) for size in (4, 8, 12)}
+        assert {bool(case.flags.get("tuner_type")) for case in cases if case.family == family} == {True, False}
+    assert all(case.num_rows % 2 and case.num_rows % case.num_samples for case in cases)
+    assert {case.num_ranks for case in cases if case.family == beside_plain.TEXT_MODEL} == {1, 2}
+    assert {case.num_ranks for case in cases if not case.can_be_exchanged} == {1, 2}
+
+
+@pytest.mark.slow
+def test_fifty_steps_are_those_of_plain(tmp_path):
+    """SAME-1 SAME-3: the first row of the published table."""
+    row, wrong = beside_plain.compared(beside_plain.CASES[0], tmp_path / "runs", beside_plain.Material(tmp_path))
+    assert (wrong, row.count("|")) == ([], beside_plain.HEADER.splitlines()[0].count("|"))
+
+
+def test_ways_that_come_to_other_losses_are_not_published():
+    """DOC-5"""
+    epoch = ways.Epoch(processor=2.0, wall=3.0, num_steps=2, num_tokens=100, losses=(8.0, 7.0))
+    quick = epoch._replace(processor=1.0)
+    measured = {ways.PADDED: [epoch], ways.PADDING_FREE: [quick], ways.SAME: [quick], ways.PACKS: [quick]}
+    ways.check(measured)
+    data = ways.Data("captions", "rows.jsonl", 8, 1024)
+    assert ways.row_of(data, (4, 1), measured, is_wall=False).count("2.00, 0.50") == 3
+    assert ways.row_of(data, (4, 1), measured, is_wall=True).count("1.00, 1.00") == 3
+    for way in (ways.PADDING_FREE, ways.SAME):
+        with pytest.raises(SystemExit, match=f"losses of {way} differ"):
+            ways.check({**measured, way: [epoch._replace(losses=(8.0, 7.1))]})
+
+
+@pytest.mark.slow
+def test_four_ways_train_the_same_samples(tmp_path, capsys):
+    """DOC-5: by ms-swift's own trainer, and the first three to the same losses."""
+    bench = ways.Bench(tmp_path)
+    data = ways.data_of(ways.EXAMPLE, tmp_path, 6, 256)
+    measured = {way: [bench.train(way, data, 2, 2)] for way in ways.WAYS}
+    ways.check(measured)
+    assert measured[ways.SAME][0].num_tokens == measured[ways.PACKS][0].num_tokens > 300
+    assert all(epoch.processor > 0 for [epoch] in measured.values())

@@ -1,8 +1,8 @@
 """`vlpack bench`: measure how fast a run would be on this machine, packed and padded.
 
-Packed and padded training are measured in two processes, so that neither sees the memory of the other. Both processes
-execute this command line again, with `--phase`: `bench_run` measures and prints JSON. This module starts them, reads
-their JSON, and makes the report with advice.
+Packed and padded training are measured by a process each, so that each has its own memory; under
+`packing_batch=samples` so are the padded batches without their padding. The processes are this command line again, with
+`--phase`: `bench_run` measures, and prints JSON. This module starts them, and puts their numbers together with advice.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from swift_vlpack.cli.bench_report import advice_on, bench_text, limit_of, speed
 from swift_vlpack.cli.command import Command, add_packing_flags, add_run_flags
 from swift_vlpack.cli.environment import num_cores
 from swift_vlpack.cli.in_run import end_by_signal, in_run, run_named
+from swift_vlpack.config import SAMPLES
 from swift_vlpack.errors import ConfigError, VLPackError
 from swift_vlpack.host.launch import check_launch
 
@@ -42,7 +43,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
             f"--{name}", type=int, default=default, metavar="INT", help=f"{text} (default: %(default)s)"
         )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the report")
-    parser.add_argument("--phase", choices=("packed", "padded"), help=argparse.SUPPRESS)
+    parser.add_argument("--phase", choices=("packed", "padded", "padding_free"), help=argparse.SUPPRESS)
     parser.add_argument("--tokens_of_pack", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--began", type=float, help=argparse.SUPPRESS)  # when the process was started
     add_packing_flags(parser, packing_length="the run's --max_length")
@@ -62,13 +63,20 @@ def _run(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, end_by_signal)  # exit by an exception, so that `finally` ends the measuring process
     start = time.perf_counter()
     packed = measured_apart(args.argv, "packed")
-    try:
-        padded = measured_apart(args.argv, "padded", tokens_of_pack=packed["plan"]["packing_length"])
-    except PhaseFailed as error:  # report the packed numbers all the same: padded batches may not fit into memory
-        padded = {"problem": str(error), "measurements": [], "memory": None, "seconds": 0.0}
-    report = bench_report(packed, padded, seconds=time.perf_counter() - start)
+    found = {}
+    for phase in ("padded", *(("padding_free",) if packed["plan"]["packing_batch"] == SAMPLES else ())):
+        found[phase] = _unpacked(args.argv, phase, tokens_of_pack=packed["plan"]["packing_length"])
+    report = bench_report(packed, **found, seconds=time.perf_counter() - start)
     print(json.dumps(report) if args.json else bench_text(report))
     return 0
+
+
+def _unpacked(argv: Sequence[str], phase: str, *, tokens_of_pack: int) -> dict[str, Any]:
+    """Measure un-packed training, or say why it could not be: padded batches may be what does not fit."""
+    try:
+        return measured_apart(argv, phase, tokens_of_pack=tokens_of_pack)
+    except PhaseFailed as error:
+        return {"problem": str(error), "measurements": [], "memory": None, "seconds": 0.0}
 
 
 def measured_apart(argv: Sequence[str], phase: str, *, tokens_of_pack: int = 0) -> dict[str, Any]:
@@ -92,23 +100,36 @@ def measured_apart(argv: Sequence[str], phase: str, *, tokens_of_pack: int = 0) 
     return found
 
 
-def bench_report(packed: Mapping[str, Any], padded: Mapping[str, Any], *, seconds: float) -> dict[str, Any]:
-    """Put the numbers of both phases together, with their ratio and advice."""
-    of_packed, of_padded = _training(packed), _training(padded)
-    speeds = [one["speed"] for one in (of_packed, of_padded)]
-    known = all(speeds)
+def bench_report(
+    packed: Mapping[str, Any],
+    padded: Mapping[str, Any],
+    padding_free: Mapping[str, Any] | None = None,
+    *,
+    seconds: float,
+) -> dict[str, Any]:
+    """Put the numbers of the phases together, with their ratios and advice. `padding_free` need not be measured."""
+    phases = {"packed": packed, "padded": padded, **({} if padding_free is None else {"padding_free": padding_free})}
+    training = {phase: _training(found) for phase, found in phases.items()}
+    of_padding_free = training.get("padding_free")
     report = {
         **{name: packed[name] for name in ("model", "device", "attention", "length_pass", "plan", "loader")},
         "workers_of_run": packed["workers_of_run"],
         "start": start_of(packed),
         "cores": num_cores(),
-        "packed": of_packed,
-        "padded": of_padded,
-        "ratio": round(speeds[0]["tokens_per_second"] / speeds[1]["tokens_per_second"], 3) if known else None,
+        **training,
+        "ratio": _ratio(training["packed"], training["padded"]),
+        "ratio_padding_free": _ratio(of_padding_free, training["padded"]) if of_padding_free else None,
         "seconds": round(seconds, 1),
-        "seconds_measured": round(packed["seconds"] + padded["seconds"], 1),
+        "seconds_measured": round(sum(found["seconds"] for found in phases.values()), 1),
     }
     return {**report, "limit": limit_of(report), "advice": advice_on(report)}
+
+
+def _ratio(one: Mapping[str, Any], other: Mapping[str, Any]) -> float | None:
+    """Return the tokens a second of one phase over those of another; None if one was not measured."""
+    if not (one["speed"] and other["speed"]):
+        return None
+    return round(float(one["speed"]["tokens_per_second"] / other["speed"]["tokens_per_second"]), 3)
 
 
 def _training(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,11 +155,11 @@ BENCH = Command(
     description=(
         "Measure a run on this machine and its own data: rows a second of the length pass, samples a second of the "
         "loader by workers, tokens a second of forward and backward on the real model, packed and as ms-swift trains "
-        "them un-packed, and memory; what the seconds to step 1 go to, and whether a run waits for its loader or for "
-        "its steps; with advice, each with the measurement it comes from. Looks at --rows rows of each source. Takes "
-        "two starts of ms-swift with the model, one proof, 5 s for each number of workers, and at most --seconds for "
-        "each of packed and padded (two sequences to warm up and at least one more are always trained). Nothing is "
-        "saved."
+        "them un-packed (under packing_batch=samples without padding, too), and memory; what the seconds to step 1 go "
+        "to, and whether a run waits for its loader or for its steps; with advice, each with the measurement it comes "
+        "from. Looks at --rows rows of each source. Takes a start of ms-swift with the model for each way to train, "
+        "one proof, 5 s for each number of workers, and at most --seconds for each way (two sequences to warm up and "
+        "at least one more are always trained). Nothing is saved."
     ),
     add_flags=_add_flags,
     run=_run,

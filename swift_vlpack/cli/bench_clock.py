@@ -102,14 +102,17 @@ class StepTimer:
 
 
 def sizes_of(inputs: Any) -> tuple[int, int, int]:
-    """Count tokens without padding, samples and patches of a batch, packed or padded."""
+    """Count tokens without padding, samples and patches of a batch: packed, padded, or without padding."""
     grids = [inputs[name] for name in ("image_grid_thw", "video_grid_thw") if inputs.get(name) is not None]
     patches = sum(int(grid.prod(-1).sum()) for grid in grids)
     if (record := getattr(inputs, "record", None)) is not None:
         return record.num_tokens, len(record.lengths), patches
     tokens, mask = inputs["input_ids"], inputs.get("attention_mask")
-    is_mask = isinstance(mask, torch.Tensor) and mask.dim() == 2
-    return int(mask.sum()) if is_mask else tokens.numel(), tokens.shape[0], patches
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        return int(mask.sum()), tokens.shape[0], patches
+    positions = inputs.get("text_position_ids", inputs.get("position_ids"))
+    num_samples = tokens.shape[0] if positions is None else int((positions == 0).sum())  # of a batch without padding
+    return tokens.numel(), num_samples, patches
 
 
 def loader_speed(trainer: Any, num_workers: int) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def advice_on(report: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def _on_noise(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for name in ("packed", "padded"):
+    for name in _ways(report):
         speed = report[name]["speed"]
         if speed is not None and (speed["spread"] > NOISY or speed["num_measured"] < 3):
             yield (
@@ -190,10 +190,17 @@ def _about_data(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _about_training(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    lines = [(name, _speed(report[name])) for name in ("packed", "padded")]
+    lines = [(name, _speed(report[name])) for name in _ways(report)]
     if (ratio := report["ratio"]) is not None:
-        lines.append(("ratio", f"{ratio:.2f} times the tokens a second, packed to padded (of medians)"))
+        other = report.get("ratio_padding_free")
+        beside = "" if other is None else f"; padding_free to padded {other:.2f}"
+        lines.append(("ratio", f"{ratio:.2f} times the tokens a second, packed to padded (of medians){beside}"))
     return lines
+
+
+def _ways(report: Mapping[str, Any]) -> list[str]:
+    """Name the ways to train that were measured."""
+    return [name for name in ("packed", "padded", "padding_free") if name in report]
 
 
 def _about_start(report: Mapping[str, Any]) -> list[tuple[str, str]]:

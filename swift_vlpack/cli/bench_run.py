@@ -1,8 +1,8 @@
 """Measure one phase of `vlpack bench`, in a process that measures nothing else.
 
-Phase `packed` measures the length pass on some rows of every source, the loader with several numbers of workers, and
-training of packs. Phase `padded` measures the same rows as ms-swift trains them un-packed. Every measurement ends after
-a given time.
+`packed`: the length pass on some rows of every source, the loader with several numbers of workers, and training of
+packs. `padded`: the same rows as ms-swift trains them un-packed. `padding_free`: the same batches without padding, by
+ms-swift's own collator and the attention of the packed run. Every part ends after a given time.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from swift_vlpack.cli.bench_clock import MOST_PADDED, NUM_WARM, Enough, Laps, St
 from swift_vlpack.cli.environment import num_cores
 from swift_vlpack.config import SAMPLES, PackingConfig
 from swift_vlpack.errors import ConfigError, DataError
+from swift_vlpack.feed.choose_attention import choose_attention
 from swift_vlpack.host.args import packing_config
 from swift_vlpack.host.launch import RunLaunch
 from swift_vlpack.host.pipeline import measured_rows, planned_feed
@@ -35,6 +37,7 @@ from swift_vlpack.rows.fusion_config import read_fusion_config
 from swift_vlpack.rows.samples import Address, SampleError
 from swift_vlpack.rows.source import RowSource
 
+PADDING_FREE = "padding_free"
 NOTHING_BETWEEN = (
     *("--save_strategy", "no", "--eval_strategy", "no"),
     *("--logging_steps", "1000000", "--logging_first_step", "false", "--disable_tqdm", "true"),
@@ -64,8 +67,8 @@ def measured(args: argparse.Namespace, launch: RunLaunch) -> dict[str, Any]:
             run.make_data = partial(_packed_data, run, args, found, laps)
             run.at_training = partial(_measure_packed, args, found, laps)
         else:
-            run.make_data = partial(_padded_data, run, args, launch.config)
-            run.at_training = partial(_measure, args, found)
+            run.make_data = partial(_unpacked_data, run, args, launch.config)
+            run.at_training = partial(_measure_unpacked, args, found, launch.config)
         run.run()
         return {**found, "memory": memory()}
 
@@ -102,8 +105,12 @@ def _packed_data(run: TrainableRun, args: argparse.Namespace, found: dict[str, A
     return [feed, None]
 
 
-def _padded_data(run: TrainableRun, args: argparse.Namespace, config: PackingConfig) -> list[Any]:
+def _unpacked_data(run: TrainableRun, args: argparse.Namespace, config: PackingConfig) -> list[Any]:
     """Take the rows of the packed phase for ms-swift's own trainer, which pads them."""
+    if args.phase == PADDING_FREE:
+        # Not by the flag, for which ms-swift asks for flash-attn: our attention reads the boundaries as well.
+        use_attention(run.model, run.args.attn_impl)
+        run.template.padding_free = True
     sources, _ = load_sources(run.args, config)
     some = [some_of(source, args.rows) for source in sources]
     return [UnpackedRows(FusionCaptionDataset(some, run.template, shuffle=False)), None]
@@ -130,6 +137,14 @@ def _measure_packed(args: argparse.Namespace, found: dict[str, Any], laps: Laps,
     instead_of_proof(trainer, before_step_1)
     _measure(args, found, trainer)
     found["start"] = laps.seconds
+
+
+def _measure_unpacked(args: argparse.Namespace, found: dict[str, Any], config: PackingConfig, trainer: Any) -> None:
+    """Measure training of ms-swift's own batches."""
+    if args.phase == PADDING_FREE:
+        packs: Any = SimpleNamespace(config=config, epoch_plan=None)
+        choose_attention(trainer.model, trainer.template, packs)
+    _measure(args, found, trainer)
 
 
 def _measure(args: argparse.Namespace, found: dict[str, Any], trainer: Any) -> None:
@@ -198,6 +213,7 @@ def _about_plan(feed: Any) -> dict[str, Any]:
     patches = [int(feed.epoch_plan.patches[plan[number]].sum()) for number in range(len(plan))]
     return {
         "packing_length": feed.config.packing_length,
+        "packing_batch": feed.config.packing_batch,
         "packs": len(plan),
         "mean_fill": round(float(plan.mean_fill), 4),
         "mean_length": round(float(lengths.mean()), 1),

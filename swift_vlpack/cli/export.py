@@ -20,12 +20,13 @@ from swift_vlpack.files import whole_folder
 from swift_vlpack.host.launch import RunLaunch, check_launch
 from swift_vlpack.host.path_checks import check_folder
 from swift_vlpack.host.run_flags import given_options
+from swift_vlpack.runlog.left_out import FILE as LEFT_OUT
 from swift_vlpack.words import by_reason, counted
 
 MODES = ("train", "rlhf", "kto")
 PARTS = ("train", "val")
-_OF_EXPORT = {*PARTS, "val_dataset.jsonl", "left_out.jsonl", "settings.json", "packed"}
-"""What an export writes into its folder."""
+_OF_EXPORT = {*PARTS, "val_dataset.jsonl", LEFT_OUT, "settings.json", "sizes.npz", "packed"}
+"""Files and folders that an export writes."""
 _BOOLEAN = ("true", "false")
 
 

@@ -1,8 +1,10 @@
 """Load cached data sets (`--cached_dataset`) as sources: the rows that plain ms-swift would train, with their numbers.
 
-ms-swift trusts the column `lengths` of such a data set, which does not say with which settings it was made. Here the
-rows are measured like those of any source, with the settings of this run. `compare_lengths` warns if the column
-differs, and names the settings that differ, if `vlpack export` has saved them (`SETTINGS`).
+ms-swift trusts the column `lengths` of such a data set, which does not say by which settings it was made, nor how many
+patches and targets a row has. `vlpack export` notes both beside the rows (`SETTINGS`, `SIZES`). By equal settings, the
+sizes that it noted are those of this run, if rows that are measured have them, too (`with_exported_sizes`). Otherwise
+all rows are measured as those of every source are, and `compare_lengths` says where the column has other lengths, and
+which settings differ.
 """
 
 from __future__ import annotations
@@ -10,11 +12,12 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from datasets import Dataset as HfDataset
@@ -29,17 +32,22 @@ from swift_vlpack.host.messages import said_by_swift
 from swift_vlpack.host.row_numbers import ROW, column
 from swift_vlpack.lengths.context import dependencies_of, digest_of, plain
 from swift_vlpack.rows.sequences import rounded_up
+from swift_vlpack.rows.sizes import NUM_COLUMNS
 from swift_vlpack.rows.source import RowSource
 from swift_vlpack.words import counted
 
 logger = get_logger()
 
 SETTINGS = "settings.json"
-"""File next to `train` and `val` with everything that the lengths of an export depend on."""
+"""The settings that lengths of an export depend on; beside `train` and `val`."""
+SIZES = "sizes.npz"
+"""By name of the folder (5, num_rows): tokens before they are rounded up, images, patches, targets and aspect."""
 _LENGTHS = ("lengths", "length")
 """Names of the column in this version of ms-swift and in older ones."""
 _NAMED = ("settings", "variables", "packages")
 """Groups of settings that are saved one by one. Of all other groups a digest is saved."""
+_OF_NO_WHOLE_ROW = ("settings max_length",)
+"""Settings that change the size of no row unless rows are truncated: a row that is too long is left out."""
 NUM_NAMED = 8
 """Most settings that a warning names."""
 
@@ -151,10 +159,47 @@ def settings_of(template: Any, plugins: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def write_settings(folder: Path, template: Any, plugins: Sequence[str], multiple: int) -> None:
-    """Save the settings with which an export was made."""
+def write_settings(
+    folder: Path, template: Any, plugins: Sequence[str], multiple: int, sizes: Mapping[str, NDArray[np.float64]]
+) -> None:
+    """Note by which settings an export was made, and the sizes that were measured by them."""
     content = {"multiple": multiple, "max_length": template.max_length, "settings": settings_of(template, plugins)}
     (folder / SETTINGS).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    if sizes:
+        np.savez_compressed(folder / SIZES, allow_pickle=False, **sizes)
+
+
+def with_exported_sizes(sources: Sequence[RowSource], template: Any, plugins: Sequence[str]) -> list[RowSource]:
+    """Give cached sources the sizes that `vlpack export` noted, if it had the settings of this run."""
+    return [_with_exported_sizes(source, template, plugins) for source in sources]
+
+
+def _with_exported_sizes(source: RowSource, template: Any, plugins: Sequence[str]) -> RowSource:
+    if source.cached_lengths is None or source.origin is None:
+        return source
+    folder = Path(source.origin)
+    noted = _noted(folder.parent / SETTINGS)
+    now = settings_of(template, plugins)
+    if names := _differing(noted, now, _OF_NO_WHOLE_ROW if template.truncation_strategy == "raise" else ()):
+        if noted and is_master():
+            logger.info(f"source {source.name}: its rows are measured anew; {_in_words(names, noted, now)}")
+        return source
+    sizes = _exported_sizes(folder)
+    if sizes is None or source.row_numbers is None or sizes.shape[1] <= max(source.row_numbers, default=-1):
+        return source
+    sizes = sizes[:, source.row_numbers]
+    # The rows may have been replaced since, as by an export of ms-swift into the same folder.
+    is_of_rows = (_as_exported(sizes[0].astype(np.int64), noted) == source.cached_lengths).all()
+    return replace(source, exported_sizes=sizes) if is_of_rows else source
+
+
+def _exported_sizes(folder: Path) -> NDArray[np.float64] | None:
+    """Read the sizes that an export noted for the rows of a folder; None if they cannot be read."""
+    with suppress(OSError, ValueError, KeyError, BadZipFile), (folder.parent / SIZES).open("rb") as file:
+        sizes: NDArray[np.float64] = np.load(file)[folder.name]
+        if sizes.dtype == np.float64 and sizes.ndim == 2 and len(sizes) == NUM_COLUMNS + 1 and (sizes[0] > 0).all():
+            return sizes
+    return None
 
 
 def compare_lengths(sources: Sequence[RowSource], template: Any, plugins: Sequence[str]) -> None:
@@ -196,10 +241,20 @@ def _differences(noted: dict[str, Any], now: dict[str, Any]) -> str:
     >>> _differences({"settings": {"variables MAX_PIXELS": "50176", "code": 1}}, {"variables MAX_PIXELS": None})
     'settings that differ: code (1 there, None here), variables MAX_PIXELS (50176 there, None here)'
     """
-    before = noted.get("settings")
-    if before is None:
+    if "settings" not in noted:
         return "which settings differ is not known, because ms-swift's export does not save them"
-    names = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+    names = _differing(noted, now)
+    return _in_words(names, noted, now) if names else "no setting that is noted differs"
+
+
+def _differing(noted: dict[str, Any], now: dict[str, Any], but: Sequence[str] = ()) -> list[str]:
+    """Return the names of the settings that differ; of all, if none are noted."""
+    before = noted.get("settings", {})
+    return sorted(name for name in {*before, *now} - {*but} if before.get(name) != now.get(name))
+
+
+def _in_words(names: Sequence[str], noted: dict[str, Any], now: dict[str, Any]) -> str:
+    before = noted.get("settings", {})
     shown = [f"{name} ({before.get(name)} there, {now.get(name)} here)" for name in names[:NUM_NAMED]]
     more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
-    return f"settings that differ: {', '.join(shown)}{more}" if names else "no saved setting differs"
+    return f"settings that differ: {', '.join(shown)}{more}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import zipfile
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -26,6 +27,8 @@ RECORDS = Named([(Whole(), str)])
 BYTES_OF_PIECE = 64 * 1024**2
 """Bytes of a piece. Pieces of a file are read in parallel, so that a single large file is no bottleneck."""
 NUM_THREADS = 4
+_PART_OF_DEEPSPEED = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$")
+"""The name that DeepSpeed gives to the part of the optimizer that a rank saves."""
 _HEADER_OF_SAFETENSORS = 8
 """Bytes at the start of a safetensors file that hold the length of its header."""
 
@@ -130,6 +133,15 @@ def _damage(path: Path, records: Sequence[Sequence[Any]]) -> str | None:
     if [size, digest_of_file(path)] not in [list(record) for record in records]:
         return f"{path} is damaged, or another file: its content is not what was written"
     return None
+
+
+def deepspeed_parts(folder: Path) -> set[int]:
+    """Return the ranks whose part of DeepSpeed's optimizer is in a checkpoint; empty for that of another engine."""
+    try:
+        parts = folder / (folder / "latest").read_text(encoding="utf-8").strip()  # where DeepSpeed itself looks
+        return {int(found[1]) for path in parts.iterdir() if (found := _PART_OF_DEEPSPEED.search(path.name))}
+    except (OSError, ValueError):
+        return set()
 
 
 # -- without records --------------------------------------------------------------------------------------------------

@@ -36,18 +36,19 @@ from swift_vlpack.host.run_flags import given_options, without_options
 from swift_vlpack.host.sources import DrawnRows, load_drawn
 from swift_vlpack.plan.packed_index import write_index
 from swift_vlpack.plan.planner import plan
+from swift_vlpack.rows.encoder import Targets
 from swift_vlpack.rows.left_out import as_json, deleted_by_loader
 from swift_vlpack.rows.samples import LeftOut
 from swift_vlpack.rows.sequences import SequencesEncoder, lengths_of_sequences, rounded_up
+from swift_vlpack.rows.sizes import NUM_COLUMNS
 from swift_vlpack.rows.source import RowSource
+from swift_vlpack.runlog.left_out import FILE as LEFT_OUT
 from swift_vlpack.words import by_reason, counted
 
 logger = get_logger()
 
 LENGTHS = "vlpack_lengths"
 """The column that passes lengths to ms-swift's preprocessor."""
-LEFT_OUT = "left_out.jsonl"
-"""The list of rows that are not exported, if there are any."""
 INDEX = "packed"
 """Folder of the index of packs."""
 _OF_TRAINING = ("packing", "packing_length", "packing_strategy", "packing_num_proc", "padding_free", "lazy_tokenize")
@@ -67,7 +68,7 @@ class ExportOptions:
     check_pixels: bool = False
     """Decode every image, so that rows with broken pixels are left out."""
     multiple: int = 1
-    """Round every length up to a multiple of this, as the trainer will pad."""
+    """The trainer pads every sequence to a multiple of this."""
     index: PackingConfig | None = None
     """Write an index of packs by these options; without `has_length`, `packing_length` is `--max_length`."""
     has_length: bool = False
@@ -104,8 +105,10 @@ class HeaderExport(ExportCachedDataset):
         self.parts: dict[str, ExportedPart] = {}
         """Counts by folder: `train`, `val`."""
         self.left_out: list[dict[str, Any]] = []
-        self.sizes: dict[str, NDArray[np.int64]] = {}
-        """For each folder (3, num_rows): tokens, images and patches of every exported row."""
+        self.sizes: dict[str, NDArray[np.float64]] = {}
+        """By name of the folder, (5, num_rows): the fields of `RowSize` of every exported row, and its aspect."""
+        self.rounded: dict[str, NDArray[np.int64]] = {}
+        """By name of the folder: tokens of every exported row as the trainer pads them."""
         names = [str(given_options(flags).get("model"))]
         with said_by_swift("refuses the options", names):
             super().__init__(list(flags))
@@ -132,9 +135,10 @@ class HeaderExport(ExportCachedDataset):
     def _measured(self, name: str, drawn: DrawnRows) -> Any:
         """Measure rows. Returns those that can be encoded, with their lengths; None if there are none."""
         args, options = self.args, self._options
-        encoder = SequencesEncoder(self.template)
+        is_text = self.template.mode == "train" and self.template.task_type == "causal_lm"
+        encoder = SequencesEncoder(self.template, Targets() if is_text else None)  # targets as packing masks them
         sources = with_all_lengths(drawn.sources, encoder, args, options.cache_dir, in_full=options.check_pixels)
-        lengths, columns = _in_order(sources, drawn)
+        lengths, columns = _in_order(sources, len(drawn.rows))
         part = _part_of(sources, lengths)
         if options.multiple > 1:
             lengths, num_not_rounded = _rounded(lengths, options.multiple, self.template.max_length)
@@ -143,8 +147,8 @@ class HeaderExport(ExportCachedDataset):
         self.parts[name] = part
         self.left_out += [{**line, "of": name} for source in sources for line in _left_out(source)]
         is_kept = np.array([bool(of_row) for of_row in lengths])
-        tokens = np.array([sum(of_row) for of_row in lengths], dtype=np.int64)
-        self.sizes[name] = np.stack([tokens, *columns])[:, is_kept]
+        self.sizes[name] = columns[:, is_kept]
+        self.rounded[name] = np.array([sum(of_row) for of_row in lengths], dtype=np.int64)[is_kept]
         rows = _WithLengths()(
             drawn.rows.add_column(LENGTHS, lengths),
             num_proc=args.dataset_num_proc,
@@ -160,14 +164,15 @@ class HeaderExport(ExportCachedDataset):
         return rows if len(rows) else None
 
 
-def _in_order(sources: Sequence[RowSource], drawn: DrawnRows) -> tuple[list[list[int]], NDArray[np.int64]]:
-    """Return `lengths` of every row in ms-swift's order, and (2, num_rows) images and patches."""
-    lengths: list[list[int]] = [[] for _ in range(len(drawn.rows))]
-    columns = np.zeros((2, len(drawn.rows)), dtype=np.int64)
-    for source, places in zip(sources, drawn.places, strict=True):
+def _in_order(sources: Sequence[RowSource], num_rows: int) -> tuple[list[list[int]], NDArray[np.float64]]:
+    """Return `lengths` of every row in ms-swift's order, and (5, num_rows) the fields of `RowSize` and the aspect."""
+    lengths: list[list[int]] = [[] for _ in range(num_rows)]
+    columns = np.zeros((NUM_COLUMNS + 1, num_rows))
+    for source in sources:
         assert source.sizes is not None
-        columns[:, places] = source.sizes.images, source.sizes.patches
-        for place, of_row in zip(places.tolist(), lengths_of_sequences(source.sizes), strict=True):
+        assert source.places is not None
+        columns[:-1, source.places], columns[-1, source.places] = source.sizes.columns, source.sizes.aspects
+        for place, of_row in zip(source.places.tolist(), lengths_of_sequences(source.sizes), strict=True):
             lengths[place] = of_row
     return lengths, columns
 
@@ -229,7 +234,7 @@ def export(flags: Sequence[str], folder: Path, options: ExportOptions, *, comman
     with said_by_swift("cannot export the data"):
         pipeline.main()
     plugins = pipeline.args.external_plugins or []
-    write_settings(folder, pipeline.template, plugins, options.multiple)
+    write_settings(folder, pipeline.template, plugins, options.multiple, pipeline.sizes)
     if pipeline.left_out:
         json_lines.append(folder / LEFT_OUT, pipeline.left_out, ensure_ascii=False)
     return {
@@ -248,8 +253,9 @@ def _write_index(pipeline: HeaderExport, folder: Path, options: ExportOptions) -
     assert config is not None
     if not options.has_length:
         config = replace(config, packing_length=pipeline.template.max_length)
-    tokens, images, patches = pipeline.sizes["train"]
-    packs = plan(tokens, config, images=images, patches=patches, seed=data_seed(pipeline.args), label=None)
+    _, images, patches, *_ = pipeline.sizes["train"].astype(np.int64)
+    tokens, seed = pipeline.rounded["train"], data_seed(pipeline.args)
+    packs = plan(tokens, config, images=images, patches=patches, seed=seed, label=None)
     if not len(packs):
         raise DataError(f"--packed: there is no pack; all rows are left out ({by_reason(packs.num_dropped)})")
     return write_index(folder / INDEX, packs.align(options.num_ranks))

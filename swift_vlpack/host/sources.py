@@ -127,8 +127,7 @@ class DrawnRows:
     rows: HfDataset
     """All rows, with all columns."""
     sources: list[RowSource]
-    places: list[NDArray[np.int64]]
-    """Indices of the rows of each source in `rows`."""
+    """Their `places` are those among `rows`."""
 
 
 def load_drawn(args: Any) -> tuple[DrawnRows | None, DrawnRows | None]:
@@ -160,15 +159,13 @@ def _drawn(datasets: list[str], options: dict[str, Any]) -> list[DrawnRows | Non
 def _divided(rows: HfDataset, loading: Sequence[_Loading], lost: Sequence[list[int] | None]) -> DrawnRows:
     places = column(rows, PLACE)
     rows = rows.remove_columns(PLACE)
-    here = [_rows_of(one, places) for one in loading]
     return DrawnRows(
         rows=rows,
         sources=[
             _source(one, rows, places, loading, of_source)
-            for one, of_source, own in zip(loading, lost, here, strict=True)
-            if len(own)
+            for one, of_source in zip(loading, lost, strict=True)
+            if len(_rows_of(one, places))
         ],
-        places=[own for own in here if len(own)],
     )
 
 

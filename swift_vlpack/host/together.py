@@ -18,11 +18,12 @@ from swift_vlpack.config import REPLACED, RESUME_FILES
 from swift_vlpack.envelope import check_fingerprint
 from swift_vlpack.errors import ConfigError, StateMismatch
 from swift_vlpack.host.args import packing_config
-from swift_vlpack.host.checkpoint_files import damages, unreadable
+from swift_vlpack.host.checkpoint_files import damages, deepspeed_parts, unreadable
 from swift_vlpack.host.objective import objective_of, refused_values
 from swift_vlpack.host.ranks import RanksOfRun
 from swift_vlpack.host.same_on_ranks import check_equal, options_of_run, refuse_differences, versions
 from swift_vlpack.host.state import FILE, read_envelope, read_trainer_state, refused, wants_restart
+from swift_vlpack.words import counted
 
 logger = get_logger()
 
@@ -40,6 +41,8 @@ def start_together(args: Any) -> None:
     checkpoint = Path(args.resume_from_checkpoint) if args.resume_from_checkpoint else None
     needs_state = not (args.ignore_data_skip or wants_restart(os.environ))
     saved = check_checkpoint(checkpoint, RanksOfRun(), needs_state=needs_state)
+    if checkpoint is not None and not args.resume_only_model:
+        check_deepspeed(checkpoint, args.deepspeed, RanksOfRun())
     if checkpoint is not None and saved is not None:
         # Compare objectives now: a checkpoint with other parameters could not even be loaded into the model.
         objective = {**config.objective(), **objective_of(args)}
@@ -94,6 +97,22 @@ def _check_files(checkpoint: Path, records: Mapping[str, Any] | None, comm: Comm
         return unreadable(checkpoint, without="" if needs_state else PREFIX)
 
     _refuse(sorted({said for of_rank in comm.results_of_all(found_here) for said in of_rank}))
+
+
+def check_deepspeed(checkpoint: Path, deepspeed: Any, comm: Comm) -> None:
+    """Refuse a checkpoint whose optimizer DeepSpeed would refuse, but only after the model is loaded.
+
+    `deepspeed` is what `--deepspeed` says; without it nothing of DeepSpeed is loaded.
+    """
+    parts = set().union(*comm.results_of_all(lambda: deepspeed_parts(checkpoint)))
+    is_universal = isinstance(deepspeed, Mapping) and (deepspeed.get("checkpoint") or {}).get("load_universal")
+    if deepspeed and not is_universal and parts and len(parts) != comm.num_ranks:
+        written, here = counted(len(parts), "rank"), counted(comm.num_ranks, "rank")
+        raise ConfigError(
+            f"{checkpoint} has DeepSpeed's optimizer in {counted(len(parts), 'part')}, which it loads on {written} "
+            f"only, and this run has {here}; start it on {written}, or give --resume_only_model true, which goes on at "
+            "the same data with the saved weights and a new optimizer"
+        )
 
 
 def _refuse(found: Sequence[str], further_way_out: str = "") -> None:

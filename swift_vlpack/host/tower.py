@@ -123,8 +123,8 @@ def _run_without_media(trainer: Any) -> None:
         trainer.compute_loss(trainer.model_wrapped, trainer._prepare_inputs(sequence))
 
 
-def refuse_unlike_media(batches: Sequence[Mapping[str, Any]], towers: Sequence[str], comm: Comm) -> None:
-    """Raise `ConfigError` on every rank if packs that ranks train at the same time have different kinds of media.
+def refuse_unlike_media(batches: Sequence[Mapping[str, Any]], towers: Sequence[str], comm: Comm, verb: str) -> None:
+    """Stop on every rank if, in one step, batches that ranks train at the same time have media of other kinds.
 
     Otherwise the ranks would wait for each other forever, some in the tower and some after it.
     """
@@ -132,7 +132,8 @@ def refuse_unlike_media(batches: Sequence[Mapping[str, Any]], towers: Sequence[s
     for other, theirs in enumerate(everyone := comm.results_of_all(lambda: kinds)):
         if theirs != everyone[0]:
             raise ConfigError(
-                f"ranks 0 and {other} train packs with different media at the same time, and parameters are sharded: "
+                f"ranks 0 and {other} {verb} batches of other media at the same time, and parameters are sharded: "
                 f"ms-swift enters {', '.join(towers)} of this family for media alone, so the ranks would wait for each "
-                "other. Train with --deepspeed zero2 or without an engine, or give every row an image"
+                "other. Train with --deepspeed zero2 or without an engine, or give every "
+                f"{'validation row' if verb == 'evaluate' else 'row'} an image"
             )

@@ -82,11 +82,11 @@ class PackingTrainer(EvaluatesRows):
         self.is_first_batch_proved = not self.feed.config.packing_verify
         num_workers = training_args.dataloader_num_workers
         tolerate_packs_without_images(kwargs["model"], training_args)
-        self._towers_skipped: list[str] | None = None  # towers that packs without media skip; None until it is known
-        self._supervised: list[torch.Tensor] = []  # targets of this rank in each step since the last log line
-        self.lengths_in_sequence: tuple[int, ...] = ()  # lengths of the segments in the sequence that is trained now
-        self._own_lengths: tuple[int, ...] = ()  # lengths of its samples with their prefixes, if some share a prefix
-        self._sequences_of_steps: Iterator[int] = iter(())  # sequences of each step to come, if their number varies
+        self._towers_skipped: dict[str, list[str]] = {}  # by a sequence without media, in training and in evaluation
+        self._supervised: list[torch.Tensor] = []  # tokens of each step of this rank since the last log line
+        self.lengths_in_sequence: tuple[int, ...] = ()  # of the sequence that is trained now
+        self._own_lengths: tuple[int, ...] = ()  # of its samples, if some share a prefix
+        self._sequences_of_steps: Iterator[int] = iter(())  # of the steps to come, where they keep their samples
         super().__init__(*args, **kwargs)
         if training_args.fsdp and not self.is_fsdp_enabled:
             _warn("--fsdp has no effect: accelerate shards on devices, and under --use_cpu this run is plain DDP")
@@ -130,7 +130,7 @@ class PackingTrainer(EvaluatesRows):
         batches, num_items = self.weighed_batches(epoch_iterator, num_batches, device)
         if not batches:
             return batches, num_items
-        self._refuse_to_wait(batches)
+        self._refuse_to_wait(batches, "train")
         # Leave the number on the device: to read it would wait for the device, and only log lines need it.
         self._supervised.append(torch.stack([num_targets(batch["labels"]) for batch in batches]).sum())
         if not self.is_first_batch_proved:
@@ -140,12 +140,12 @@ class PackingTrainer(EvaluatesRows):
                 logger.info(said)
         return ([WholeStep(batches)] if self.feed.config.packing_batch == SAMPLES else batches), num_items
 
-    def _refuse_to_wait(self, batches: list[Any]) -> None:
+    def _refuse_to_wait(self, batches: list[Any], verb: str) -> None:
         """Raise if a rank with an image would enter sharded layers that a rank without an image does not enter."""
-        if self._towers_skipped is None:
-            self._towers_skipped = towers_skipped(self)
-        if self._towers_skipped:
-            refuse_unlike_media(batches, self._towers_skipped, RanksOfRun())
+        if verb not in self._towers_skipped:
+            self._towers_skipped[verb] = towers_skipped(self)
+        if towers := self._towers_skipped[verb]:
+            refuse_unlike_media(batches, towers, RanksOfRun(), verb)
 
     def weighed_batches(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Return the batches of one optimizer step, weighed by `packing_loss`. The feed fills up the last step."""
@@ -160,6 +160,12 @@ class PackingTrainer(EvaluatesRows):
     def _over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
         total: torch.Tensor = self.accelerator.reduce(numbers.to(self.accelerator.device), reduction="sum")
         return total
+
+    def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a batch, unless it would let ranks wait for each other."""
+        if "input_ids" in inputs:  # not losses that packs gave before
+            self._refuse_to_wait([inputs], "evaluate")
+        return super().prediction_step(model, inputs, *args, **kwargs)
 
     # -- a step -----------------------------------------------------------------------------------------------------
 

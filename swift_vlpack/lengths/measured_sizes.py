@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from swift_vlpack.lengths.cache import LengthCache
 from swift_vlpack.lengths.environment import Reads
 from swift_vlpack.lengths.known_keys import RowKeys
-from swift_vlpack.lengths.length_file import BY_HEADER, FROM_HEADERS, KEY, SIZE, VOUCHED
+from swift_vlpack.lengths.length_file import BY_HEADER, FROM_HEADERS, KEY, SIZE, VOUCHED, Sizes
 from swift_vlpack.lengths.rank_rows import Chunk, Positions, RankRows
 from swift_vlpack.lengths.trust import Trust
 from swift_vlpack.plan.parts import Part
@@ -103,11 +103,29 @@ class MeasuredSizes:
             else:
                 self._is_known[position] = False
 
+    def take_exported(self, exported: Sizes, divider: Divider | None) -> int:
+        """Take and save the sizes of an export for rows that have none. Returns how many; rows with parts stay unknown.
+
+        Trust in them is that of sizes which kinds of rows vouch for: a difference in any source ends it.
+        """
+        unknown = self.unknown()
+        if divider is not None:
+            have_parts = divider.have_parts(*(exported[name][unknown] for name in ("length", "images", "patches")))
+            unknown = unknown[~have_parts]
+        chunk = Chunk(unknown, exported[unknown], np.ones(len(unknown), dtype=bool))
+        self.take(chunk)
+        self.save([chunk])
+        return len(unknown)
+
     # -- choose rows --------------------------------------------------------------------------------------------------
 
     def unknown(self) -> Positions:
         """Return the rows that have no size yet."""
         return np.flatnonzero(~self._is_known)
+
+    def known(self) -> Positions:
+        """Return the rows that have a size, or a reason why they have none."""
+        return np.flatnonzero(self._is_known)
 
     def drawn(self, num_rows: int) -> Positions:
         """Draw at most `num_rows` of the rows that have no size yet."""

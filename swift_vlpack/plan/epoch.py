@@ -37,6 +37,8 @@ from swift_vlpack.plan.resume_schedule import num_steps
 from swift_vlpack.plan.same_steps import IN_NO_STEP, UnpackedRows, UnpackedStep, pack_steps
 from swift_vlpack.plan.units import NO_KEY, Prefixes, Units, sizes_in_units, stand_together
 from swift_vlpack.plan.windows import can_be_in_windows, end_to_end
+from swift_vlpack.reasons import Reason
+from swift_vlpack.words import counted
 
 LENGTH, IMAGES, PATCHES, SUPERVISED = range(4)
 """The rows of an array of sizes. A length of 0 means that the row of data cannot be encoded."""
@@ -328,9 +330,15 @@ def _pack_steps(recipe: Recipe, drawn: DrawnEpoch) -> PackedEpoch:
     assert recipe.step is not None
     packs = _steps_packed(drawn, recipe.step, recipe.config, recipe.num_ranks, recipe.seed + drawn.epoch)
     if not len(packs.members):
-        raise DataError(
-            f"epoch {drawn.epoch}: none of the {len(drawn.schedule)} rows can be packed; the log has the reasons"
-        )
+        num_rows = len(drawn.schedule)
+        if len(packs.dropped.get(Reason.UNPACKED_LEAVES_OUT.value, ())):
+            batches = f"batches of {recipe.step.batch_size} on {counted(recipe.step.num_ranks, 'rank')}"
+            raise DataError(
+                f"epoch {drawn.epoch}: un-packed training would train none of {num_rows} rows ({batches}, of which "
+                "--dataloader_drop_last trains whole ones); give a smaller --per_device_train_batch_size, or "
+                "packing_batch=packs"
+            )
+        raise DataError(f"epoch {drawn.epoch}: none of the {num_rows} rows can be packed; the log has the reasons")
     return PackedEpoch(**of_drawn(drawn), packs=packs, step=recipe.step)
 
 

@@ -258,7 +258,9 @@ class StepWork(NamedTuple):
     padded: float
     """Work of the un-packed batches, each padded to its longest sample."""
     padding_free: float
-    """Work of the un-packed batches without padding, as ms-swift's `padding_free` computes them."""
+    """The un-packed batches without padding, as ms-swift's `padding_free` computes them."""
+    tokens_padded: int
+    """Tokens that the un-packed batches compute, padding included."""
 
 
 def work_of(packs: Plan, batch: NDArray[np.integer[Any]], size: UnpackedStep) -> StepWork:
@@ -269,14 +271,14 @@ def work_of(packs: Plan, batch: NDArray[np.integer[Any]], size: UnpackedStep) ->
     >>> lengths, batch = np.array([10, 30, 20, 20]), in_order(4, size)
     >>> made = pack_steps(lengths, batch, size, config=config, num_ranks=1, cost=CostModel(per_square=0.0))
     >>> work_of(made, batch, size)
-    StepWork(packed=1.0, padded=1.25, padding_free=1.0)
+    StepWork(packed=1.0, padded=1.25, padding_free=1.0, tokens_padded=100)
     """
     cost = packs.cost
     members = np.sort(packs.members)
     of_samples = cost.of_samples(packs.lengths, packs.patches)[members]
     bound = float(of_samples.sum())
     if not bound:
-        return StepWork(1.0, 1.0, 1.0)
+        return StepWork(1.0, 1.0, 1.0, 0)
     numbers = batch[members].astype(np.int64)
     longest = np.zeros(int(numbers.max()) + 1, dtype=np.int64)
     np.maximum.at(longest, numbers, packs.lengths[members])
@@ -286,6 +288,7 @@ def work_of(packs: Plan, batch: NDArray[np.integer[Any]], size: UnpackedStep) ->
         packed=packs.balance.slowest_to_mean,
         padded=_slowest(padded, numbers, size) * size.num_ranks / bound,
         padding_free=_slowest(of_samples, numbers, size) * size.num_ranks / bound,
+        tokens_padded=int(longest[numbers].sum()),
     )
 
 
@@ -307,6 +310,10 @@ class KeptSteps:
     """The work of the slowest ranks over equal shares without padding; 1.0 is the bound."""
     work_padded: float
     work_padding_free: float
+    num_tokens: int
+    """Tokens of an epoch, as packs and `padding_free` batches compute them."""
+    num_tokens_padded: int
+    """Tokens of an epoch as padded batches compute them."""
 
     def __str__(self) -> str:
         return (
@@ -321,6 +328,14 @@ class KeptSteps:
         return (
             f"{self.work:.2f} x the bound (equal shares, no padding); padded batches {self.work_padded:.2f}, "
             f"padding_free batches {self.work_padding_free:.2f}"
+        )
+
+    @property
+    def about_tokens(self) -> str:
+        """Compare the tokens that are computed in an epoch."""
+        return (
+            f"{self.num_tokens} an epoch, padding_free as many; padded batches {self.num_tokens_padded}, "
+            f"{self.num_tokens_padded / max(1, self.num_tokens):.2f} x"
         )
 
     @property
@@ -352,6 +367,8 @@ def kept_steps(packs: Plan, batch: NDArray[np.integer[Any]], size: UnpackedStep)
         work=work.packed,
         work_padded=work.padded,
         work_padding_free=work.padding_free,
+        num_tokens=int(packs.lengths[packs.members].sum()),
+        num_tokens_padded=work.tokens_padded,
     )
 
 

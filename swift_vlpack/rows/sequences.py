@@ -33,7 +33,8 @@ from swift_vlpack.rows.samples import Encoded, SampleId
 from swift_vlpack.rows.sizes import LengthIndex
 from swift_vlpack.rows.source import Row
 
-_MODES = ("rlhf", "kto")
+OF_SEVERAL = ("rlhf", "kto")
+"""Modes of ms-swift's templates in which a row is several sequences."""
 _TASKS = ("embedding", "reranker", "generative_reranker")
 _PREFIXES = ("chosen_", "rejected_", "anchor_", "positive_", "negative_")
 """How ms-swift names the tensors of the sequences of a row."""
@@ -59,12 +60,12 @@ class SequencesOfRows:
 
 @dataclass(frozen=True, eq=False)
 class SequencesEncoder(RowEncoder):
-    """Encode rows as the template does, to measure them. Labels are dropped: those of a classifier are no tokens."""
+    """Encodes rows as the template does, to measure them. A classifier's labels are left out, which are no tokens."""
 
     @property
     def divider(self) -> SequencesOfRows:
         """Return the object that knows which rows have parts."""
-        return SequencesOfRows(self.template.mode in _MODES or self.template.task_type in _TASKS)
+        return SequencesOfRows(self.template.mode in OF_SEVERAL or self.template.task_type in _TASKS)
 
     def part_sizes(self, row: Encoded) -> tuple[Part, ...]:
         """Return the sequences of a row as parts; none if the row is a single sequence."""
@@ -77,7 +78,8 @@ class SequencesEncoder(RowEncoder):
     def sample(self, row: Row, sample_id: SampleId, *, strict: bool = False, is_watched: bool = False) -> Encoded:
         """Encode a row, add what is measured, and drop its labels."""
         sample = super().sample(row, sample_id, strict=strict, is_watched=is_watched)
-        sample.pop("labels", None)
+        if self.template.task_type != "causal_lm":
+            sample.pop("labels", None)
         return sample
 
     def _length(self, sample: Encoded) -> int:

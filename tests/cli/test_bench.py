@@ -27,7 +27,7 @@ def measure(small_folder, tmp_path, monkeypatch, capfd):
 
     def measured(phase, **flags):
         argv = packed_argv(small_folder(FAMILY), FAMILY, tmp_path / "out", max_length=200, **flags)
-        of_phase = ["--phase", phase, "--tokens_of_pack", 200 * (phase == "padded")]
+        of_phase = ["--phase", phase, "--tokens_of_pack", 200 * (phase != "packed")]
         code = run_here(["bench", *argv, "--steps", 3, "--rows", 20, *of_phase])
         said = capfd.readouterr()
         return code, json.loads(said.out) if said.out else None, said.err
@@ -78,6 +78,19 @@ def test_steps_that_keep_their_samples_are_measured_sequence_by_sequence(measure
     assert len(packed["measurements"]) == 3
     assert all(0 < one["tokens"] <= 200 and one["samples"] <= 8 for one in packed["measurements"])
     assert packed["plan"]["packs"] >= 44 // 8, "the rows of 20 and 10 with their ratios, eight a step"
+    assert packed["plan"]["packing_batch"] == "samples"
+    unpacked = {}
+    for phase in ("padded", "padding_free"):
+        code, unpacked[phase], said = measure(phase, per_device_train_batch_size=2)
+        assert code == 0, said[-3000:]
+    sizes = [
+        [(one["tokens"], one["samples"], one["patches"]) for one in found["measurements"]]
+        for found in unpacked.values()
+    ]
+    assert sizes[0] == sizes[1], "the same batches"
+    report = bench_report(packed, **unpacked, seconds=1.0)
+    assert report["ratio_padding_free"] > 0
+    assert "padding_free to padded" in bench_text(report)
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,20 @@ def test_advice_about_length_does_not_contradict_itself(report):
     ]
 
 
+def test_padding_free_batches_stand_beside_the_others_where_they_were_measured(report):
+    """SAME-6"""
+    assert "padding_free" not in bench_text({**report, "advice": []})
+    measured = {"padding_free": training(speed_of(rows(1.0, 2.0, 4.0))), "ratio_padding_free": 1.4, "advice": []}
+    said = bench_text({**report, **measured})
+    assert "padding_free 500 tokens a second" in said
+    assert "2.00 times the tokens a second, packed to padded (of medians); padding_free to padded 1.40" in said
+    assert any("take the padding_free speed as a rough one" in one["advice"] for one in advice_on(said_of(report)))
+
+
+def said_of(report):
+    return {**report, "padding_free": training(speed_of(rows(1.0, 2.0, 4.0)))}
+
+
 def test_start_is_of_the_rows_that_were_looked_at(report):
     """CLI-39: with the first batch of the run's own workers, and what lengths of all rows would take."""
     packed = {**report, "start": {"imports": 6.0, "proof": 5.5}, "rows_of_run": 40_000}

@@ -40,15 +40,19 @@ SEED_WITH_IMAGES = 6
 """By which no step is without any image; by the default, the fourth step is."""
 
 
-def write_rows(folder: Path, num_rows: int, seed: int) -> str:
-    """Rows every other of which has an image; their answers are of many lengths."""
+def write_rows(folder: Path, num_rows: int, seed: int, *, have_images: bool = False) -> str:
+    """Rows every other of which has an image, or all; their answers are of many lengths."""
     rng = random.Random(seed)
     rows = []
     for number in range(num_rows):
         words = sentence(rng, 3, 12), sentence(rng, 5, 40)
         image = photo(folder, f"{seed}_{number}", rng.randint(60, 120), rng.randint(60, 120), seed=number)
-        rows.append(image_row([image], *words) if number % 2 else text_row(*words))
+        rows.append(image_row([image], *words) if number % 2 or have_images else text_row(*words))
     return write_jsonl(folder / f"rows{seed}.jsonl", rows)
+
+
+NOT_ENTERED = ["tower_forgotten", "engine_notes"]
+"""Callbacks by which Qwen3-VL does not enter its tower without an image."""
 
 
 @dataclass
@@ -90,8 +94,19 @@ class Runs:
         if self.engine == "ddp":  # whose plugin does not tell accelerate that it shards on CPUs
             runs.append(self.training("not_fsdp2", FULL, FLAGS["fsdp2"], max_steps=2))
         if self.engine == "fsdp2":
-            callbacks = ["tower_forgotten", "engine_notes"]
-            runs.append(self.training("tower_forgotten", FULL, family="qwen3_vl", callbacks=callbacks))
+            runs.append(self.training("tower_forgotten", FULL, family="qwen3_vl", callbacks=NOT_ENTERED))
+        return train_all(self.engine, runs, self.folder)
+
+    @cached_property
+    def evaluated_forgotten(self) -> dict[str, Outcome]:
+        """Trained on images alone, and evaluated on rows with and without, by a family that skips its tower."""
+        place = self.folder / "rows"
+        data = {**self.data, "dataset": write_rows(place, 16, 3, have_images=True)}
+        flags = {"eval_strategy": "steps", "eval_steps": 2, "callbacks": NOT_ENTERED, "per_device_eval_batch_size": 1}
+        runs = []
+        for packing in ("false", "true"):
+            run = self.training(f"eval_packing_{packing}", FULL, data, flags, family="qwen3_vl")
+            runs.append(replace(run, options={**OPTIONS, "packing_max_samples": 1, "eval_packing": packing}))
         return train_all(self.engine, runs, self.folder)
 
     def checkpoint(self, name: str, step: int = AT_STEP) -> Path:
@@ -110,5 +125,8 @@ class Runs:
     @cached_property
     def alone(self) -> dict[str, Outcome]:
         """Resumed on one rank, which trains the packs of two in a step."""
-        runs = [self.training("full_alone", FULL, TWICE, resume_from_checkpoint=self.checkpoint("full"))]
+        saved = {"resume_from_checkpoint": self.checkpoint("full")}
+        runs = [self.training("full_alone", FULL, TWICE, saved)]
+        if self.engine in ("zero2", "zero3"):
+            runs.append(self.training("only_model", FULL, TWICE, saved, resume_only_model="true"))
         return train_all(self.engine, runs, self.folder, num_ranks=1)

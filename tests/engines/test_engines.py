@@ -91,6 +91,17 @@ def test_ranks_that_would_wait_for_each_other_are_stopped_with_one_line(runs):
     outcome = runs("fsdp2").first["tower_forgotten"]
     for rank in (0, 1):
         *_, last = (outcome.output / f"error_rank{rank}.txt").read_text().splitlines()
-        assert "ranks 0 and 1 train packs with different media at the same time" in last
+        assert "ranks 0 and 1 train batches of other media at the same time" in last
         assert "enters model.visual of this family for media alone" in last
     assert len(trained(outcome.output)) < 2 * NUM_STEPS
+
+
+@pytest.mark.parametrize("packing", ["false", "true"], ids=["rows", "packs"])
+def test_evaluation_that_would_let_ranks_wait_is_stopped_with_one_line(packing, runs):
+    """RANKS-17: all rows to train have images, and of those to evaluate every other one."""
+    outcome = runs("fsdp2").evaluated_forgotten[f"eval_packing_{packing}"]
+    for rank in (0, 1):
+        *_, last = (outcome.output / f"error_rank{rank}.txt").read_text().splitlines()
+        assert "ranks 0 and 1 evaluate batches of other media at the same time" in last
+        assert "give every validation row an image" in last
+    assert len(trained(outcome.output)) == 2 * 2, "two steps before the evaluation"

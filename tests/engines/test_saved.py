@@ -47,11 +47,22 @@ def test_fsdp2_is_resumed_on_another_number_of_ranks(runs):
 
 
 @pytest.mark.parametrize("engine", ["zero2", "zero3"])
-def test_deepspeed_says_that_it_resumes_on_as_many_ranks_only(engine, runs):
-    """RANKS-17: if it learns to, docs/doors.md is wrong."""
-    assert runs(engine).first["full"].notes
-    said = "The checkpoint being loaded used a DP world size of 2 but the current world size is 1"
-    assert said in (runs(engine).alone["full_alone"].error or "")
+def test_deepspeed_on_another_number_of_ranks_is_one_line_before_the_model_is_loaded(engine, runs):
+    """RANKS-18"""
+    error = runs(engine).alone["full_alone"].error or ""
+    *_, last = error.splitlines()
+    said = "has DeepSpeed's optimizer in 2 parts, which it loads on 2 ranks only, and this run has 1 rank; start it on"
+    assert last.startswith("swift_vlpack.errors.ConfigError: ")
+    assert said in last
+    assert "_prepare_model_tokenizer" in error
+
+
+@pytest.mark.parametrize("engine", ["zero2", "zero3"])
+def test_deepspeed_goes_on_with_another_number_of_ranks_without_its_optimizer(engine, runs):
+    """RANKS-18: the way out that the line names, which trains the rest of the same packs from the saved weights."""
+    whole, alone = runs(engine).first["full"], runs(engine).alone["only_model"]
+    assert len(alone.steps) == NUM_STEPS - AT_STEP
+    assert alone.steps[0][0] == pytest.approx(whole.steps[AT_STEP][0], abs=1e-5)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

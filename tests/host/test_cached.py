@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -141,6 +142,78 @@ def test_other_settings_are_named_and_rows_measured_anew(of, small_folder, tmp_p
     assert said[0].startswith(f"source {name}/train: ")
     wanted = "settings max_pixels (None there, 12544 here)" if name == "ours" else "which settings differ is not known"
     assert wanted in said[0]
+
+
+@pytest.fixture
+def planned(small_folder, tmp_path, monkeypatch, capfd):
+    """Plan a cached data set with an empty cache. Returns the plan, and how many rows were measured."""
+    from swift_vlpack.host import headers
+    from swift_vlpack.lengths import trust
+
+    monkeypatch.setattr(trust, "NUM_ROWS_DRAWN", 2)
+    measured, encode = [], headers._encode
+    monkeypatch.setattr(headers, "_encode", lambda *args, **kwargs: measured.append(1) or encode(*args, **kwargs))
+    starts = []
+
+    def plan(folder, *more, max_length=1024):
+        given = without_data(flags_of(small_folder(FAMILY), "unused", cached_dataset=folder, max_length=max_length))
+        given += ["--packing_cache_dir", tmp_path / f"lengths{len(starts)}", "--packing_length", "1024"]
+        starts.append(folder)
+        measured.clear()
+        assert run_here(["plan", *given, *more, "--json", "--failures", tmp_path / "left_out.jsonl"]) == 0
+        return json.loads(capfd.readouterr().out), len(measured)
+
+    return plan
+
+
+@pytest.mark.parametrize("sample", ["", "#14"])
+def test_sizes_of_our_export_are_planned_by_without_a_pass_over_all_rows(sample, cached, planned, tmp_path):
+    """EXPORT-13: the plan is that of a start which measures all, to the digest; also under another `--max_length`."""
+    folder = shutil.copytree(cached["ours"], tmp_path / "ours")
+    taken, num_measured = planned(f"{folder}/train{sample}")
+    (folder / "sizes.npz").unlink()
+    wanted, num_all = planned(f"{folder}/train{sample}")
+    assert num_measured < num_all
+    for name in (
+        "config_digest",
+        "seconds",
+        "seconds_plan",
+        "seconds_lengths",
+    ):  # the folder of the cache is an option, too
+        del taken[name], wanted[name]
+    assert taken == wanted
+    _, with_other_limit = planned(f"{cached['ours']}/train{sample}", max_length=700)
+    assert with_other_limit == num_measured
+
+
+@pytest.mark.parametrize("change", ["sizes", "rows", "damaged", "settings"])
+def test_sizes_that_are_not_of_these_rows_are_not_taken(change, cached, planned, tmp_path, caplog):
+    """EXPORT-13"""
+    wanted, num_all = planned(cached["theirs"] / "train")
+    folder = shutil.copytree(cached["ours"], tmp_path / "theirs")
+    more = ()
+    if change == "sizes":  # of a later export
+        sizes = dict(np.load(folder / "sizes.npz"))
+        np.savez(folder / "sizes.npz", train=sizes["train"][:, ::-1], val=sizes["val"])
+    elif change == "rows":
+        shutil.rmtree(folder / "train")
+        shutil.copytree(cached["theirs"] / "train", folder / "train")
+        sizes = dict(np.load(folder / "sizes.npz"))
+        np.savez(folder / "sizes.npz", train=sizes["train"][:, :-1], val=sizes["val"])
+    elif change == "damaged":
+        (folder / "sizes.npz").write_bytes((folder / "sizes.npz").read_bytes()[:-20])
+    else:
+        more = ("--max_pixels", "12544")
+    with caplog.at_level(logging.INFO):
+        found, num_measured = planned(folder / "train", *more)
+    assert num_measured >= (len(load_from_disk(str(folder / "train"))) if change == "settings" else num_all)
+    if change == "settings":
+        assert (
+            "rows are measured anew; settings that differ: settings max_pixels (None there, 12544 here)" in caplog.text
+        )
+        assert found["num_tokens"] < wanted["num_tokens"]
+    else:
+        assert found["num_tokens"] == wanted["num_tokens"]
 
 
 def test_lengths_that_were_rounded_are_compared_as_rounded(rows, small_folder, tmp_path, capfd, caplog):

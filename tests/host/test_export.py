@@ -29,6 +29,8 @@ from swift.arguments import SftArguments
 SftArguments._check_padding_free = lambda self: setattr(self, "padding_free", True)  # it asks for flash-attn
 atexit.register(lambda: print("swift_vlpack" in sys.modules, file=open("imported.txt", "a")))
 """
+OF_OURS = ("settings.json", "sizes.npz")
+"""Files that only our export writes."""
 PIXELS_BROKEN = ("truncated.jpg", "broken.png")
 """Images whose header can be read."""
 
@@ -182,7 +184,7 @@ def test_export_equals_that_of_ms_swift(case, flags, tmp_path):
     right = theirs(given, tmp_path / "theirs")
     decoded = ours(given, tmp_path / "decoded", "--check_pixels")
     parts = sorted(path.name for path in right.iterdir())
-    assert parts == sorted({path.name for path in decoded.iterdir()} - {"left_out.jsonl", "settings.json"})
+    assert parts == sorted({path.name for path in decoded.iterdir()} - {"left_out.jsonl", *OF_OURS})
     for part in ("train", "val"):
         if (right / part).exists():
             assert_equal(decoded / part, right / part)

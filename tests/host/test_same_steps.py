@@ -296,7 +296,9 @@ def test_plan_and_inspect_show_the_steps_that_were_trained(dataset, small_folder
     assert (kept["num_samples"], kept["batch_size"], kept["accumulation"], kept["num_ranks"]) == (6, 2, 3, 1)
     assert 1 <= kept["fewest_sequences"] <= kept["mean_sequences"] <= kept["most_sequences"] < 6
     assert kept["work"] == 1.0 <= kept["work_padding_free"] < kept["work_padded"], "one rank waits for nobody"
+    assert kept["num_tokens"] == report["num_tokens"] < kept["num_tokens_padded"]
     text = plan_text(report)
+    assert f"{kept['num_tokens']} an epoch, padding_free as many; padded batches {kept['num_tokens_padded']}" in text
     assert "8 in 2 epochs, 4 an epoch, as many as un-packed" in text
     assert "the same 6 samples as un-packed" in text
     with looking_back(tmp_path / "out") as seen:

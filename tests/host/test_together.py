@@ -23,7 +23,7 @@ from swift_vlpack.host.same_on_ranks import (
     refuse_differences,
 )
 from swift_vlpack.host.state import FILE
-from swift_vlpack.host.together import check_checkpoint
+from swift_vlpack.host.together import check_checkpoint, check_deepspeed
 from swift_vlpack.rows.source import RowSource
 from tests.data_rows import image_row, text_row, write_jsonl
 from tests.host.lengths.test_ranks import on_two_ranks
@@ -113,6 +113,32 @@ def test_checkpoint_without_a_state_is_compared_where_the_data_starts_anew(run, 
     assert "'not there'" in refusal(checkpoints, needs_state=False)
     (checkpoints[0] / FILE).unlink()
     assert refusal(checkpoints, needs_state=False) is None
+
+
+@pytest.mark.parametrize("is_shared", [True, False], ids=["one disk", "a disk each"])
+def test_deepspeed_is_resumed_on_as_many_ranks_as_wrote_its_optimizer(is_shared, tmp_path):
+    """RANKS-18: also where each node has the parts of its own ranks; another engine is not looked at."""
+    checkpoints = [tmp_path / ("disk" if is_shared else f"disk{rank}") for rank in (0, 1)]
+    for rank, checkpoint in enumerate(checkpoints):
+        for step in (4, 8):  # `latest` is what counts
+            parts = checkpoint / f"global_step{step}"
+            parts.mkdir(parents=True, exist_ok=True)
+            (parts / f"bf16_zero_pp_rank_{rank if step == 8 else rank + 7}_mp_rank_00_optim_states.pt").touch()
+            (parts / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt").touch()
+        (checkpoint / "latest").write_text("global_step8\n")
+
+    def resumed(num_ranks, deepspeed=None, folders=checkpoints):
+        config = {"zero_optimization": {"stage": 2}} if deepspeed is None else deepspeed
+        return on_ranks(num_ranks, lambda comm: check_deepspeed(folders[comm.rank % 2], config, comm))
+
+    assert resumed(2) == [None, None]
+    assert resumed(3, {"checkpoint": {"load_universal": True}}) == [None] * 3
+    assert resumed(3, {}) == [None] * 3
+    assert resumed(3, folders=[tmp_path, tmp_path]) == [None] * 3
+    for error in resumed(3):
+        assert isinstance(error, ConfigError)
+        assert "has DeepSpeed's optimizer in 2 parts, which it loads on 2 ranks only, and this run has 3" in str(error)
+        assert "--resume_only_model true" in str(error)
 
 
 def test_data_that_starts_anew_needs_none_of_our_files(run, tmp_path):

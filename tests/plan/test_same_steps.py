@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from swift_vlpack.config import PackingConfig
-from swift_vlpack.errors import ConfigError
+from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.plan.epoch import Recipe, pack_epoch, plan_epoch, saved_digest
 from swift_vlpack.plan.mix import Mix, Source
 from swift_vlpack.plan.same_steps import (
@@ -102,7 +102,7 @@ def test_work_counts_padding_and_the_slowest_rank_of_a_step():
     lengths, batch = np.array([10, 30, 20, 20]), in_order(4, size)
     cost = CostModel(per_token=1.0, per_square=0.0, per_patch=0.0)
     packs = pack_steps(lengths, batch, size, config=config(), num_ranks=2, cost=cost)
-    assert work_of(packs, batch, size) == (1.0, 60 / 40, 1.0)
+    assert work_of(packs, batch, size) == (1.0, 60 / 40, 1.0, 60 + 40)
 
 
 def test_dealing_gives_each_item_once_and_at_most_so_many_to_a_rank():
@@ -176,6 +176,18 @@ def test_rows_come_in_the_batches_of_the_unpacked_run():
         dropped = plan.packs.dropped.get("unpacked_leaves_out", np.array([], dtype=int)).tolist()
         assert [plan.sample(at)[1] for at in dropped] == left_out
         assert len(plan.schedule) == 5, "every row is in the account"
+
+
+def test_an_epoch_of_which_unpacked_training_has_no_batch_is_refused():
+    """SAME-5: as with --dataloader_drop_last and fewer rows than a batch has."""
+    rows = UnpackedRows(
+        source=np.zeros(3, dtype=np.int32), row=np.arange(3), is_deleted_if_failing=np.full(3, False),
+        lengths_of_cache=np.zeros(3, dtype=np.int64),
+        batches=lambda epoch, lengths, size: (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32)),
+    )  # fmt: skip
+    size = UnpackedStep(4, 1, 1)
+    with pytest.raises(DataError, match=r"would train none of 3 rows \(batches of 4 on 1 rank"):
+        plan_epoch(recipe(np.array([5, 6, 7]), num_ranks=1, size=size, unpacked=rows), 0)
 
 
 @pytest.mark.parametrize(
