@@ -267,7 +267,7 @@ def changes(saved: SavedSource, source: RowSource, contents: NDArray[np.uint64])
         kinds["sizes" if is_other else "back" if now[0, at] else "gone"].append(at)
 
     def said(at: int) -> str:
-        return f"{_place(source, at)} has {_size(sizes, at)}, but {_size(saved.sizes, at)} was saved"
+        return f"{_place(source, at)} has {_size(sizes, at)}, but had {_size(saved.sizes, at)} in the saved run"
 
     return Changes(texts=texts, **{kind: _changed_rows(rows, said) for kind, rows in kinds.items()})
 

@@ -73,7 +73,7 @@ def test_files_that_go_and_come_back_are_told_from_other_rows():
     assert not told.texts
     assert not told.sizes
     where = "photos:1 (/data/photos.jsonl row 2, files: /photos/1.jpg)"
-    assert str(told.back) == f"{where} has 101 tokens (1 images, 60 patches), but file_missing was saved"
+    assert str(told.back) == f"{where} has 101 tokens (1 images, 60 patches), but had file_missing in the saved run"
     assert told.gone.num_rows == 5
     assert "photos:22" in str(told.gone)
     assert str(told.gone).endswith("; and 2 more")

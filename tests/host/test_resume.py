@@ -302,7 +302,7 @@ def changed(dataset, folder, change):
         (
             lambda lines: [lines[1], lines[0], *lines[2:]],
             ["data", "lengths"],
-            r"train:0 \(.* tokens.*, saved was \d+ tokens",
+            r"train:0 \(.* tokens.*, but had \d+ tokens",
         ),
     ],
 )
@@ -330,7 +330,7 @@ def test_other_options_and_lengths_are_refused(small_folder, dataset, uninterrup
             )
         )
     assert re.search(
-        r"lengths \(train:\d+ .*files: [^)]*\.jpg\) has \d+ tokens.*, saved was \d+ tokens", str(refused.value)
+        r"lengths \(train:\d+ .*files: [^)]*\.jpg\) has \d+ tokens.*, but had \d+ tokens", str(refused.value)
     )
     assert "seed (42, now 7)" in str(refused.value)
     assert "packing_min_fill_ratio" not in str(refused.value)
@@ -540,7 +540,7 @@ def test_run_keeps_its_plan_when_files_go_and_come_back(small_folder, tmp_path, 
     expected = [(step, epoch, [key for key in inside if key != f"rows:{lost}"]) for step, epoch, inside in whole]
     assert trained(tmp_path / "rest") == [pack for pack in expected if pack[0] > first]
     assert re.search(
-        rf"1 rows that were planned cannot be read .*rows:{lost} .*has file_missing, saved was", caplog.text
+        rf"1 rows that were planned cannot be read .*rows:{lost} .*has file_missing, but had", caplog.text
     )
     assert re.search(r"1 rows that could not be read stay out until the next run: rows:2 ", caplog.text)
     for epoch in (0, 1):
