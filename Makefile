@@ -15,7 +15,7 @@ EXTRAS := test,docs
 REQUIRED := -e '.[$(EXTRAS)]' $(addprefix ms-swift==,$(patsubst oldest,$(OLDEST),$(filter-out newest,$(SWIFT))))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-telling test-engines run-engines test-oldest test-oldest-few lint format bench bench-start bench-loader bench-step bench-ways same-steps scale soak soak-long families docs docs-tables clean
+.PHONY: help demo test test-slow test-telling test-engines run-engines test-oldest test-oldest-few lint format bench bench-start bench-loader bench-branches bench-step bench-ways same-steps scale soak soak-long families docs docs-tables clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -85,6 +85,9 @@ bench-start: $(READY)  ## Measure the first step, beside plain ms-swift; ARGUMEN
 
 bench-loader: $(READY)  ## Measure what dataloaders deliver, beside plain ms-swift and encoding alone (three minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.loader $(ARGUMENTS)
+
+bench-branches: $(READY)  ## Measure rows that share an image, beside the same rows packed without (half an hour)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.branches $(ARGUMENTS)
 
 bench-step: $(READY)  ## Measure a packed step, beside the same tokens without attention (three minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.step $(ARGUMENTS)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from swift_vlpack.feed.collate import UNUSED_COLUMNS
-from swift_vlpack.feed.units import SHARED, Unit, unit_of, why_apart, why_no_prefix
+from swift_vlpack.feed.units import SHARED, UnitsOfPack
 from swift_vlpack.plan.boundaries import Boundaries
 from swift_vlpack.rows.prefixes import without_pixels
 from swift_vlpack.rows.samples import Encoded
@@ -50,26 +50,17 @@ def as_planned(samples: Sequence[Encoded | None], shared: Sequence[int]) -> list
 
     None stands for a sample that cannot be encoded.
     """
-    units: list[tuple[Unit, list[Encoded]]] = []  # each with its samples as they are alone
-    unit: Unit | None = None  # the one that is open
-    whole: list[Encoded] = []
+    shared = (*(shared or (0,) * len(samples)), 0)
+    units = UnitsOfPack()
+    whole: dict[int, list[Encoded]] = {}  # by the id of a unit, its samples with their pixels
     for at, sample in enumerate(samples):
-        if not any(shared[at : at + 1]):
-            unit = None
-        if sample is None:
-            continue
-        prefix = max(shared[at : at + 2], default=0) if unit is None else unit.prefix
-        why = why_apart(sample, unit) if unit is not None else why_no_prefix(sample, prefix) if prefix else None
-        if unit is not None and why is None:
-            whole.append(sample)
-            continue
-        of_sample = [sample]
-        units.append((unit_of(sample, 0 if why else prefix), of_sample))
-        if unit is None and units[-1][0].prefix:
-            unit, whole = units[-1][0], of_sample
-    return [
-        sample for joined, of_unit in units for sample in marked(of_unit, [0, *[joined.prefix] * (len(of_unit) - 1)])
-    ]
+        if not shared[at]:
+            units.close()
+        if sample is not None:
+            unit = units.add(sample, shared[at] or shared[at + 1])
+            whole.setdefault(id(unit), []).append(sample)
+    of_units = ((unit.prefix, whole[id(unit)]) for unit in units.units)
+    return [sample for prefix, some in of_units for sample in marked(some, [0, *[prefix] * (len(some) - 1)])]
 
 
 def num_prefix_of(sample: Encoded) -> int:

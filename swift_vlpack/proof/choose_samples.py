@@ -135,7 +135,7 @@ def _unit(packs: Packs, plan: EpochPlan, first: int, is_usable: Callable[[Encode
     shared = plan.packs.shared_of_members[first : first + _BRANCHES].tolist()
     num = 1 + next((at for at, num_shared in enumerate(shared[1:]) if not num_shared), len(shared) - 1)
     samples = _encoded_or_none(packs, plan.samples(plan.packs.members[first : first + num].tolist()))
-    unit = as_planned([sample for sample in samples if sample and is_usable(sample)], shared[:num])
+    unit = as_planned([sample if sample and is_usable(sample) else None for sample in samples], shared[:num])
     return [sample for sample in unit if PREFIX in sample and is_usable(sample)]
 
 

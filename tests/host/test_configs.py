@@ -63,6 +63,7 @@ def workplace(tmp_path_factory):
     rows = {
         "captions": mixed_rows(data / "captions", 24, largest=160),
         "ocr": [image_row([images[n % 5]], "read this", "word " * (20 + 9 * n)) for n in range(8)],
+        "questions": [image_row([images[n % 5]], f"question {n}?", "an answer") for n in range(20)],
         "chat": [text_row(f"question {n}", "word " * (5 * n + 3)) for n in range(16)],
         "grounding": [boxes(images[n % 5], n % 3 + 1) for n in range(24)],
         "video": [clip(data, n) for n in range(6)],

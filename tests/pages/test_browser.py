@@ -11,9 +11,9 @@ import pytest
 from swift_vlpack.pages.browser import browser
 from swift_vlpack.pages.page import asset
 from swift_vlpack.pages.values import Picture, StepShown, TrainedPack
-from tests.browser import CHROMIUM, needs_chromium
+from tests.browser import CHROMIUM, measured, needs_chromium
 from tests.pages.test_page import Elements, contrast
-from tests.pages.test_terminal import member, pack
+from tests.pages.test_terminal import member, pack, unit
 
 HOME = "/home/jane/pictures/a.jpg"
 NASTY = "</script><script>document.title='broken'</script><img src=x onerror=\"document.title='broken'\"> & <b>x</b>"
@@ -177,3 +177,34 @@ def test_nothing_is_wider_than_a_phone(tmp_path):
     shown = opened(page, tmp_path, measure, width=500, height=844)
     edge = int(re.search(r"edge (\d+)", shown.text)[1])
     assert 300 < edge <= 390
+
+
+@needs_chromium
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_branches_are_drawn_after_their_prefix(theme, tmp_path):
+    """SHARE-83: to scale in the bar, under it in the table, around both in full; hostile texts do nothing."""
+    prefix, branches = unit(text=NASTY)
+    page, _ = made([replace(pack(*branches, member("chat:1", tokens=10, start=90)), prefixes=[prefix])])
+    found = measured(
+        page,
+        """((all) => ({
+            bar: all('.bar a').map((one) => [one.title, Math.round(one.getBoundingClientRect().width)]),
+            lines: all('.members tbody tr').map((one) => one.innerText.trim().split(/\\s+/).join(' ')),
+            units: all('.unit').map((one) => [...one.querySelectorAll('h3')].map((h) => h.textContent)),
+            others: all('#pack > .sample').length,
+            found: all('#p0, #s0, #s1, #s2').length,
+            text: all('.unit .prefix .text')[0].textContent,
+            nasty: all('.unit .text b').length,
+            ground: view.getComputedStyle(all('.unit')[0]).backgroundColor,
+        }))((what) => [...root.querySelectorAll(what)])""",
+        theme=theme,
+    )
+    names, widths = zip(*found["bar"], strict=True)
+    assert names == ("prefix of 2 rows: 20 tokens", "vqa:3: 30 tokens", "vqa:4: 40 tokens", "chat:1: 10 tokens")
+    assert [round(width / widths[-1]) for width in widths] == [2, 3, 4, 1]
+    assert found["lines"][0].startswith("prefix of 2 rows 20 0 60% image 640x480")
+    assert [line[:12] for line in found["lines"][1:3]] == ["vqa:3 + 30 1", "vqa:4 + 40 1"]
+    assert found["units"] == [["Prefix of 2 rows, computed once", "vqa:3", "vqa:4"]]
+    assert (found["others"], found["found"], found["nasty"]) == (1, 4, 0)
+    assert NASTY in found["text"]
+    assert found["ground"] != "rgba(0, 0, 0, 0)"

@@ -1,6 +1,7 @@
 """Packs and steps as text: what is told apart by colour is told apart without it."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,17 @@ from swift_vlpack.pages.terminal import (
     printed,
     step_parts,
 )
-from swift_vlpack.pages.values import KINDS, Member, PackShown, Picture, Piece, SequenceTensors, StepShown, TrainedPack
+from swift_vlpack.pages.values import (
+    KINDS,
+    Member,
+    PackShown,
+    Picture,
+    Piece,
+    SequenceTensors,
+    SharedPrefix,
+    StepShown,
+    TrainedPack,
+)
 
 HOSTILE = "caption \x1b[2J\x07 \u202eabc\x9b31m"
 
@@ -42,6 +53,22 @@ def pack(*members, number=7, capacity=100):
         epoch=1, number=number, num_packs=12, rank=0, step=4, packing_length=capacity, members=members,
         left_out=left_out, sequence=sequence,
     )  # fmt: skip
+
+
+def unit(*, start=0, first=0, text="<b>system</b>"):
+    """A prefix of 20 tokens, and its two branches of 30 and 40."""
+    picture = Picture("image", 12, 640, 480, "a.jpg")
+    pieces = [Piece("prompt", 8, text), Piece("vision", 12, f"[{picture}]")]
+    prefix = SharedPrefix(
+        members=[first, first + 1], start=start, num_tokens=20, num_vision=12, positions={"token": (0, 19)},
+        pictures=[picture], pieces=pieces,
+    )  # fmt: skip
+    branches = [
+        replace(member(f"vqa:{n}", tokens=tokens, start=at), prefix=0, pictures=[], num_vision=0,
+                positions={"token": (20, 19 + tokens)})
+        for n, tokens, at in ((3, 30, start + 20), (4, 40, start + 50))
+    ]  # fmt: skip
+    return prefix, branches
 
 
 def plain(shown, width=80, is_colourful=False):
@@ -138,3 +165,39 @@ def test_kinds_have_marks():
     """SEE-2"""
     assert set(MARKS) == set(KINDS)
     assert len(set(MARKS.values())) == len(KINDS)
+
+
+def test_prefix_is_drawn_once_before_its_branches():
+    """SHARE-83: in the bar, in the table, and in full; a sample beside it is as ever."""
+    prefix, branches = unit()
+    shown = replace(pack(*branches, member("chat:1", tokens=10, start=90)), prefixes=[prefix])
+    text = plain(shown, width=102)
+    assert "[" + "=" * 20 + "A" * 30 + "B" * 40 + "C" * 10 + "]" in text
+    assert "100 of 100 tokens (100.0%) for 120 of the samples alone" in " ".join(text.split())
+    assert re.search(r"= +prefix of A, B +20 +0 +60% +640x480 = 12 *\n A +vqa:3 +\+ 30 .*\n B +vqa:4 +\+ 40 ", text)
+    assert re.search(r"C +chat:1 +10 ", text)
+    assert "= prefix: tokens 0-19 of the sequence, for A, B; positions: token 0-19" in text
+    assert "A vqa:3: tokens 20-49 of the sequence; positions: token 20-49" in text
+    assert text.index("= prefix: ") < text.index("A vqa:3: ") < text.index("C chat:1: ")
+    assert text.count("[image 640x480 = 12 tokens]") == 1 + 3, "in the prefix once; the members of this test have one"
+    assert "prefix" not in plain(pack(member()))
+
+
+def test_step_says_what_its_samples_share():
+    """SHARE-83: also if only ids are on record."""
+    planned = TrainedPack(rank=0, epoch=0, number=4, ids=["a:1", "a:2"], lengths=[50, 60], shared=[0, 40])
+    recorded = TrainedPack(rank=0, epoch=0, number=4, ids=["a:1", "a:2"], shared=[0, 40])
+    for packed, said in ((planned, r"a:1.*\n.* 60 \(40 shared\) +a:2"), (recorded, r"a:1.*\n.* 40 shared +a:2")):
+        text = printed(step_parts(StepShown(step=3, packs=[packed], known_from="")), width=100, is_colourful=False)
+        assert re.search(said, text)
+
+
+def test_overview_says_what_is_shared():
+    """SHARE-83"""
+    shared = {"num_in_units": 30, "num_units": 1, "num_alone": 10, "num_tokens": 400, "num_tokens_alone": 900}
+    overview = {
+        "epoch": 0, "num_packs": 9, "packing_length": 512, "num_ranks": 2, "num_samples": 40, "mean_fill": 0.97,
+        "fills": {}, "sources": {}, "longest": 3, "emptiest": 8, "num_left_out": 2, "shared": shared,
+    }  # fmt: skip
+    text = printed(overview_parts(overview), width=100, is_colourful=False)
+    assert "shared: 30 samples in 1 unit, 10 alone, 400 of 900 tokens computed" in text

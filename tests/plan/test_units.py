@@ -6,9 +6,9 @@ import pytest
 
 from swift_vlpack import PackingConfig
 from swift_vlpack.plan.boundaries import ROOT, Boundaries
-from swift_vlpack.plan.epoch import Recipe, plan_epoch
+from swift_vlpack.plan.epoch import Recipe, num_shared_anywhere, plan_epoch
 from swift_vlpack.plan.mix import Mix, Source
-from swift_vlpack.plan.report import typical_boundaries
+from swift_vlpack.plan.report import plan_report, share_lines, sharing_report, typical_boundaries
 from swift_vlpack.plan.same_steps import UnpackedStep
 from swift_vlpack.plan.units import Prefixes, Units, stand_together
 
@@ -203,3 +203,52 @@ def test_attention_is_tried_on_a_pack_that_shares():
 
 
 SET = {"none": {"packing_share_max": 16}, "media": {}}
+
+
+def test_what_sharing_saves_is_counted_row_by_row():
+    """SHARE-80: packs that are cut for the ranks included."""
+    for rng in cases(15):
+        rows = rows_about_images(rng, rng.randint(2, 12))
+        plan = plan_epoch(recipe_of(rows, num_ranks=rng.randint(1, 3), packing_drop_last=False), 0)
+        report, expected = sharing_report(plan.packs), Counter()
+        for members, shared in sequences_of(plan):
+            for at, (row, num_shared) in enumerate(zip(members, shared, strict=True)):
+                _, _, length, images, patches = rows[row].tolist()
+                is_first = not num_shared and at + 1 < len(shared) and shared[at + 1] > 0
+                expected["num_units"] += is_first
+                expected["num_in_units" if is_first or num_shared else "num_alone"] += 1
+                of = {"num_tokens": (length - num_shared, length), "num_images": (images, images)}
+                for name, (once, alone) in {**of, "num_patches": (patches, patches)}.items():
+                    expected[f"{name}_alone"] += alone
+                    expected[name] += once if name == "num_tokens" or not num_shared else 0
+        assert report == dict(expected)
+        said = plan_report(plan.unshared, plan.packs, num_rows=len(rows), seconds=0)
+        assert said["num_tokens"] == report["num_tokens"]
+
+
+def test_kept_steps_say_how_little_they_share():
+    """SHARE-81: beside what the same rows share where units form anywhere."""
+    rows = rows_about_images(random.Random(4), 20)
+    alone = {"packing_drop_last": False}
+    plan = plan_epoch(recipe_of(rows, step=UnpackedStep(2, 2, 1), packing_batch="samples"), 0)
+    anywhere = plan_epoch(recipe_of(rows, packing_length=100_000, **alone), 0)
+    recipe = recipe_of(rows, packing_length=100_000, **alone)
+    saved = num_shared_anywhere(anywhere, recipe.prefixes, recipe.config)
+    found = sharing_report(anywhere.packs)
+    assert saved == found["num_tokens_alone"] - found["num_tokens"]
+    report = sharing_report(plan.packs)
+    assert report["num_tokens_alone"] - report["num_tokens"] < saved / 2
+    of_plan = {"packing_share_max": 4, "rows_per_prefix": None, "alone": {}, "num_tokens_anywhere": 4321}
+    (_, first), (_, second) = share_lines({**report, **of_plan})
+    assert f"{report['num_tokens']} of {report['num_tokens_alone']} tokens" in first
+    assert "rows share within a step only; packing_batch=packs would compute about 4321 tokens" in second
+
+
+def test_sharing_that_saves_nothing_says_so():
+    """SHARE-81: and each cause has its rows, an example and the way out."""
+    plan = plan_epoch(recipe_of(rows_about_images(random.Random(0), 9, most_rows=1)), 0)
+    cause = {"num_rows": 2, "example": "a.jsonl:3", "way_out": "put <image> first"}
+    of_plan = {"packing_share_max": 4, "rows_per_prefix": None, "alone": {"have other tokens": cause}}
+    lines = share_lines({**sharing_report(plan.packs), **of_plan})
+    assert lines[1][1].startswith("PACKING_SHARE=MEDIA SAVES NOTHING: no two rows begin")
+    assert lines[2] == ("alone", "2 rows, as rows have other tokens (such as a.jsonl:3): put <image> first")

@@ -5,7 +5,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 
-from swift_vlpack.runlog.account import account_json, account_line, law_in_words
+from swift_vlpack.runlog.account import account_json, account_line, law_in_words, shared_json
 from swift_vlpack.runlog.counts import NUMBERS, Counts, padded
 
 
@@ -36,6 +36,8 @@ def random_counts(seed):
             counts.read(source)
         numbers = {name: rng.randint(0, 9) for name in ("num_images", "num_vision_tokens", "num_padding")}
         counts.packed(samples, **numbers, single_long=rng.random() < 0.1)
+        if rng.random() < 0.3:
+            counts.shared([0, *(rng.choice((0, 7)) for _ in samples[1:])], num_apart=rng.randint(0, 1))
         if rng.random() < 0.5:
             counts.read("a", num_further=1)
             lost = {"num_tokens": rng.randint(0, 9), "num_images": 1, "is_further": True}
@@ -202,3 +204,24 @@ def test_padding_is_counted_and_fills_nothing():
     assert (account_json(stats)["num_padding"], stats.fill_mean) == (110, 0.6)
     assert "190 tokens, 110 of padding, fill 60.0%" in account_line(stats, epoch=0)
     assert "padding" not in account_line(Counts(packing_length=100), epoch=0)
+
+
+def test_units_are_counted_by_hand_and_close():
+    """SHARE-82: two units and two samples alone; a state or an event without any has no field of them."""
+    stats = Counts(packing_length=100)
+    assert not {"num_units", "num_shared_tokens"} & {*stats.state(), *stats.as_event()}
+    stats.packed([("a", 40), ("a", 5), ("a", 6), ("b", 9), ("a", 20), ("a", 4)])
+    stats.shared((0, 30, 30, 0, 0, 11))
+    stats.packed([("b", 50)])
+    stats.shared((), num_apart=1)
+    assert (stats.num_units, stats.num_in_units, stats.num_alone) == (2, 5, 2)
+    assert stats.num_packed == stats.num_in_units + stats.num_alone
+    assert (stats.num_tokens, stats.num_tokens_alone) == (134, 134 + 30 + 30 + 11)
+    stats.num_tokens_unpacked = 300
+    assert stats.num_padding_saved == 300 - 205, "what is shared is no padding"
+    report = account_json(stats, epoch=0)
+    assert report["shared"] == shared_json(stats)
+    assert report["shared"]["num_apart"] == 1
+    line = "shared: 7 samples = 5 in 2 units + 2 alone, 1 of them planned to share, 134 of 205 tokens computed"
+    assert line in account_line(stats, epoch=0)
+    assert "shared" not in account_json(Counts(packing_length=100))

@@ -194,6 +194,7 @@ def test_rows_that_share_nothing_after_all_are_trained_whole(loaded, tmp_path, c
         packs = [*map(PackingDataset(whole, template, config).__getitem__, [0])]
     assert sorted(sample["sample_id"].row for pack in packs for sample in pack) == [*range(len(rows))]
     assert sum(SHARED in sample for sample in packs[0]) == 1
+    assert packs[0].record.num_apart == 3
     for why in ("other pixel_values", "other tokens"):
         assert why in caplog.text
     loss, _ = trained(model, template, packs)

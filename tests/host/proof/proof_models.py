@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import torch
 
 from swift_vlpack.attention.attention import NAME
+from swift_vlpack.feed.sequence import boundary_tensors
+from swift_vlpack.proof.branches import boundaries_of, marked, shared_of
 from swift_vlpack.proof.proof_model import Batches, Collated, ProofModel, TemplateBatches
 from swift_vlpack.proof.prove import is_ordinary_token
 from swift_vlpack.rows.samples import Encoded
@@ -42,6 +43,24 @@ def text_samples(*lengths: int, seed: int = 1) -> list[Encoded]:
     return made
 
 
+def text_units(num_prefix: int, *own_lengths: Sequence[int], seed: int = 1) -> list[Encoded]:
+    """Units of random tokens: a prefix of so many tokens, then branches of these lengths; no target near the fork."""
+    made = []
+    for number, own in enumerate(own_lengths):
+        prefix, *branches = text_samples(num_prefix, *own, seed=seed + number)
+        rows = [
+            {
+                "input_ids": prefix["input_ids"] + branch["input_ids"],
+                "labels": [IGNORED] * num_prefix + branch["labels"],
+                "length": num_prefix + branch["length"],
+                "sample_id": f"unit {number}:{at}",
+            }
+            for at, branch in enumerate(branches)
+        ]
+        made += marked(rows, [0, *[num_prefix] * (len(rows) - 1)])
+    return made
+
+
 class TextBatches:
     """Rows of token ids, packed with boundaries or padded on the right."""
 
@@ -50,17 +69,14 @@ class TextBatches:
         ids, labels = ([torch.tensor(s[name]) for s in samples] for name in ("input_ids", "labels"))
         if packed:
             labels = [torch.cat([torch.tensor([IGNORED]), one[1:]]) for one in labels]
-            lengths = [len(one) for one in ids]
-            ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-            longest = torch.tensor(max(lengths))
+            boundaries = boundaries_of(samples)
+            shared = shared_of(samples)  # a branch brings its own tokens only
             inputs = {
-                "input_ids": torch.cat(ids)[None],
-                "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
-                "cu_seq_lens_q": ends,
-                "cu_seq_lens_k": ends,
-                "max_length_q": longest,
-                "max_length_k": longest,
+                "input_ids": torch.cat([one[num:] for one, num in zip(ids, shared, strict=True)])[None],
+                "position_ids": torch.tensor(boundaries.position_ids)[None],
+                **boundary_tensors(boundaries),
             }
+            labels = [one[num:] for one, num in zip(labels, shared, strict=True)]
             yield Collated(inputs | {"use_cache": False}, torch.cat(labels)[None], None)
             return
         pad = torch.nn.utils.rnn.pad_sequence

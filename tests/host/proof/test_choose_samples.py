@@ -1,14 +1,19 @@
 """Which samples the proof takes, from real packs of a real template."""
 
+import numpy as np
 import pytest
 import torch
 
 from swift_vlpack import PackingConfig, PackingDataset, prove
 from swift_vlpack.errors import DataError, IsolationError
 from swift_vlpack.proof import prove as prove_module
+from swift_vlpack.proof.branches import PREFIX, units_in
 from swift_vlpack.proof.choose_samples import chosen_samples, sequences_of_plan, short_samples, tokens_of_epoch
+from swift_vlpack.proof.measure import affordable
 from swift_vlpack.rows.contents import contents_of
 from tests.data_rows import image_row, text_row
+from tests.host.feed.test_units import fused
+from tests.images import photo
 
 QWEN = "qwen2_5_vl"
 FORMS = ("plan", "buffer")
@@ -76,6 +81,55 @@ def test_row_with_the_most_images_is_there(packs, rows):
 def test_data_of_one_sample_make_a_pack(packs, form):
     """ISO-12"""
     assert ids(chosen_samples(packs(texts(1), packing_mode=form), anything)) == [0, 0]
+
+
+@pytest.fixture
+def sharing(training, tmp_path):
+    """Packs of rows of which some share an image, or two; as a run finds their prefixes."""
+    loaded = training(QWEN)
+
+    def make(**options):
+        one, two, three = (photo(tmp_path, str(number), 84, 84, seed=number) for number in range(3))
+        rows = [image_row([image], f"question {n}", "word " * (1 + n)) for image in (one, two) for n in range(5)]
+        rows += [image_row([one, three], f"ask {n}", "answer") for n in range(2)]
+        rows, images = rows + texts(8), np.array([1] * 5 + [2] * 5 + [3] * 2 + [0] * 8)
+        config = {"packing_length": 400, "packing_strategy": "best_fit", "packing_share": "media", **options}
+        return PackingDataset(fused(rows, images, loaded.template), loaded.template, PackingConfig(**config))
+
+    return make
+
+
+def test_short_unit_of_each_kind_is_there(sharing):
+    """SHARE-64: beside samples that share nothing, and as they were chosen before."""
+    packs = sharing()
+    chosen = chosen_samples(packs, anything)
+    units = [[chosen[at] for at in unit] for unit in units_in(chosen)]
+    assert [contents_of(unit[0]).images for unit in units] == [1, 2]
+    assert [len(unit) for unit in units] == [3, 2], "no more than three rows of one"
+    assert len({sample["sample_id"] for sample in units[0]}) == 3
+    assert sum(PREFIX not in sample for sample in chosen) >= 3, "an image, two, none"
+    first = min(sample["length"] for sample in packs.preview(20) if contents_of(sample).images == 1)
+    assert min(sample["length"] for sample in units[0]) == first
+
+
+def test_sequence_with_branches_is_compared_first(sharing):
+    """SHARE-64: whatever the budget of tokens."""
+    sequences = sequences_of_plan(sharing())
+    assert units_in(sequences[0])
+    (kept,) = affordable([sequences[0], [{"length": 10**9}]], 0)
+    assert kept is sequences[0]
+    assert all(
+        PREFIX not in sample for sequence in sequences_of_plan(sharing(packing_share="none")) for sample in sequence
+    )
+
+
+def test_units_with_broken_or_useless_rows_are_not_taken(sharing, monkeypatch):
+    """SHARE-64 ISO-12: rows that cannot be read any more, or that the proof cannot use."""
+    packs = sharing()
+    breaking(monkeypatch, packs, lambda number: number in (0, 1, 2))
+    chosen = chosen_samples(packs, lambda sample: sample["sample_id"].row not in (5, 6, 7, 8))
+    rows = [[chosen[at]["sample_id"].row for at in unit] for unit in units_in(chosen)]
+    assert [set(unit) for unit in rows] == [{3, 4}, {10, 11}]
 
 
 def breaking(monkeypatch, packs, is_broken):

@@ -18,13 +18,16 @@ from swift_vlpack.errors import IsolationError
 from swift_vlpack.feed.collate import Collator, batch_of
 from swift_vlpack.host.proof import prove_first_batch
 from swift_vlpack.host.trainer import PackingTrainer
+from swift_vlpack.plan.boundaries import ROOT
 from swift_vlpack.proof import in_training, passes
 from swift_vlpack.proof.first_batch import FirstSequence
 from swift_vlpack.rows.samples import PackRecord
-from tests.data_rows import mixed_rows, text_row, write_jsonl
+from tests.data_rows import image_row, mixed_rows, text_row, write_jsonl
 from tests.environment import packing_options
 from tests.host.proof import sabotage as s
+from tests.host.proof import sabotage_branches as b
 from tests.host.runs import packed_argv, train
+from tests.images import photo
 from tests.marks import telling
 
 FAMILY = "qwen2_5_vl"
@@ -382,3 +385,122 @@ def test_labels_of_a_stream_that_cannot_be_encoded_again_are_its_tokens(run, mon
     changing(monkeypatch, rolled, is_in_workers_only=False)
     with pytest.raises(IsolationError, match="labels are not the tokens at their places"):
         run(streaming="true")
+
+
+# -- prefixes that rows share -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory):
+    """Rows about images of one size, several an image, and texts."""
+    folder = tmp_path_factory.mktemp("questions")
+    images = [photo(folder, str(number), 84, 112, seed=number) for number in range(4)]
+    rows = [image_row([one], f"question {n} " * (1 + n), f"answer {n} " * (3 + n)) for n in range(4) for one in images]
+    return write_jsonl(folder / "train.jsonl", rows + [text_row(f"question {n}", "answer " * 20) for n in range(6)])
+
+
+SHARING = {"packing_drop_last": "false", "packing_share": "media", "packing_attention": "segments"}
+
+
+@pytest.mark.parametrize("name", ["vision", *map(telling, ("defaults of the host", "no checkpointing"))])
+def test_first_batch_with_prefixes_is_verified_and_training_goes_on_as_without(name, run, questions):
+    """SHARE-63: in the loss of the trainer, with its checkpointing and with all that is drawn."""
+    options = {name: value for name, value in RIGHT[name].items() if name != "neftune_noise_alpha"}
+    packing_options(**SHARING)
+    proved, (line,) = run(dataset=questions, **options)
+    assert re.search(r"tokens, \d prefix(es)? with branches, ", line)
+    assert "which is what its samples are when they are encoded anew" in line
+    assert "not looked at" not in line
+    assert "other neighbours move hidden states by 0.0e+00, gradients by 0.0e+00" in line
+    assert re.search(r"in it equal the model's own attention within \S+ of hidden states up to \S+, gradients w", line)
+    packing_options(**SHARING, packing_verify="false")
+    assert run(dataset=questions, **options) == (proved, [])
+
+
+def forks(record):
+    """The first token of each branch that follows another one."""
+    boundaries = record.boundaries
+    return [
+        start
+        for start, parent, before in zip(
+            boundaries.document_starts[1:], boundaries.parents[1:], boundaries.parents, strict=False
+        )
+        if parent == before != ROOT
+    ]
+
+
+def learnt_at_forks(inputs, record):
+    labels = inputs["labels"].clone()
+    labels[:, forks(record)] = inputs["input_ids"][:, forks(record)]
+    return {"labels": labels}
+
+
+def later_positions(inputs, record):
+    positions = inputs["position_ids"].clone()
+    positions[..., forks(record)[0] :] += 1
+    return {"position_ids": positions}
+
+
+def second_line_lost(inputs, record):
+    ends = inputs["cu_seq_lens_q"][0].contiguous()
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+
+
+def longest_of_all(inputs, record):
+    return {"max_length_q": inputs["max_length_q"] + 1}
+
+
+WRONG_FORKS = {
+    "labels": (learnt_at_forks, "train:.* has a target directly after its prefix"),
+    "positions": (later_positions, "position_ids of train:"),
+    "pixels": (exchanged, "pixel_values are not those of the samples"),
+    "boundaries": (second_line_lost, "a prefix is lost or another one: segment"),
+    "longest": (longest_of_all, "max_length_q of the batch is"),
+}
+
+
+@pytest.mark.parametrize("name", ["labels", *map(telling, ("positions", "pixels", "boundaries", "longest"))])
+def test_batches_with_prefixes_that_workers_make_wrongly_are_stopped(name, run, questions, monkeypatch):
+    """SHARE-63"""
+    packing_options(**SHARING)
+    change, said = WRONG_FORKS[name]
+    changing(monkeypatch, change, is_in_workers_only=True)
+    with pytest.raises(IsolationError, match=rf"the collator, or a dataloader worker, .*{said}"):
+        run(dataset=questions, dataloader_num_workers=1)
+
+
+IN_TRAINING = {
+    "siblings": (b.seeing_siblings, "what is drawn at random mixes samples.*other neighbours moved hidden states"),
+    "lost prefixes": (b.not_seeing_prefixes, "another prefix did not move the hidden states of a branch"),
+}
+
+
+@pytest.mark.parametrize("name", ["siblings", telling("lost prefixes")])
+def test_prefixes_that_are_wrong_in_training_only_are_stopped(name, run, questions, with_dropout, attending):
+    """SHARE-63: a kernel that is taken where something is drawn."""
+    packing_options(**SHARING)
+    wrong, said = IN_TRAINING[name]
+
+    def attend(*args, dropout=0.0, **options):
+        use = wrong if dropout else s.segmented_attention
+        return use(*args, dropout=dropout, **options)
+
+    attending(attend)
+    with pytest.raises(IsolationError, match=said):
+        run(with_dropout, dataset=questions)
+
+
+@pytest.mark.slow
+@pytest.mark.telling
+def test_gradient_of_a_prefix_that_is_not_the_sum_over_its_branches_is_stopped(run, questions, attending):
+    """SHARE-63: in whole sequences only, of which the proof before it takes no gradient."""
+    packing_options(**SHARING)
+
+    def attend(*args, cu_seq_lens_q=None, **options):
+        is_long = cu_seq_lens_q is not None and cu_seq_lens_q.max() > 600
+        use = b.leaving_later_branches_out_of_the_backward if is_long else s.segmented_attention
+        return use(*args, cu_seq_lens_q=cu_seq_lens_q, **options)
+
+    attending(attend)
+    with pytest.raises(IsolationError, match=r"the backward of the trainer's own sequence is not that of its samples"):
+        run(dataset=questions, max_length=900)

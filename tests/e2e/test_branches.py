@@ -1,0 +1,70 @@
+"""`packing_share=media` on real ranks: killed, and resumed on others."""
+
+import json
+import random
+from collections import Counter
+
+import pytest
+
+from tests.data_rows import image_row, sentence, write_jsonl
+from tests.e2e.ranks import Run, last_complete, step_of, trained
+from tests.host.runs import SMALL_VOCABULARY, argv
+from tests.images import photo
+
+FAMILY = "qwen2_5_vl"
+NUM_IMAGES, ROWS_AN_IMAGE = 20, 6
+ENVIRONMENT = {
+    "packing_share": "media", "packing_strategy": "exact", "packing_length": "512", "record_packs": "true",
+    "packing_share_max": "4",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vqa")
+    rng = random.Random(7)
+    rows = []
+    for number in range(NUM_IMAGES):
+        image = photo(folder, str(number), rng.randint(90, 200), rng.randint(90, 200), seed=number)
+        rows += [image_row([image], sentence(rng, 2, 9), sentence(rng, 1, 12)) for _ in range(ROWS_AN_IMAGE)]
+    rng.shuffle(rows)
+    return write_jsonl(folder / "train.jsonl", rows)
+
+
+def packs_of(output, last_step=None):
+    """The lines of all ranks about packs, up to a step."""
+    lines = [
+        json.loads(line)
+        for path in sorted((output / "vlpack").glob("packs_rank*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
+    return [line for line in lines if last_step is None or line["step"] <= last_step]
+
+
+@pytest.mark.slow
+@pytest.mark.telling
+def test_two_ranks_are_killed_and_one_goes_on(small_folder, dataset, tmp_path):
+    """SHARE-10: every row of both epochs is trained once, by two ranks and then by one."""
+
+    def flags(output, **more):
+        return argv(
+            small_folder(FAMILY), FAMILY, output, dataset=dataset, external_plugins=[SMALL_VOCABULARY],
+            **{
+                "packing": "true", "split_dataset_ratio": 0, "num_train_epochs": 2, "save_strategy": "steps",
+                "save_steps": 1, "save_total_limit": 3, "gradient_accumulation_steps": 1, "learning_rate": 1e-4, **more,
+            },
+        )  # fmt: skip
+
+    first = Run(flags(tmp_path / "two"), tmp_path / "two.txt", num_ranks=2, **ENVIRONMENT)
+    first.until(lambda: bool(done := trained(tmp_path / "two")) and done[-1]["step"] >= 3)
+    first.end()
+    first.wait()
+    checkpoint = last_complete(tmp_path / "two")
+    again = Run(
+        flags(tmp_path / "one", resume_from_checkpoint=checkpoint), tmp_path / "one.txt", num_ranks=1, **ENVIRONMENT
+    )
+    assert again.wait() == 0, again.output[-3000:]
+    lines = [*packs_of(tmp_path / "two", step_of(checkpoint)), *packs_of(tmp_path / "one")]
+    trained_rows = Counter(row for line in lines for row in line["ids"])
+    assert set(trained_rows.values()) == {2}
+    assert len(trained_rows) == NUM_IMAGES * ROWS_AN_IMAGE
