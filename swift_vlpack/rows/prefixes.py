@@ -128,7 +128,7 @@ class HeadReader:
         text, message = texts[last], messages[last]
         # If no text follows the medium, the next token may be a target. Then the prefix is shorter, so these rows get
         # keys
-    # of their own.
+        # of their own.
         of_last = (message["role"], text[:end], bool(text[end:].strip()), message.get("loss"))
         objects = _given(row.get("objects"))
         if objects and any(tag in one for tag in _OBJECT_TAGS for one in (*texts[:last], text[:end])):
