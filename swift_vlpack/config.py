@@ -497,7 +497,7 @@ def _check_shared(config: PackingConfig) -> None:
         for name in ("packing_share_max", "packing_share_min"):
             if name in config.changed():
                 raise ConfigError(
-                    f"{name}={getattr(config, name)} has nothing to do under packing_share=none; set "
+                    f"{name}={getattr(config, name)} has no effect under packing_share=none; set "
                     "packing_share=media, or leave it out"
                 )
         return

@@ -297,7 +297,7 @@ def test_low_fill_ratio_is_accepted_with_a_warning(caplog):
     ("options", "message"),
     [
         ({"packing_share": "images"}, "packing_share must be one of none, media, got 'images'"),
-        ({"packing_share_max": 4}, "packing_share_max=4 has nothing to do under packing_share=none"),
+        ({"packing_share_max": 4}, "packing_share_max=4 has no effect under packing_share=none"),
         ({"packing_share": "media", "packing_share_max": 1}, "must be at least 2, got 1; packing_share=none"),
         ({"packing_share": "media", "packing_share_min": 0}, "packing_share_min must be at least 1"),
         ({"packing_share": "media", "packing_strategy": "window"}, "packing_share=media needs whole rows"),
