@@ -74,28 +74,16 @@ def _without_model(template: Any) -> Iterator[None]:
         template.model = model
 
 
-def with_lengths(
-    source: RowSource,
-    encoder: RowEncoder,
-    args: Any,
-    cache_dir: str | None = None,
-    progress: Progress | None = None,
-    *,
-    in_full: bool = False,
-) -> RowSource:
-    """Measure the rows of a source. Each rank of the run measures some of them in `dataset_num_proc` processes."""
-    return _measured(source, encoder, args, cache_dir, progress, in_full=in_full).source
-
-
 def _measured(
     source: RowSource,
     encoder: RowEncoder,
     args: Any,
     cache_dir: str | None,
-    progress: Progress | None,
+    progress: Progress,
     *,
     in_full: bool,
 ) -> SourceToShare:
+    """Measure the rows of a source. Each rank of the run measures some of them in `dataset_num_proc` processes."""
     encoder = encoder.for_source(source)
     template = encoder.template
     folder = lengths_folder(cache_dir, os.environ)

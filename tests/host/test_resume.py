@@ -486,21 +486,21 @@ def test_first_batch_after_a_resume_comes_at_once(small_folder, tmp_path):
 @pytest.mark.telling
 def test_run_goes_on_with_the_lengths_it_planned_although_one_was_wrong(small_folder, tmp_path, monkeypatch):
     """RESUME-6 LEN-13: what loading finds to be longer is for the next run, not for the one that is resumed."""
-    from swift_vlpack.host import length_pass
+    from swift_vlpack.host import pipeline
 
     wide, other = photo(tmp_path, "wide", 300, 200), photo(tmp_path, "other", 150, 100)
     rows = [*[text_row(f"question {n}", "answer " * 20) for n in range(28)], image_row([wide]), image_row([other])]
     data = write_jsonl(tmp_path / "rows.jsonl", rows)
-    with_lengths = length_pass.with_lengths
+    with_all_lengths = pipeline.with_all_lengths
 
     def with_one_too_short(*args, **kwargs):
-        source = with_lengths(*args, **kwargs)
+        (source,) = with_all_lengths(*args, **kwargs)
         columns = source.sizes.columns.copy()
         rows = [source.sample_id(index).row for index in range(len(source.rows))]
         columns[0, rows.index(28)] = 20
-        return replace(source, sizes=replace(source.sizes, columns=columns))
+        return [replace(source, sizes=replace(source.sizes, columns=columns))]
 
-    monkeypatch.setattr(length_pass, "with_lengths", with_one_too_short)
+    monkeypatch.setattr(pipeline, "with_all_lengths", with_one_too_short)
     packing_variables({**OPTIONS, "VLPACK_PACKING_CACHE_DIR": str(tmp_path / "cache")})
     options = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 1, "gradient_accumulation_steps": 1}
     train(flags(small_folder, tmp_path / "whole", data, **options))
@@ -509,7 +509,7 @@ def test_run_goes_on_with_the_lengths_it_planned_although_one_was_wrong(small_fo
     checkpoint = tmp_path / "whole" / "checkpoint-1"
     train(flags(small_folder, tmp_path / "rest", data, **options, resume_from_checkpoint=checkpoint))
     assert trained(tmp_path / "rest") == [pack for pack in whole if pack[0] > 1]
-    monkeypatch.setattr(length_pass, "with_lengths", with_lengths)
+    monkeypatch.setattr(pipeline, "with_all_lengths", with_all_lengths)
     train(flags(small_folder, tmp_path / "new", data, **options))
     assert not list((tmp_path / "cache").glob("*.notes"))
     assert epoch_report(tmp_path / "rest") == epoch_report(tmp_path / "whole")
