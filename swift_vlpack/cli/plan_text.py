@@ -59,7 +59,7 @@ def _about_fill(report: dict[str, Any]) -> list[tuple[str, str]]:
         return [("fill", nothing)]
     return [
         ("fill", f"{100 * report['mean_fill']:.2f}% mean"),
-        ("lower bound", f"{counted(report['lower_bound'], 'pack')}; {report['excess_per_cent']:.3f}% above it"),
+        ("lower bound", _lower_bound(report)),
     ]
 
 
@@ -129,6 +129,13 @@ def _about_data(report: dict[str, Any]) -> list[tuple[str, str]]:
             )
         )
     return [*lines, ("lengths", f"{lengths} tokens"), ("images", images)]
+
+
+def _lower_bound(report: dict[str, Any]) -> str:
+    packs = counted(report["lower_bound"], "pack")
+    if report.get("kept_steps"):
+        return f"{packs}, if steps could share packs"
+    return f"{packs}; {report['excess_per_cent']:.3f}% above it"
 
 
 def _about_steps(report: dict[str, Any]) -> list[tuple[str, str]]:

@@ -301,6 +301,7 @@ def test_plan_and_inspect_show_the_steps_that_were_trained(dataset, small_folder
     assert f"{kept['num_tokens']} an epoch, padding_free as many; padded batches {kept['num_tokens_padded']}" in text
     assert "8 in 2 epochs, 4 an epoch, as many as un-packed" in text
     assert "the same 6 samples as un-packed" in text
+    assert re.search(r"lower bound +\d+ packs?, if steps could share packs", text)
     with looking_back(tmp_path / "out") as seen:
         for step, rows in enumerate(steps, 1):
             (found,) = seen(step=step)["steps"]
