@@ -109,6 +109,13 @@ class Runs:
             runs.append(replace(run, options={**OPTIONS, "packing_max_samples": 1, "eval_packing": packing}))
         return train_all(self.engine, runs, self.folder)
 
+    @cached_property
+    def half_precision(self) -> dict[str, Outcome]:
+        """Four steps in float32, and in bfloat16."""
+        bfloat16 = {"torch_dtype": "bfloat16", "bf16": "true"}
+        runs = [self.training("float32", FULL, max_steps=4), self.training("bfloat16", FULL, bfloat16, max_steps=4)]
+        return train_all(self.engine, runs, self.folder)
+
     def checkpoint(self, name: str, step: int = AT_STEP) -> Path:
         """The checkpoint of a run at a step."""
         return self.first[name].output / f"checkpoint-{step}"

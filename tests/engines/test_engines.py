@@ -110,3 +110,13 @@ def test_evaluation_that_would_let_ranks_wait_is_stopped_with_one_line(packing, 
         assert "ranks 0 and 1 evaluate batches of other media at the same time" in last
         assert "give every validation row an image" in last
     assert len(trained(outcome.output)) == 2 * 2, "two steps before the evaluation"
+
+
+def test_bfloat16_trains_and_is_proved_under_fsdp2(runs):
+    """RANKS-17: with losses as far from those of float32 as bfloat16 rounds."""
+    losses = {name: [loss for loss, _ in run.steps] for name, run in runs("fsdp2").half_precision.items()}
+    assert len(losses["bfloat16"]) == 4
+    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.02)
+    log = (runs("fsdp2").half_precision["float32"].output.parent / "float32_and_more.txt").read_text()
+    assert "isolation in training: no sample sees another" in log  # of the second, whose limits bfloat16 widens
+    assert "isolation verified in training: " in log  # of the first run
