@@ -238,7 +238,7 @@ def test_lengths_that_were_rounded_are_compared_as_rounded(rows, small_folder, t
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--cached_dataset", "{ours}"], "is no cached data set; did you mean {ours}/train?"),
+        (["--cached_dataset", "{ours}"], "is not a cached data set; did you mean {ours}/train?"),
         (["--cached_dataset", "{ours}/trian"], "no such folder; did you mean {ours}/train?"),
         (
             ["--cached_dataset", "{ours}/train", "--streaming", "true", "--max_steps", "5"],

@@ -292,17 +292,17 @@ def changed(dataset, folder, change):
         (
             lambda lines: lines[:-1],
             ["data", "lengths", "sources"],
-            r"train has 35 rows, saved were 36; they differ from row 36 of the saved run, which is missing",
+            r"train has 35 rows, but 36 were saved; they differ from row 36 of the saved run, which is missing",
         ),
         (
             lambda lines: lines[1:],
             ["data"],
-            r"train has 35 rows, saved were 36; they differ from train:0 \(.*/train\.jsonl:1",
+            r"train has 35 rows, but 36 were saved; they differ from train:0 \(.*/train\.jsonl:1",
         ),
         (
             lambda lines: [lines[1], lines[0], *lines[2:]],
             ["data", "lengths"],
-            r"train:0 \(.* tokens.*, saved was \d+ tokens",
+            r"train:0 \(.* tokens.*, but had \d+ tokens",
         ),
     ],
 )
@@ -330,7 +330,7 @@ def test_other_options_and_lengths_are_refused(small_folder, dataset, uninterrup
             )
         )
     assert re.search(
-        r"lengths \(train:\d+ .*files: [^)]*\.jpg\) has \d+ tokens.*, saved was \d+ tokens", str(refused.value)
+        r"lengths \(train:\d+ .*files: [^)]*\.jpg\) has \d+ tokens.*, but had \d+ tokens", str(refused.value)
     )
     assert "seed (42, now 7)" in str(refused.value)
     assert "packing_min_fill_ratio" not in str(refused.value)
@@ -367,7 +367,7 @@ def test_data_that_starts_anew_may_have_another_objective_and_that_is_said(
     train(
         flags(small_folder, tmp_path, dataset, resume_from_checkpoint=checkpoint, loss_scale="all", max_steps=step + 1)
     )
-    assert re.search("the optimizer goes on, with another objective: .*loss_scale .'default', now 'all'", caplog.text)
+    assert re.search("the optimizer continues, with another objective: .*loss_scale .'default', now 'all'", caplog.text)
 
 
 def test_other_settings_of_the_same_objective_are_warned_of(small_folder, dataset, uninterrupted, tmp_path, caplog):
@@ -539,9 +539,7 @@ def test_run_keeps_its_plan_when_files_go_and_come_back(small_folder, tmp_path, 
     train(flags(small_folder, tmp_path / "rest", data, **begin))
     expected = [(step, epoch, [key for key in inside if key != f"rows:{lost}"]) for step, epoch, inside in whole]
     assert trained(tmp_path / "rest") == [pack for pack in expected if pack[0] > first]
-    assert re.search(
-        rf"1 rows that were planned cannot be read .*rows:{lost} .*has file_missing, saved was", caplog.text
-    )
+    assert re.search(rf"1 rows that were planned cannot be read .*rows:{lost} .*has file_missing, but had", caplog.text)
     assert re.search(r"1 rows that could not be read stay out until the next run: rows:2 ", caplog.text)
     for epoch in (0, 1):
         report = epoch_report(tmp_path / "rest", epoch)

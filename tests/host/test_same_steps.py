@@ -188,7 +188,7 @@ def test_args_json_has_the_recipe_of_the_user(dataset, small_folder, tmp_path, o
         ({}, {"packing_overflow": "truncate"}, "packing_overflow=truncate cuts rows"),
         ({"truncation_strategy": "split"}, {}, "packing_overflow=split cuts rows"),
         ({}, {"packing_mode": "buffer"}, "packing_mode=buffer packs rows as they come"),
-        ({}, {"packing_drop_last": "false"}, "packing_drop_last=False has nothing to do"),
+        ({}, {"packing_drop_last": "false"}, "packing_drop_last=False has no effect"),
         ({}, {"packing_strategy": "window"}, "packing_strategy=window"),
         ({"streaming": "true", "max_steps": 2}, {}, "packing_batch=samples needs data with a length"),
     ],
@@ -310,7 +310,7 @@ def test_a_trainer_of_ones_own_keeps_steps_too(small_folder, tiny):
     assert sizes == [5, 5, 5, 5, 2]
     with pytest.raises(ConfigError, match="samples_per_step"):
         PackingDataset(rows, made.template, config)
-    with pytest.raises(ConfigError, match="samples_per_step is of packing_batch=samples"):
+    with pytest.raises(ConfigError, match="samples_per_step needs packing_batch=samples"):
         PackingDataset(rows, made.template, PackingConfig(packing_length=128), samples_per_step=5)
 
 
