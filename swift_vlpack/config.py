@@ -45,7 +45,7 @@ _FALSE = ("false", "0", "no", "off")
 _NONE = ("none", "null", "")
 
 
-_PACKS, _STEPS, _OBJECTIVE, _RUN = "packs", "steps", "objective", "run"
+_OF_PACKS, _OF_STEPS, _OF_OBJECTIVE, _OF_RUN = "packs", "steps", "objective", "run"
 """Values of `decides`: an option decides which samples share a pack, which planned packs a step trains, or what of the
 samples is trained. An option that only steers a run (`run`) may be another one after a resume, the others may not."""
 
@@ -72,21 +72,21 @@ def _option(
 class PackingConfig:
     """All packing options. A field's name is its flag and YAML key; in upper case after `VLPACK_`, its variable."""
 
-    packing: bool = _option(False, "turn packing on; this is ms-swift's own flag, too", decides=_RUN)
-    packing_length: int = _option(MISSING, "capacity of a pack in tokens, after images are expanded", decides=_PACKS)
+    packing: bool = _option(False, "turn packing on; this is ms-swift's own flag, too", decides=_OF_RUN)
+    packing_length: int = _option(MISSING, "capacity of a pack in tokens, after images are expanded", decides=_OF_PACKS)
     packing_mode: str = _option(
         "auto",
         "plan: plan all packs ahead of time, which needs data with a length; buffer: pack rows as they come; auto: "
         "plan if the data has a length, else buffer",
         ("auto", "plan", "buffer"),
-        decides=_RUN,
+        decides=_OF_RUN,
     )
     packing_strategy: str = _option(
         "binpack",
         "binpack: ms-swift's own; greedy: keeps the order (ms-swift calls it sequential); exact: packs tightest; "
         "window: lays documents end to end and cuts wherever a pack is full; module:function: one of your own",
         (*STRATEGIES, WINDOW),
-        decides=_PACKS,
+        decides=_OF_PACKS,
         takes_others=True,
     )
     # `exact` is within hundredths of a per cent of the bound from 256 on (docs/strategies.md); the others gain by more.
@@ -95,7 +95,7 @@ class PackingConfig:
         "what a batch counts: packs, so that a step trains more samples than un-packed; or samples, so that every "
         "optimizer step trains exactly the samples that it trains un-packed, packed within the step",
         (PACKS, SAMPLES),
-        decides=_STEPS,
+        decides=_OF_STEPS,
         is_new=True,
     )
     packing_share: str = _option(
@@ -103,101 +103,101 @@ class PackingConfig:
         "media: rows that begin with the same images or videos share these: they are computed once, and each row goes "
         "on as a branch of its own; none: every row is computed whole",
         ("none", MEDIA),
-        decides=_PACKS,
+        decides=_OF_PACKS,
         is_new=True,
     )
     packing_share_max: int = _option(
         16,
         "most rows that share one beginning; more rows make more than one group, because rows of one image in one step "
         "are less random",
-        decides=_PACKS,
+        decides=_OF_PACKS,
         is_new=True,
     )
     packing_share_min: int = _option(
-        64, "fewest tokens of a system prompt that rows without media share", decides=_PACKS, is_new=True
+        64, "fewest tokens of a system prompt that rows without media share", decides=_OF_PACKS, is_new=True
     )
-    packing_buffer: int = _option(512, "samples that the packer may choose from at a time", decides=_PACKS)
+    packing_buffer: int = _option(512, "samples that the packer may choose from at a time", decides=_OF_PACKS)
     packing_min_fill_ratio: float = _option(
         0.65,
         "a pack at least this full does not wait for more samples; a value below 0.6 is accepted with a warning",
-        decides=_PACKS,
+        decides=_OF_PACKS,
     )
     packing_drop_last: bool = _option(
-        True, "drop the underfilled last pack of an epoch, if it has at most 1 in 50 of the samples", decides=_PACKS
+        True, "drop the underfilled last pack of an epoch, if it has at most 1 in 50 of the samples", decides=_OF_PACKS
     )
     packing_allow_single_long: bool = _option(
         True,
         "a sample of packing_length tokens or more becomes a pack of its own; false: it is left out",
-        decides=_PACKS,
+        decides=_OF_PACKS,
     )
     packing_overflow: str = _option(
         "keep",
         "rows longer than packing_length: keep each whole, alone in a sequence; split them into parts, never inside an "
         "image; truncate them; or drop them",
         ("keep", "split", "truncate", "drop"),
-        decides=_OBJECTIVE,
+        decides=_OF_OBJECTIVE,
     )
     packing_stride: int = _option(
         0,
         "tokens at the end of a part that the next part of the row repeats, as context without loss; never an image",
-        decides=_OBJECTIVE,
+        decides=_OF_OBJECTIVE,
     )
     packing_min_len: int = _option(
-        1, "fewest tokens of a part of a cut row; shorter ones are left out", decides=_OBJECTIVE
+        1, "fewest tokens of a part of a cut row; shorter ones are left out", decides=_OF_OBJECTIVE
     )
-    packing_max_samples: int | None = _option(None, "most samples in a pack", decides=_PACKS)
-    packing_max_images: int | None = _option(None, "most images in a pack", decides=_PACKS)
-    packing_max_patches: int | None = _option(None, "most vision patches in a pack", decides=_PACKS)
+    packing_max_samples: int | None = _option(None, "most samples in a pack", decides=_OF_PACKS)
+    packing_max_images: int | None = _option(None, "most images in a pack", decides=_OF_PACKS)
+    packing_max_patches: int | None = _option(None, "most vision patches in a pack", decides=_OF_PACKS)
     packing_pad_to: int | str | None = _option(
         None,
         "give sequences a fixed shape: pad each to packing_length (length), or to the next multiple of INT tokens; the "
         "padding is a segment of its own, without loss",
         ("none", PAD_TO_LENGTH, "INT"),
-        decides=_RUN,
+        decides=_OF_RUN,
         takes_others=True,
     )
     packing_balance: bool = _option(
-        True, "match the cost of the packs that ranks consume in the same step", decides=_STEPS
+        True, "match the cost of the packs that ranks consume in the same step", decides=_OF_STEPS
     )
     packing_attention: str = _option(
         "auto",
         "how attention is computed: sample by sample (segments), samples of similar length together (grouped), or by "
         "one kernel for the whole sequence on CUDA (varlen, flex); auto takes the fastest that equals the reference",
         ("auto", "segments", "grouped", "varlen", "flex"),
-        decides=_RUN,
+        decides=_OF_RUN,
     )
     packing_verify: bool = _option(
-        True, "prove before step 1 that samples of a pack do not see each other", decides=_RUN
+        True, "prove before step 1 that samples of a pack do not see each other", decides=_OF_RUN
     )
     mask_boundary_loss: bool = _option(
         True,
         "never train on the first token of a sample; false: train on it where the template says so",
-        decides=_OBJECTIVE,
+        decides=_OF_OBJECTIVE,
     )
-    train_on_eos: bool = _option(True, "train on EOS where the template says so; false: never", decides=_OBJECTIVE)
+    train_on_eos: bool = _option(True, "train on EOS where the template says so; false: never", decides=_OF_OBJECTIVE)
     packing_any_family: bool = _option(
         False,
         "pack model families that ms-swift does not pack, if the proof passes; needs packing_verify",
-        decides=_RUN,
+        decides=_OF_RUN,
     )
     packing_loss: str = _option(
         "token",
         "what has the same weight in the loss of a step: every target token (token), every sample (sample); sqrt "
         "weighs a sample by the square root of its target tokens",
         ("token", "sample", "sqrt"),
-        decides=_OBJECTIVE,
+        decides=_OF_OBJECTIVE,
     )
     packing_max_failed_share: float = _option(
-        0.2, "share of the last 1,000 rows that may be unreadable, from 0 to 1; above it the run stops", decides=_RUN
+        0.2, "share of the last 1,000 rows that may be unreadable, from 0 to 1; above it the run stops", decides=_OF_RUN
     )
     packing_cache_dir: str | None = _option(
         None,
         "folder in which the lengths of rows are remembered; none: vlpack/lengths in ms-swift's cache folder",
-        decides=_RUN,
+        decides=_OF_RUN,
     )
-    eval_packing: bool = _option(False, "pack the evaluation data too", decides=_RUN)
+    eval_packing: bool = _option(False, "pack the evaluation data too", decides=_OF_RUN)
     fusion_config: str | None = _option(
-        None, "YAML file of sources and their ratios; none: --dataset, ratio 1 each", decides=_RUN
+        None, "YAML file of sources and their ratios; none: --dataset, ratio 1 each", decides=_OF_RUN
     )
 
     def __post_init__(self) -> None:
@@ -234,15 +234,15 @@ class PackingConfig:
 
     def pack_options(self) -> dict[str, Any]:
         """Return the options that decide which samples share a pack; a saved state resumes under the same ones only."""
-        return self._deciding(_PACKS)
+        return self._deciding(_OF_PACKS)
 
     def step_options(self) -> dict[str, Any]:
         """Return the options that decide which planned packs are trained in a step; a resume must not change them."""
-        return self._deciding(_STEPS)
+        return self._deciding(_OF_STEPS)
 
     def objective(self) -> dict[str, Any]:
         """Return the options that decide what of the samples is trained; a resume must not change them."""
-        return self._deciding(_OBJECTIVE)
+        return self._deciding(_OF_OBJECTIVE)
 
     def _deciding(self, what: str) -> dict[str, Any]:
         return {

@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader
 
 from swift_vlpack.feed.planned import PlannedPackingDataset
 from swift_vlpack.feed.planned_feed import PlannedFeed
-from swift_vlpack.feed.streamed import StreamedPackingDataset
+from swift_vlpack.feed.streamed import ReaderProgress, StreamedPackingDataset
 from swift_vlpack.feed.streamed_feed import StreamedFeed
 from swift_vlpack.rows.randomness import own_generator
 
@@ -51,3 +51,17 @@ def resumed(fresh, trained, records, epoch=0):
     states = json.loads(json.dumps([trained.state(), trained.rank_state()]))
     fresh.restore(*states)
     return fresh
+
+
+def records_resumed_at_every_pack(fresh):
+    """The records of a stream, which makes the same packs from each of them on after a resume there."""
+    records = [pack.record for pack in fresh()]
+    for step in range(1, len(records)):
+        progress = ReaderProgress(0)
+        for record in records[:step]:
+            progress.trained(record)
+        again = fresh()
+        again.restore(ReaderProgress.of(progress.state()))
+        rest = [(pack.record.sample_ids, pack.record.lengths) for pack in again]
+        assert rest == [(record.sample_ids, record.lengths) for record in records[step:]], step
+    return records

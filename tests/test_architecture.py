@@ -136,6 +136,54 @@ def test_trainer_knows_no_mode():
     assert set(asks) - {"stream.py"} == {"config.py"}  # an option of the same name, of streams of text
 
 
+KINDS = (
+    *("PlannedFeed", "StreamedFeed", "PlannedPackingDataset", "StreamedPackingDataset"),
+    *("FusionCaptionDataset", "StreamedRows"),
+)
+
+
+def test_kinds_are_told_apart_where_rows_are_taken_in():
+    """ARCH-8: give the kinds a method instead, and call it."""
+    asking = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        for node in nodes_of(path)
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "id", "") in ("isinstance", "issubclass", "type")
+        and {name.id for name in ast.walk(node) if isinstance(name, ast.Name)} & set(KINDS)
+    }
+    assert asking == {"feed/packs.py"}
+
+
+def test_options_are_read_from_variables_where_a_process_begins():
+    """ARCH-11: elsewhere, take them from `packing_config(args)`, or from the config of the launch."""
+    reading = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        for node in nodes_of(path)
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "id", getattr(node.func, "attr", "")) in ("chosen_options", "options_in_env", "from_env")
+    }
+    assert reading == {"config.py", "host/args.py", "host/launch.py", "cli/cache.py", "cli/doctor.py", "cli/plan.py"}
+
+
+def test_nothing_of_ours_is_kept_on_objects_of_others():
+    """ARCH-11: but for marks on functions of ours, which stand for functions of others."""
+    marked = {
+        (str(path.relative_to(PACKAGE)), ast.unparse(target.value), target.attr)
+        for path in PACKAGE.rglob("*.py")
+        for node in nodes_of(path)
+        if isinstance(node, (ast.Assign, ast.AnnAssign))
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Attribute) and "vlpack" in target.attr.lower()
+    }
+    assert marked == {
+        ("host/install.py", "_check_padding_free", "_vlpack_original"),
+        ("host/install.py", "_prepare_dataset", "_vlpack_original"),
+        ("host/messages.py", "hook", "is_of_vlpack"),
+    }
+
+
 def code_of(path: Path) -> str:
     """Without comments, texts and docstrings."""
     return " ".join(node.attr for node in nodes_of(path) if isinstance(node, ast.Attribute))

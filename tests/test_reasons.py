@@ -42,6 +42,13 @@ CODES = {
 }
 OF_LENGTH = {Reason.OVER_MAX_LENGTH}
 """What an encoding finds and is no failure: rows that are left out for their length never stop a run."""
+GIVEN_BY = {
+    Kind.PACKER: "let `why_alone` in swift_vlpack/plan/items.py return it",
+    Kind.ENCODING: "in swift_vlpack/rows/faults.py, add an error's name to `_BY_ERROR` or a case to `fault_of`",
+    Kind.CUT: "give it to a `Part` in swift_vlpack/plan/parts.py",
+}
+"""Where a reason of each kind is given."""
+GIVEN_ANYWHERE = "where it is found, make a `LeftOut` of it"
 PART_CODES = {1: "overflow", 2: "truncated", 3: "image_over_length", 4: "cannot_be_cut", 5: "too_short"}
 
 
@@ -96,8 +103,7 @@ def missing(reason, given, given_to_parts, page):
         f"swift_vlpack/reasons.py: {name} is in OF_LENGTH in tests/test_reasons.py, so it is no failure": (
             not about.is_failure or reason not in OF_LENGTH
         ),
-        f"nothing gives {name}: where it is found, write LeftOut(sample_id, {name}.value, ...), a Fault or a "
-        f"SampleError; or delete it": reason.name in given,
+        f"nothing gives {name}: {GIVEN_BY.get(about.kind, GIVEN_ANYWHERE)}; or delete it": reason.name in given,
         f"docs/reasons.md: run `make docs-tables`, which writes the row of {name}": reason_row(reason) in page,
     }
     return [place for place, is_there in wanted.items() if not is_there]

@@ -12,6 +12,7 @@ from swift_vlpack.attention.linear_attention import restart_at_boundaries
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.rows.contents import NO_LABEL
 from swift_vlpack.rows.families import let_through
+from swift_vlpack.rows.sequences import OF_SEVERAL
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -78,7 +79,7 @@ def unwrapped(model: Any) -> Any:
 def _refuse_what_cannot_be_packed(template: Any) -> None:
     if template.task_type != "causal_lm":
         raise ConfigError(f"the template's task is {template.task_type}; packing is for causal_lm")
-    if template.mode in ("rlhf", "kto"):
+    if template.mode in OF_SEVERAL:
         raise ConfigError(f"the template is in mode {template.mode!r}; packing is for supervised training")
 
 

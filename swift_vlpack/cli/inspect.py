@@ -23,6 +23,7 @@ from swift_vlpack.cli.command import Command, PassThrough, add_packing_flags, ad
 from swift_vlpack.cli.in_run import in_run
 from swift_vlpack.cli.run_options import run_named, run_options
 from swift_vlpack.errors import ConfigError
+from swift_vlpack.host.launch import SWIFT_COMMANDS
 from swift_vlpack.host.path_checks import check_file
 from swift_vlpack.json_lines import with_numbers
 from swift_vlpack.pages.page import write_page
@@ -151,7 +152,7 @@ def _find_run(args: argparse.Namespace) -> None:
         os.environ.setdefault(name, value)
     if args.num_ranks is None:
         args.num_ranks = found.num_ranks
-    command = [args.flags.pop(0)] if args.flags and args.flags[0] in ("sft", "pt") else []
+    command = [args.flags.pop(0)] if args.flags and args.flags[0] in SWIFT_COMMANDS else []
     args.flags = [*command, *found.flags, *args.flags]
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from swift_vlpack.cli.lines import labelled
 from swift_vlpack.plan.registry import WINDOW
-from swift_vlpack.plan.report import StepSize, nothing_packed, share_lines
-from swift_vlpack.plan.same_steps import KeptSteps
+from swift_vlpack.plan.report import about_step, nothing_packed, share_lines
 from swift_vlpack.reasons import kept_by
 from swift_vlpack.words import by_reason, counted
 
@@ -139,20 +138,10 @@ def _about_steps(report: dict[str, Any]) -> list[tuple[str, str]]:
         f"{report['seconds']:.2f} s in all",
     )
     in_all = f"{report['num_steps']} in {counted(report['num_epochs'], 'epoch')}, {report['steps_per_epoch']} an epoch"
-    if report.get("kept_steps"):
-        kept = KeptSteps(**report["kept_steps"])
-        lines = [("steps", f"{in_all}, as many as un-packed"), ("one step", str(kept)), ("work", kept.about_work)]
-        lines.append(("tokens", kept.about_tokens))
-        return [*lines, *([("", kept.too_small)] if kept.too_small else []), time]
     packs = counted(report["gradient_accumulation_steps"], "pack")
-    step = StepSize(**report["step"])
-    return [
-        (
-            "steps",
-            f"{in_all}; {counted(report['num_ranks'], 'rank')} x {packs} a step, "
-            f"{counted(report['packs_per_epoch'], 'pack')} in every epoch",
-        ),
-        ("one step", str(step)),
-        ("", step.remedy),
-        time,
-    ]
+    a_step = (
+        f"; {counted(report['num_ranks'], 'rank')} x {packs} a step, "
+        f"{counted(report['packs_per_epoch'], 'pack')} in every epoch"
+    )
+    as_many = ", as many as un-packed" if report.get("kept_steps") else a_step
+    return [("steps", f"{in_all}{as_many}"), *about_step(report), time]

@@ -33,6 +33,8 @@ from swift_vlpack.host.swift_flags import flags
 from swift_vlpack.plan.mix import RATIOS_BY
 from swift_vlpack.rows import fusion_config
 from swift_vlpack.text import stream_file
+from swift_vlpack.text.local import DOCUMENTS
+from swift_vlpack.text.stream import MODES
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
 """The draft that editors know best."""
@@ -69,7 +71,7 @@ _TYPES = {
 }
 _IN_STREAM = re.compile(r"^(\w+): .*?  # (.*)$", re.MULTILINE)
 _LEAST_ONE = ("seq_len", "packing_buffer_docs", "num_ranks", "batch_size", "accumulation")
-_CHOICES = {"document": ["line", "paragraph", "row"], "packing_mode": ["sequential", "bin"]}
+_CHOICES = {"document": list(DOCUMENTS), "packing_mode": list(MODES)}
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:

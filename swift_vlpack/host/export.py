@@ -42,14 +42,13 @@ from swift_vlpack.rows.samples import LeftOut
 from swift_vlpack.rows.sequences import SequencesEncoder, lengths_of_sequences, rounded_up
 from swift_vlpack.rows.sizes import NUM_COLUMNS
 from swift_vlpack.rows.source import RowSource
+from swift_vlpack.runlog.left_out import FILE as LEFT_OUT
 from swift_vlpack.words import by_reason, counted
 
 logger = get_logger()
 
 LENGTHS = "vlpack_lengths"
 """The column by which lengths travel to ms-swift's preprocessor."""
-LEFT_OUT = "left_out.jsonl"
-"""The list of rows that are not exported; written if there are any."""
 INDEX = "packed"
 """The folder of the index of packs."""
 _OF_TRAINING = ("packing", "packing_length", "packing_strategy", "packing_num_proc", "padding_free", "lazy_tokenize")

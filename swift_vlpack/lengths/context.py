@@ -67,13 +67,8 @@ _VARIABLE = re.compile(r"""(?:get_env_args\(|getenv\(|environ\.get\(|environ\[)\
 _LOADING = ("swift.template.vision_utils", "qwen_vl_utils.vision_process")  # the code that loads media
 
 
-def context_of(template: Any, plugins: Iterable[str] = ()) -> str:
-    """Return the context, 32 hexadecimal digits. `plugins` are the files of `--external_plugins`."""
-    return digest_of(dependencies_of(template, plugins), 16)
-
-
-def dependencies_of(template: Any, plugins: Iterable[str] = ()) -> dict[str, Any]:
-    """Return everything that a length depends on, by name."""
+def dependencies_of(template: Any, plugins: Iterable[str]) -> dict[str, Any]:
+    """Return everything that a length depends on, by name. `plugins` are the files of `--external_plugins`."""
     processor = template.processor
     parts = _parts_of(processor)
     folder = getattr(getattr(template, "model_info", None), "model_dir", None)

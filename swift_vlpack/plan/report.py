@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from swift_vlpack.config import PAD_TO_LENGTH, PackingConfig
 from swift_vlpack.plan.boundaries import Boundaries
 from swift_vlpack.plan.packs import Plan
+from swift_vlpack.plan.same_steps import KeptSteps
 from swift_vlpack.words import counted
 
 LEAST_SUGGESTED = 1024
@@ -180,6 +181,16 @@ def step_size(*, num_packs: int, num_samples: int, num_supervised: int, accumula
         accumulation_as_unpacked=as_unpacked,
         num_samples_then=as_unpacked * num_ranks * samples_per_pack,
     )
+
+
+def about_step(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Say in labelled lines what an optimizer step holds, from the facts of a plan (`feed/epoch_report.py`)."""
+    if facts.get("kept_steps"):
+        kept = KeptSteps(**facts["kept_steps"])
+        lines = [("one step", str(kept)), ("work", kept.about_work), ("tokens", kept.about_tokens)]
+        return [*lines, *([("", kept.too_small)] if kept.too_small else [])]
+    step = StepSize(**facts["step"])
+    return [("one step", str(step)), ("", step.remedy)]
 
 
 def suggested_length(lengths: NDArray[Any]) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from swift_vlpack.attention.sequence_effects import BY_LONGEST
 from swift_vlpack.proof.handed import Handed, Mask, why_not_apart
 from swift_vlpack.rows.families import text_config_of
 
@@ -222,7 +223,7 @@ def _of_differing(evidence: Evidence) -> str:
             "samples differ before the first layer: the model adds embeddings of positions, and those of the batch do "
             "not begin at 0 with every sample (position_ids that run over the row, or none beside padding on the left)"
         )
-    if evidence.rope_type in ("dynamic", "longrope", "su") and _are_shorter(differing, evidence.profiles):
+    if evidence.rope_type in BY_LONGEST and _are_shorter(differing, evidence.profiles):
         return (
             f"the model's RoPE is {evidence.rope_type}, which takes its frequencies by the longest sample of the "
             "sequence; set packing_length to the length up to which it does not"

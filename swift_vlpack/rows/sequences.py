@@ -33,7 +33,8 @@ from swift_vlpack.rows.samples import Encoded, SampleId
 from swift_vlpack.rows.sizes import LengthIndex
 from swift_vlpack.rows.source import Row
 
-_MODES = ("rlhf", "kto")
+OF_SEVERAL = ("rlhf", "kto")
+"""Modes of ms-swift's templates in which a row is several sequences."""
 _TASKS = ("embedding", "reranker", "generative_reranker")
 _PREFIXES = ("chosen_", "rejected_", "anchor_", "positive_", "negative_")
 """How ms-swift names the tensors of the sequences of a row."""
@@ -64,7 +65,7 @@ class SequencesEncoder(RowEncoder):
     @property
     def divider(self) -> SequencesOfRows:
         """Return what knows which rows have parts."""
-        return SequencesOfRows(self.template.mode in _MODES or self.template.task_type in _TASKS)
+        return SequencesOfRows(self.template.mode in OF_SEVERAL or self.template.task_type in _TASKS)
 
     def part_sizes(self, row: Encoded) -> tuple[Part, ...]:
         """Return the sequences of a row as parts; none if `lengths` is no more than its length."""

@@ -18,8 +18,7 @@ from collections.abc import Iterator, Mapping
 from textwrap import wrap
 from typing import Any
 
-from swift_vlpack.plan.report import StepSize, nothing_packed, share_lines
-from swift_vlpack.plan.same_steps import KeptSteps
+from swift_vlpack.plan.report import about_step, nothing_packed, share_lines
 from swift_vlpack.reasons import kept_by
 from swift_vlpack.runlog.account import shared_in_words
 from swift_vlpack.runlog.counts import Counts
@@ -137,23 +136,14 @@ def _about_steps(facts: Mapping[str, Any]) -> Iterator[Entry]:
     packs = counted(facts["gradient_accumulation_steps"], "pack")
     a_step = f"{counted(facts['num_ranks'], 'rank')} x {packs} a step"
     plan = facts["plan"]
-    if plan is not None and plan.get("kept_steps"):
-        steps = KeptSteps(**plan["kept_steps"])
-        yield "steps", f"{facts['num_steps']}, {plan['steps_per_epoch']} an epoch, as many as un-packed", 1
-        yield "one step", str(steps), 2
-        yield "work", steps.about_work, 2
-        if steps.too_small:
-            yield "", steps.too_small, 3
-        return
     if plan is None:
         num_packs = facts["num_ranks"] * facts["gradient_accumulation_steps"]
         yield "steps", f"{facts['num_steps']}; {a_step}", 1
         yield "one step", f"{counted(num_packs, 'pack')}; un-packed it would be as many samples", 1
         return
-    yield "steps", f"{facts['num_steps']}, {plan['steps_per_epoch']} an epoch; {a_step}", 1
-    step = StepSize(**plan["step"])
-    yield "one step", str(step), 2
-    yield "", step.remedy, 2
+    as_many = ", as many as un-packed" if plan.get("kept_steps") else f"; {a_step}"
+    yield "steps", f"{facts['num_steps']}, {plan['steps_per_epoch']} an epoch{as_many}", 1
+    yield from ((*line, 3) for line in about_step(plan))
 
 
 def _proof(line: str | None) -> str:

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from swift_vlpack.errors import ConfigError, DataError
 from swift_vlpack.text.sources import Document, text_of
 
-LINE, PARAGRAPH, ROW = "line", "paragraph", "row"
+DOCUMENTS = LINE, PARAGRAPH, ROW = "line", "paragraph", "row"
 _OTHER_FORMATS = {".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 _OTHER_FORMATS |= {".gz": "text", ".zst": "text"}
 _LIKE_A_FILE = re.compile(r"[^\s<>|]+\.(txt|text|md|jsonl|json|csv|tsv|parquet|arrow|gz|zst)", re.IGNORECASE)
@@ -33,7 +33,7 @@ class LocalText:
 
     def __init__(self, paths: Paths, document: str | None = None, text_key: str = "text") -> None:
         self._paths = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
-        if document not in (None, LINE, PARAGRAPH, ROW):
+        if document not in (None, *DOCUMENTS):
             raise ConfigError(f"document must be {LINE!r}, {PARAGRAPH!r} or {ROW!r}, got {document!r}")
         for path in self._paths:
             _check_file(path, document)

@@ -23,7 +23,7 @@ from swift_vlpack.text.sources import plain, shares_among_workers, source_of
 from swift_vlpack.text.tokenizer import Tokens, edge_tokens, edged, token_id, token_ids, tokenizer_of
 from swift_vlpack.text.windows import Bins, Fetch, Held, Sequential, Windows
 
-SEQUENTIAL, BIN = "sequential", "bin"
+MODES = SEQUENTIAL, BIN = "sequential", "bin"
 KIND = "text stream"
 _OF_READING = ("shuffle_buffer_size", "seed", "repeat", "rank", "num_ranks")
 
@@ -49,7 +49,7 @@ class WindowOptions:
     max_doc_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if self.packing_mode not in (SEQUENTIAL, BIN):
+        if self.packing_mode not in MODES:
             raise ConfigError(f"packing_mode must be {SEQUENTIAL!r} or {BIN!r}, got {self.packing_mode!r}")
         names = ("seq_len", "packing_buffer_docs", "packing_max_docs_per_bin", "max_doc_tokens")
         check_whole(1, "seq_len", "packing_buffer_docs", **{name: getattr(self, name) for name in names})

@@ -29,11 +29,6 @@ def data(rows, tmp_path_factory):
     return write_jsonl(tmp_path_factory.mktemp("data") / "rows.jsonl", rows)
 
 
-@pytest.fixture
-def template(tiny):
-    return tiny(FAMILY).template
-
-
 def by_hand(template, row):
     """Labels of ms-swift, those of EOS taken out."""
     eos = template.tokenizer.eos_token_id

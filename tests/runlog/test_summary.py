@@ -30,6 +30,7 @@ PLAN = {
 KEPT = {
     "num_samples": 128, "batch_size": 2, "accumulation": 8, "num_ranks": 8, "fewest_sequences": 8,
     "mean_sequences": 9.6, "most_sequences": 16, "work": 1.02, "work_padded": 2.4, "work_padding_free": 1.31,
+    "num_tokens": 1000, "num_tokens_padded": 2500,
 }  # fmt: skip
 LENGTHS = {"min": 38, "median": 233, "p95": 1632, "p99": 1782, "max": 1816, "mean": 397.3}
 
@@ -114,6 +115,7 @@ def test_summary_of_steps_that_keep_their_samples_says_what_packing_gains():
     assert "27, 9 an epoch, as many as un-packed" in text
     assert "the same 128 samples as un-packed (2 a batch x 8 accumulated x 8 ranks), in 8 to 16 sequences" in text
     assert "1.02 x the bound (equal shares, no padding); padded batches 2.40, padding_free batches 1.31" in text
+    assert "1000 an epoch, padding_free as many; padded batches 2500, 2.50 x" in text
     assert "little to pack" not in text
     small = " ".join(start_text(facts(plan={**plan, "kept_steps": {**KEPT, "work": 2.4}})).split())
     assert "steps of 128 samples on 8 ranks leave little to pack" in small

@@ -15,15 +15,10 @@ import pytest
 from swift_vlpack.errors import ConfigError, DataError, SourceError, StateMismatch
 from swift_vlpack.text import FixedBatches, TextStream, local_text
 from swift_vlpack.text.sources import source_of
-from tests.text.vocabularies import BOS, EOS, PAD, corpus, text, words
+from tests.text.vocabularies import BOS, EOS, PAD, corpus, text
 
 DTYPES = {"input_ids": "int32", "labels": "int32", "attention_mask": "bool", "segment_ids": "int32"}
 BARE = {"add_bos": False, "add_eos": False}
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return words()
 
 
 @pytest.fixture

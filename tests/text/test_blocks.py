@@ -25,11 +25,6 @@ NAMES = (*STRATEGIES, "greedy_uncut", "window")
 BARE = {"add_bos": False, "add_eos": False}
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return words()
-
-
 def blocks(texts, tokenizer, **options):
     made = block_tokenize({"text": texts}, tokenizer=tokenizer, **options)
     assert len({len(column) for column in made.values()}) == 1, "as many of every column"

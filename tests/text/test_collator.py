@@ -16,12 +16,6 @@ from swift_vlpack.errors import BoundaryError, ConfigError, DataError
 from swift_vlpack.text import PackedCollator, block_tokenize
 from tests.text.vocabularies import BOS, EOS, PAD, corpus, qwen, text, words
 
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return words()
-
-
 TWO = {"input_ids": [5, 6, 1, 7, 1], "document_starts": [0, 3]}
 ONE = {"input_ids": [8, 9], "document_starts": [0]}
 

@@ -21,11 +21,6 @@ from tests.text.vocabularies import BOS, EOS, corpus, text, words
 BARE = {"add_bos": False, "add_eos": False}
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return words()
-
-
 def numbers(batches):
     """Every document here is one word: its number, as often as it comes."""
     return Counter(

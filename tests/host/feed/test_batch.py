@@ -26,13 +26,6 @@ RECORD = PackRecord(1, 2, (SampleId("data", 3),), (4,), 0)
 
 
 @pytest.fixture
-def template(tiny):
-    made = tiny(FAMILY).template
-    yield made
-    made.packing = made.padding_free = False
-
-
-@pytest.fixture
 def packs(template, tmp_path):
     rows = [{**row, "channel": "web", "note": "of its own"} for row in mixed_rows(tmp_path, 12, seed=3, largest=120)]
     return PackingDataset(rows, template, PackingConfig(packing_length=300, packing_drop_last=False))

@@ -22,13 +22,6 @@ FAMILY = "qwen2_5_vl"
 EPOCHS = 2
 
 
-@pytest.fixture
-def template(tiny):
-    made = tiny(FAMILY).template
-    yield made
-    made.packing = made.padding_free = False
-
-
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     """Texts, and rows of one and of two photos, whose pixels take 0.2 to 1.5 MB."""

@@ -33,13 +33,6 @@ FORMS = ("plan", "buffer")
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def template(tiny):
-    made = tiny(FAMILY).template
-    yield made
-    made.packing = made.padding_free = False
-
-
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     """30 rows of 45 to 190 tokens, of text and of images."""

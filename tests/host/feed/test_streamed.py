@@ -21,13 +21,6 @@ from tests.marks import telling
 FAMILY = "qwen2_5_vl"
 
 
-@pytest.fixture
-def template(tiny):
-    made = tiny(FAMILY).template
-    yield made
-    made.packing = made.padding_free = False
-
-
 def config(**options):
     return PackingConfig(
         **{

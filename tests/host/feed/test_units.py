@@ -25,6 +25,7 @@ from tests.conftest import load_tiny
 from tests.data_rows import image_row, sentence, text_row
 from tests.family_models import FAMILIES, load, own_ids
 from tests.images import photo
+from tests.marks import TELLING
 from tests.tiny import save_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")  # of ms-swift's InternVL
@@ -32,10 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarnin
 TINY = {"Qwen2-VL": "qwen2_vl", "Qwen2.5-VL": "qwen2_5_vl", "Qwen3-VL": "qwen3_vl"}
 NAMES = [
     "Qwen2.5-VL",
-    *(
-        pytest.param(name, marks=[pytest.mark.slow, pytest.mark.telling])
-        for name in ("Qwen2-VL", "Qwen3-VL", "InternVL (HF)", "GLM-4.1V")
-    ),
+    *(pytest.param(name, marks=TELLING) for name in ("Qwen2-VL", "Qwen3-VL", "InternVL (HF)", "GLM-4.1V")),
 ]
 
 
@@ -134,6 +132,31 @@ def test_units_train_what_their_rows_train_one_by_one(name, loaded, tmp_path):
     expected, one_by_one = trained(model, template, [[sample] for sample in encoded(rows, template)])
     assert loss == pytest.approx(expected, rel=1e-6)
     assert gradients.keys() == one_by_one.keys()
+    for parameter, gradient in one_by_one.items():
+        gap = (gradients[parameter] - gradient).abs().max() / gradient.abs().max().clamp_min(1e-12)
+        assert gap < 1e-5, parameter
+
+
+SYSTEM = "You answer in one sentence, politely, and never with more words than the question has. " * 6
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-VL", pytest.param("Qwen3", marks=TELLING)])
+def test_trainer_of_ones_own_shares_without_a_line_more(name, loaded, tmp_path):
+    """SHARE-7, SHARE-43: rows of a list; of a text model, rows share the end of their system turn."""
+    model, template = loaded(name)
+    rows, _ = rows_about(tmp_path, 2, 4)
+    if name == "Qwen3":
+        rows = [text_row(f"question {number}", "word " * (number + 1)) for number in range(8)]
+        rows = [{"messages": [{"role": "system", "content": SYSTEM}, *row["messages"]]} for row in rows]
+    config = PackingConfig(
+        packing_length=1200, packing_strategy="exact", packing_share="media", packing_drop_last=False
+    )
+    dataset = PackingDataset(rows, template, config)
+    packs = [dataset[number] for number in range(len(dataset))]
+    assert sum(SHARED in sample for pack in packs for sample in pack) >= 6
+    loss, gradients = trained(model, template, packs)
+    expected, one_by_one = trained(model, template, [[sample] for sample in encoded(rows, template)])
+    assert loss == pytest.approx(expected, rel=1e-6)
     for parameter, gradient in one_by_one.items():
         gap = (gradients[parameter] - gradient).abs().max() / gradient.abs().max().clamp_min(1e-12)
         assert gap < 1e-5, parameter

@@ -23,11 +23,6 @@ def images(tmp_path_factory):
 
 
 @pytest.fixture
-def template(tiny):
-    return tiny(FAMILY).template
-
-
-@pytest.fixture
 def encoded(monkeypatch):
     """The rows that templates encode, with or without pixels, in this process."""
     calls, encode = [], Template.encode

@@ -9,6 +9,7 @@ from swift.template import get_template
 
 from swift_vlpack.host import length_pass
 from swift_vlpack.lengths import failures, measure, trust
+from swift_vlpack.lengths.context import dependencies_of, digest_of
 from swift_vlpack.rows.contents import size_of
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.source import RowSource
@@ -38,6 +39,11 @@ def variant(tiny, family, **options):
     made = get_template(tiny(family).template.processor, template_type=family, **{"max_length": 2048, **options})
     made.set_mode("train")
     return made
+
+
+def context_of(template):
+    """What the key of every length of this template has in it."""
+    return digest_of(dependencies_of(template, ()), 16)
 
 
 def with_lengths(source, template, *args):

@@ -92,11 +92,6 @@ def folder(tmp_path_factory):
     return made
 
 
-@pytest.fixture
-def template(tiny):
-    return tiny(FAMILY).template
-
-
 def loaded(rows, path):
     """By ms-swift's loader, from a file as users have it."""
     if any(isinstance(image, dict) for row in rows for image in row.get("images") or ()):

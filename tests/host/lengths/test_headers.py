@@ -26,11 +26,6 @@ ANSWERED = {
 }
 
 
-@pytest.fixture
-def template(tiny):
-    return tiny(FAMILY).template
-
-
 def opened(path):
     return Image.open(BytesIO(Path(path).read_bytes()))
 

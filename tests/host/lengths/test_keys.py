@@ -10,13 +10,12 @@ from swift.dataset import load_dataset
 from swift.template import Template
 
 from swift_vlpack.host import headers
-from swift_vlpack.lengths.context import context_of
 from swift_vlpack.lengths.source_code import code_of
 from swift_vlpack.rows.encoder import RowEncoder
 from swift_vlpack.rows.samples import SampleId
 from swift_vlpack.rows.source import RowSource
 from tests.data_rows import image_row, text_row, write_jsonl
-from tests.host.lengths.support import with_lengths
+from tests.host.lengths.support import context_of, with_lengths
 from tests.images import noise, photo
 
 FAMILY = "qwen2_5_vl"
@@ -141,11 +140,6 @@ ARGS = SimpleNamespace(dataset_num_proc=1, strict=False)
 
 def lengths_of(rows, template, cache):
     return with_lengths(RowSource(name="rows", rows=rows), template, ARGS, str(cache)).sizes.lengths.tolist()
-
-
-@pytest.fixture
-def template(tiny):
-    return tiny(FAMILY).template
 
 
 def test_tools_in_another_order_are_other_tokens(template, tmp_path):

@@ -7,9 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from swift_vlpack.lengths.context import context_of
 from tests.data_rows import image_row, text_row
-from tests.host.lengths.support import ARGS, FAMILY, dataset, odd_rows, outcome, source, texts, variant, with_lengths
+from tests.host.lengths.support import (
+    ARGS,
+    FAMILY,
+    context_of,
+    dataset,
+    odd_rows,
+    outcome,
+    source,
+    texts,
+    variant,
+    with_lengths,
+)
 from tests.images import noise, photo
 from tests.marks import telling
 

@@ -398,3 +398,16 @@ def test_files_of_prefixes_belong_to_the_cache(template, tmp_path):
     ours = {*of_source.files, *shared_files(tmp_path / "cache")}
     assert {path.suffix for path in ours} >= {".prefixes", ".digests"}
     assert ours == {*(tmp_path / "cache").iterdir()}
+
+
+def test_videos_of_frames_are_shared_and_encoded_in_full(template, tmp_path):
+    """SHARE-44, SHARE-45: readers of videos are not replaced in threads, so such a branch is encoded in full."""
+    frames = [photo(tmp_path, f"f{n}", 112, 112, seed=n) for n in range(4)]
+    rows = [{**text_row(f"<video>what, {n}?"), "videos": [frames]} for n in range(2)]
+    rows.append({**text_row("<video>what?"), "videos": [frames[::-1]]})
+    (found,) = shared(template, [source(rows)], tmp_path / "cache")
+    assert [bool(key) for key in found.prefixes.key] == [True, True, False]
+    made = fused_rows(template, [found])
+    one, other = (made.encode(Address(0, n)) for n in range(2))
+    assert have_same_prefix(one, other, int(found.prefixes.length[0]))
+    assert made.encode_branch(Address(0, 1)) is None

@@ -8,10 +8,9 @@ import torch
 from swift.model import get_model_processor
 from swift.template import get_template
 
-from swift_vlpack.lengths.context import context_of
 from tests.data_rows import image_row, text_row
 from tests.family_models import FAMILIES, own_ids
-from tests.host.lengths.support import ARGS, dataset, source, with_lengths
+from tests.host.lengths.support import ARGS, context_of, dataset, source, with_lengths
 from tests.images import photo
 
 LLAVA, ONEVISION, INTERN, GEMMA = "LLaVA 1.5 (HF)", "LLaVA-OneVision (HF)", "InternVL (HF)", "Gemma 3"

@@ -21,11 +21,6 @@ FAMILY = "qwen2_5_vl"
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
-@pytest.fixture
-def template(tiny):
-    return tiny(FAMILY).template
-
-
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pictures")

@@ -92,11 +92,6 @@ def bad_rows(folder):
     ]
 
 
-@pytest.fixture
-def template(tiny):
-    return tiny(FAMILY).template
-
-
 def failure(template, row):
     with pytest.raises(SampleError) as caught:
         RowEncoder(template).sample(row, SampleId("rows", 7))

@@ -24,11 +24,6 @@ FAMILY = "qwen2_5_vl"
 ADDED = {"contents", "source", "sample_id"}
 
 
-@pytest.fixture
-def template(tiny):
-    return tiny(FAMILY).template
-
-
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pictures")
