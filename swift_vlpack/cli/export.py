@@ -14,7 +14,7 @@ from typing import Any
 from swift_vlpack.cli.command import Command, add_packing_flags, add_run_flags
 from swift_vlpack.cli.in_run import in_run, is_in_run
 from swift_vlpack.cli.lines import labelled, listed
-from swift_vlpack.config import SAMPLES
+from swift_vlpack.config import MEDIA, SAMPLES
 from swift_vlpack.errors import ConfigError
 from swift_vlpack.files import whole_folder
 from swift_vlpack.host.launch import RunLaunch, check_launch
@@ -125,6 +125,11 @@ def _check_run(args: argparse.Namespace, run: RunLaunch) -> None:
         )
     if args.packed == "true" and run.config.packing_batch == SAMPLES:
         raise ConfigError("packing_batch=samples needs the steps of a run, which an index has not; leave --packed out")
+    if args.packed == "true" and run.config.packing_share == MEDIA:
+        raise ConfigError(
+            "packing_share=media computes a shared image once, which an index of whole rows cannot say; leave --packed "
+            "or packing_share out"
+        )
     if run.config.fusion_config is not None:
         raise ConfigError(
             f"fusion_config {run.config.fusion_config} cannot be exported, because a cached data set has no ratios; "

@@ -136,10 +136,10 @@ def log_sharing(source: RowSource) -> None:
         return
     if prefixes.num_sharing:
         rows = prefixes.rows_per_prefix
+        median, p95 = np.percentile(rows, (50, 95), method="higher").tolist()  # counts that occur, as in the plan
         logger.info(
             f"source {source.name}: {counted(prefixes.num_sharing, 'row')} of {len(prefixes)} share "
-            f"{counted(len(rows), 'prefix', 'prefixes')}, median {np.median(rows):g} rows each, p95 "
-            f"{np.percentile(rows, 95):g}"
+            f"{counted(len(rows), 'prefix', 'prefixes')}, median {median} rows each, p95 {p95}"
         )
     else:
         logger.warning(f"source {source.name}: packing_share=media does nothing for it: no rows share a prefix")

@@ -95,15 +95,19 @@ def candidates_from(packs: Packs) -> list[Iterator[Encoded]]:
     by_length = by_length[plan.lengths[by_length] > 0]
     # The plan counts images and patches; kinds that it does not count are told apart by the rows themselves.
     images, patches = plan.images[by_length], plan.patches[by_length]
-    counted = [images == 1, images > 1, (images == 0) & (patches > 0), (images == 0) & (patches == 0)]
     kinds = [
         kind
-        for is_kind in counted
+        for is_kind in _counted_kinds(images, patches)
         for kind in _grouped(
             _spread(by_length[is_kind], _LOOKED_AT), lambda position: _kind_of_row(packs, plan.schedule[position])
         )
     ]
     return [_encoded(packs, plan.samples(_spread(np.array(kind), _SPREAD))) for kind in kinds if kind]
+
+
+def _counted_kinds(images: NDArray[Any], patches: NDArray[Any]) -> list[NDArray[np.bool_]]:
+    """Mark the samples with one image, with several, with other media that have patches, and with none."""
+    return [images == 1, images > 1, (images == 0) & (patches > 0), (images == 0) & (patches == 0)]
 
 
 def units_from(packs: Packs, is_usable: Callable[[Encoded], bool]) -> list[list[Encoded]]:
@@ -116,7 +120,7 @@ def units_from(packs: Packs, is_usable: Callable[[Encoded], bool]) -> list[list[
     firsts = joins[shared[joins - 1] == 0] - 1
     cheap = firsts[np.argsort(_tokens_of_two(plan.lengths[members], shared, firsts), kind="stable")]
     found = []
-    for kind in (plan.images > 0, (plan.images == 0) & (plan.patches > 0), (plan.images == 0) & (plan.patches == 0)):
+    for kind in _counted_kinds(plan.images, plan.patches):
         of_kind = cheap[kind[members[cheap]]]
         units = (_unit(packs, plan, int(first), is_usable) for first in _spread(of_kind, _SPREAD))
         unit = next((unit for unit in units if len(unit) > 1), None)
@@ -131,11 +135,12 @@ def _tokens_of_two(lengths: NDArray[Any], shared: NDArray[Any], firsts: NDArray[
 
 
 def _unit(packs: Packs, plan: EpochPlan, first: int, is_usable: Callable[[Encoded], bool]) -> list[Encoded]:
-    """Encode the first rows of the unit that begins at a member of the plan's packs, and mark their prefix."""
-    shared = plan.packs.shared_of_members[first : first + _BRANCHES].tolist()
+    """Encode rows of the unit that begins at a member of the plan's packs until there are enough; mark their prefix."""
+    shared = plan.packs.shared_of_members[first : first + packs.config.packing_share_max].tolist()
     num = 1 + next((at for at, num_shared in enumerate(shared[1:]) if not num_shared), len(shared) - 1)
-    samples = _encoded_or_none(packs, plan.samples(plan.packs.members[first : first + num].tolist()))
-    unit = as_planned([sample if sample and is_usable(sample) else None for sample in samples], shared[:num])
+    samples = _encoded(packs, plan.samples(plan.packs.members[first : first + num].tolist()))
+    usable = list(islice(filter(is_usable, samples), _BRANCHES))
+    unit = as_planned(usable, (0, *[shared[1]] * (len(usable) - 1)) if usable else ())
     return [sample for sample in unit if PREFIX in sample and is_usable(sample)]
 
 

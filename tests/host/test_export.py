@@ -399,6 +399,7 @@ def test_output_that_is_there_is_never_lost(flags, tmp_path, capfd):
         (["--num_ranks", "2"], "--num_ranks is for the index of --packed"),
         (["--packed", "--packing_overflow", "split"], "would cut rows, which an index of whole rows cannot say"),
         (["--packed", "--packing_batch", "samples"], "packing_batch=samples needs the steps of a run"),
+        (["--packed", "--packing_share", "media"], "packing_share=media computes a shared image once"),
         (["--pad_samples_to", "0"], "must be a number of at least 1, got '0'"),
         (["--pad_samples_to", "8", "--context_parallel_size", "2"], "not allowed with argument"),
         (["--max_lenght", "5"], "did you mean --max_length"),
