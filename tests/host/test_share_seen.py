@@ -15,6 +15,7 @@ from swift_vlpack.cli.plan_text import plan_text
 from swift_vlpack.cli.run_options import run_options
 from swift_vlpack.host.run import run_of
 from swift_vlpack.pages.report import sections
+from swift_vlpack.pages.report_page import report_page
 from swift_vlpack.runlog.folder import find_run
 from swift_vlpack.runlog.report import run_report
 from tests.data_rows import image_row, sentence, text_row, write_jsonl
@@ -143,6 +144,9 @@ def test_run_counts_what_was_planned(planned, output, rows):
     assert report["trained"]["shared"] == shared
     assert report["unpacked"]["num_padding_saved"] == 0, "batches of one have no padding, and sharing is none"
     said = dict(next(one for one in sections(report) if one.title == "Trained").lines)
+    padding = dict(next(one for one in sections(report) if one.title == "Padding saved").lines)
+    assert padding["tokens"].endswith("un-packed, and packs have as many, before what samples share")
+    assert f"<b>{shared['num_shared_tokens']:,}</b>tokens saved by sharing" in report_page(report)
     assert said["shared"] == f"11 samples in 3 units, {len(rows) - 11} alone"
 
 
