@@ -185,7 +185,7 @@ def test_flag_wins_over_variable(length_file, capsys, monkeypatch):
     ("content", "flags", "parts"),
     [
         (None, [], ["no such file"]),
-        ("", [], ["no lengths in it"]),
+        ("", [], ["has no lengths"]),
         ("[1, 2", [], ["line 1", "not JSON"]),
         ("12\nx\n", [], ["line 2", "not JSON"]),
         ('{"tokens": 3}', [], ["row 1", "neither length nor lengths"]),

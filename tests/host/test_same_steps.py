@@ -158,7 +158,7 @@ def test_args_json_has_the_recipe_of_the_user(dataset, small_folder, tmp_path, o
         ({}, {"packing_overflow": "truncate"}, "packing_overflow=truncate cuts rows"),
         ({"truncation_strategy": "split"}, {}, "packing_overflow=split cuts rows"),
         ({}, {"packing_mode": "buffer"}, "packing_mode=buffer packs rows as they come"),
-        ({}, {"packing_drop_last": "false"}, "packing_drop_last=False has nothing to do"),
+        ({}, {"packing_drop_last": "false"}, "packing_drop_last=False has no effect"),
         ({}, {"packing_strategy": "window"}, "packing_strategy=window"),
         ({"streaming": "true", "max_steps": 2}, {}, "packing_batch=samples needs data with a length"),
     ],
@@ -280,7 +280,7 @@ def test_a_trainer_of_ones_own_keeps_steps_too(small_folder, tiny):
     assert sizes == [5, 5, 5, 5, 2]
     with pytest.raises(ConfigError, match="samples_per_step"):
         PackingDataset(rows, made.template, config)
-    with pytest.raises(ConfigError, match="samples_per_step is of packing_batch=samples"):
+    with pytest.raises(ConfigError, match="samples_per_step needs packing_batch=samples"):
         PackingDataset(rows, made.template, PackingConfig(packing_length=128), samples_per_step=5)
 
 
@@ -301,6 +301,7 @@ def test_plan_and_inspect_show_the_steps_that_were_trained(dataset, small_folder
     assert f"{kept['num_tokens']} an epoch, padding_free as many; padded batches {kept['num_tokens_padded']}" in text
     assert "8 in 2 epochs, 4 an epoch, as many as un-packed" in text
     assert "the same 6 samples as un-packed" in text
+    assert re.search(r"lower bound +\d+ packs?, if steps could share packs", text)
     with looking_back(tmp_path / "out") as seen:
         for step, rows in enumerate(steps, 1):
             (found,) = seen(step=step)["steps"]
