@@ -23,7 +23,7 @@ class AnotherRankFailed(VLPackError):
 
 
 class Vote(IntEnum):
-    """What a rank has for the next step. The largest vote of all ranks counts: a failure stops all ranks."""
+    """The vote of a rank on its next step. The largest vote of all ranks counts, so a failure stops all ranks."""
 
     DRY = 0
     PACK = 1

@@ -23,7 +23,7 @@ from swift_vlpack.rows.faults import Fault
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthCaches:
-    """What earlier starts and other sources saved. A length pass reads it and adds its own results."""
+    """The results that earlier starts and other sources saved. A length pass reads them and adds its own."""
 
     cache: LengthCache
     trust: Trust

@@ -41,7 +41,7 @@ def sections(report: Report) -> list[Section]:
     return [
         Section("Run", tuple(_run(report))),
         Section("Trained", tuple(_trained(report))),
-        Section("Padding saved", tuple(_unpacked(report["unpacked"]))),
+        Section("Padding saved", tuple(_unpacked(report["unpacked"], shares=bool(report["trained"]["shared"])))),
         _sources(report),
         _left_out(report["left_out"]),
         _epochs(report["epochs"]),
@@ -109,7 +109,7 @@ def _shared(trained: Report, shared: Report) -> Iterator[Line]:
         yield "", f"{apart} planned to share and, once encoded, did not; the log names them"
 
 
-def _unpacked(unpacked: Report | None) -> Iterator[Line]:
+def _unpacked(unpacked: Report | None, *, shares: bool) -> Iterator[Line]:
     if unpacked is None:
         yield "tokens", "not on record"
         return
@@ -117,7 +117,8 @@ def _unpacked(unpacked: Report | None) -> Iterator[Line]:
     saved, tokens = unpacked["num_padding_saved"], grouped(unpacked["num_tokens"])
     if saved <= 0:
         more = f"packs have {grouped(-saved)} more (packing_pad_to)" if saved else "packs have as many"
-        yield "tokens", f"none are saved: {tokens} un-packed, and {more}"
+        before = ", before what samples share" if shares else ""
+        yield "tokens", f"none are saved: {tokens} un-packed, and {more}{before}"
         return
     yield "tokens", f"{grouped(saved)} of {tokens} are saved, {percent(unpacked['padding_saved'])}"
     of_time, all_of_it = duration(unpacked["seconds_saved_estimated"]), duration(unpacked["seconds_estimated"])

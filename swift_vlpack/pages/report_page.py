@@ -52,9 +52,11 @@ def _without_place(value: Any, above: str) -> Any:
 
 def _tiles(report: Report) -> str:
     trained, unpacked = report["trained"], report["unpacked"]
+    shared = trained["shared"]
     tiles = [
         ("fill", percent(trained["fill_mean"])),
         ("padding saved", percent(unpacked["padding_saved"]) if unpacked else "-"),
+        *([("tokens saved by sharing", grouped(shared["num_shared_tokens"]))] if shared else []),
         ("tokens a second", grouped(trained["tokens_per_second"]) if trained["tokens_per_second"] else "-"),
         ("tokens", grouped(trained["num_tokens"])),
         ("samples", grouped(trained["num_samples"])),

@@ -70,7 +70,10 @@ class Member:
         """Return the sample for other programs, without thumbnails."""
         share = round(self.share_of_vision, 4)
         shown = {"pictures": _without_thumbnails(self.pictures), "pieces": _as_dicts(self.pieces)}
-        return {**asdict(self), **shown, "share_of_vision": share}
+        made = {**asdict(self), **shown, "share_of_vision": share}
+        if self.prefix is None:  # for programs that know no prefixes
+            del made["prefix"]
+        return made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +174,10 @@ class PackShown:
             del made["row"]["parents"]  # so that a pack without shared prefixes is what it was before there were any
         made["members"] = [member.as_json() for member in self.members]
         made["prefixes"] = [prefix.as_json() for prefix in self.prefixes]
+        if not self.prefixes:  # as it was before samples could share any
+            del made["prefixes"]
+            if made["row"] is not None:
+                del made["row"]["parents"]
         counts = {"num_tokens": self.num_tokens, "fill": round(self.fill, 4), "num_supervised": self.num_supervised}
         return {**made, **counts, "num_vision": self.num_vision}
 
@@ -211,4 +218,8 @@ class StepShown:
 
     def as_json(self) -> dict[str, Any]:
         """Return the step for other programs."""
-        return {**asdict(self), "num_samples": self.num_samples}
+        made = {**asdict(self), "num_samples": self.num_samples}
+        for pack in made["packs"]:
+            if not any(pack["shared"]):
+                del pack["shared"]
+        return made

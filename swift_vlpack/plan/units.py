@@ -121,9 +121,9 @@ class Units(NamedTuple):
 
 
 def sizes_in_units(sizes: NDArray[Any], shared: NDArray[Any]) -> NDArray[Any]:
-    """Return sizes as samples have them in their unit: what they share with the one before is not counted again.
+    """Return the sizes of samples without what they share with the sample before them.
 
-    `sizes` has a line each of tokens, images and patches, and perhaps more, which are not shared.
+    `sizes` has one line for tokens, images and patches each; further lines are not shared and stay.
     """
     own = sizes.copy()
     own[0] -= shared

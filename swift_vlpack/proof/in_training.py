@@ -75,6 +75,8 @@ class InTraining:
     num_samples: int
     num_prefixes: int
     """Prefixes that samples share."""
+    num_branches: int
+    """Samples that share them."""
     num_tokens: int
     num_targets: int
     """Targets of the watched samples of which the loss was taken."""
@@ -208,6 +210,7 @@ class _Compared:
         self.result = InTraining(
             num_samples=len(sequence.slots),
             num_prefixes=len(sequence.units),
+            num_branches=sum(map(len, sequence.units)),
             num_tokens=int(sequence.inputs["input_ids"].shape[-1]),
             num_targets=int(sequence.is_learnt.sum()),
             names=[str(sequence.record.sample_ids[at]) for at in self.watched],

@@ -25,7 +25,7 @@ _BRIGHTEST = 255
 
 
 def can_be_replaced(sample: Encoded, is_ordinary: Callable[[int], bool]) -> bool:
-    """Return whether a sample has two different ordinary tokens to exchange, and one of its own beside a prefix."""
+    """Tell whether a sample has two different ordinary tokens to exchange, at least one of them after its prefix."""
     tokens = sample["input_ids"]
     return len({token for token in tokens if is_ordinary(token)}) > 1 and any(
         map(is_ordinary, tokens[num_prefix_of(sample) :])
@@ -33,9 +33,9 @@ def can_be_replaced(sample: Encoded, is_ordinary: Callable[[int], bool]) -> bool
 
 
 def replaced(sample: Encoded, is_ordinary: Callable[[int], bool]) -> Encoded:
-    """Replace every ordinary token by another one. Media and control tokens stay, so positions stay, too.
+    """Replace every ordinary token by another ordinary token. Media and control tokens stay, so positions stay, too.
 
-    The tokens of a prefix stay, because they are those of other samples, too (`with_other_prefix`).
+    The tokens of a prefix stay, because other samples share them (`with_other_prefix` replaces those).
     """
     others, num_prefix = _others(sample["input_ids"], is_ordinary), num_prefix_of(sample)
     return {**sample, "input_ids": [*sample["input_ids"][:num_prefix], *others[num_prefix:]]}

@@ -310,7 +310,8 @@ def line_in_training(measured: InTraining) -> str:
     """Return the line for the log. It says "verified" only if the limits would have noticed a mistake."""
     what = f"{counted(measured.num_samples, 'sample')} of {measured.num_tokens} tokens"
     if measured.num_prefixes:
-        what += f", {counted(measured.num_prefixes, 'prefix', 'prefixes')} with branches"
+        branches = counted(measured.num_branches, "branch", "branches")
+        what += f", {counted(measured.num_prefixes, 'prefix', 'prefixes')} with {branches}"
     drawn = "with all that is drawn at random" if measured.has_drawn else "nothing is drawn at random"
     again = ", layers run again in the backward" if measured.is_checkpointed else ""
     whole = ", which is what its samples are when they are encoded anew" if measured.is_encoded_again else ""

@@ -230,7 +230,7 @@ def path_of(name: str) -> str | None:
 
 
 class Prefix(NamedTuple):
-    """How many tokens a row can share."""
+    """The beginning of a row that other rows can share."""
 
     length: int
     """Number of tokens; 0 if the row cannot share."""

@@ -45,7 +45,10 @@ class Urls:
     def __init__(
         self, memory: Path | None = None, *, seconds_remembered: float = SECONDS_REMEMBERED, num_tries: int = 1
     ) -> None:
-        """Nothing is fetched yet. `memory` is a file of failures that processes and runs share; None shares nothing."""
+        """Take the file in which failures are remembered; fetch nothing yet.
+
+        Processes and runs share the failures in `memory`. With None, failures are known to this object only.
+        """
         self._memory = memory
         self._seconds_remembered = seconds_remembered
         self._num_tries = num_tries

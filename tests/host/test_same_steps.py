@@ -113,6 +113,36 @@ def test_every_step_is_that_of_the_unpacked_run(  # noqa: PLR0913 - a case, and 
     assert epoch_report(tmp_path / "packed")["num_packs"] < sum(map(len, expected)) // 2, "it packed"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "num_steps"),
+    [
+        ({"max_steps": 8}, 8),
+        ({"num_train_epochs": 0.5}, 3),
+        ({"num_train_epochs": 1.5}, 9),
+        ({"num_train_epochs": 1, "per_device_train_batch_size": 40}, 1),
+    ],
+    ids=str,
+)
+def test_a_run_ends_where_the_unpacked_one_ends(  # noqa: PLR0913 - a case, and fixtures
+    more, num_steps, dataset, small_folder, tmp_path, record, options
+):
+    """SAME-1 SAME-3: within an epoch, too."""
+    flags = {**recipe(2, 2, dataset=dataset), **more}
+    plain = train(argv(small_folder(FAMILY), FAMILY, tmp_path / "plain", **flags))
+    (path,) = record.glob("rank_*.jsonl")
+    trained = [row for line in path.read_text().splitlines() for row in json.loads(line)]
+    del os.environ["RECORD_FOLDER"]
+    options(**OPTIONS)
+    packed = train(packed_argv(small_folder(FAMILY), FAMILY, tmp_path / "packed", **flags))
+    steps = packed_steps(tmp_path / "packed")
+    assert len(steps) == num_steps
+    for step in steps:
+        here, trained = trained[: len(step)], trained[len(step) :]
+        assert step == sorted(here)
+    assert max(largest_differences(curve(plain["log_history"]), curve(packed["log_history"]))) < 1e-5
+
+
 def stopped_after(output, dataset, folder, family, num_steps, **more):
     """A run that ends early, with a checkpoint; its schedule is that of the whole run."""
     flags = recipe(2, 2, dataset=dataset, **{**more, "save_steps": num_steps, "max_steps": num_steps})

@@ -7,7 +7,7 @@ import torch
 from swift_vlpack import PackingConfig, PackingDataset, prove
 from swift_vlpack.errors import DataError, IsolationError
 from swift_vlpack.proof import prove as prove_module
-from swift_vlpack.proof.branches import PREFIX, units_in
+from swift_vlpack.proof.branches import PREFIX, boundaries_of, units_in
 from swift_vlpack.proof.choose_samples import chosen_samples, sequences_of_plan, short_samples, tokens_of_epoch
 from swift_vlpack.proof.measure import affordable
 from swift_vlpack.rows.contents import contents_of
@@ -88,11 +88,11 @@ def sharing(training, tmp_path):
     """Packs of rows of which some share an image, or two; as a run finds their prefixes."""
     loaded = training(QWEN)
 
-    def make(**options):
+    def make(more=(), **options):
         one, two, three = (photo(tmp_path, str(number), 84, 84, seed=number) for number in range(3))
         rows = [image_row([image], f"question {n}", "word " * (1 + n)) for image in (one, two) for n in range(5)]
         rows += [image_row([one, three], f"ask {n}", "answer") for n in range(2)]
-        rows, images = rows + texts(8), np.array([1] * 5 + [2] * 5 + [3] * 2 + [0] * 8)
+        rows, images = [*rows, *texts(8), *more], np.array([1] * 5 + [2] * 5 + [3] * 2 + [0] * (8 + len(more)))
         config = {"packing_length": 400, "packing_strategy": "best_fit", "packing_share": "media", **options}
         return PackingDataset(fused(rows, images, loaded.template), loaded.template, PackingConfig(**config))
 
@@ -113,14 +113,15 @@ def test_short_unit_of_each_kind_is_there(sharing):
 
 
 def test_sequence_with_branches_is_compared_first(sharing):
-    """SHARE-64: whatever the budget of tokens."""
-    sequences = sequences_of_plan(sharing())
+    """SHARE-64: whatever the budget of tokens, although another sequence has fewer."""
+    sequences = sequences_of_plan(sharing(more=[text_row("long", "word " * 355)]))
+    num_tokens = [boundaries_of(sequence).num_tokens for sequence in sequences]
     assert units_in(sequences[0])
+    assert min(num_tokens) < num_tokens[0]
     (kept,) = affordable([sequences[0], [{"length": 10**9}]], 0)
     assert kept is sequences[0]
-    assert all(
-        PREFIX not in sample for sequence in sequences_of_plan(sharing(packing_share="none")) for sample in sequence
-    )
+    plain = sequences_of_plan(sharing(packing_share="none"))
+    assert all(PREFIX not in sample for sequence in plain for sample in sequence)
 
 
 def test_units_with_broken_or_useless_rows_are_not_taken(sharing, monkeypatch):
